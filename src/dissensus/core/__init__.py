@@ -1,0 +1,1 @@
+"""What everything else stands on: members, likelihoods, predictives, the posterior contract and its seam."""

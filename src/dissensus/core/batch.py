@@ -1,0 +1,82 @@
+"""Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+def call(network: nn.Module, x: Inputs) -> Tensor:
+    """network's output for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
+    if isinstance(x, Mapping):
+        outputs = network(**x)
+    elif isinstance(x, tuple | list):
+        outputs = network(*x)
+    else:
+        outputs = network(x)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"expected a network that returns one tensor, got {type(outputs).__name__}; "
+            "wrap it in a module whose forward returns the logits or means"
+        )
+    return outputs
+
+
+def tensors(x: Inputs) -> list[Tensor]:
+    """The tensors in x, in a fixed order."""
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """x with function applied to every tensor in it."""
+
+    def one(value: Any) -> Any:
+        return function(value) if isinstance(value, Tensor) else value
+
+    if isinstance(x, Mapping):
+        return {name: one(value) for name, value in x.items()}
+    if isinstance(x, tuple | list):
+        return tuple(one(value) for value in x)
+    return function(x)
+
+
+def to(x: Inputs, device: torch.device) -> Inputs:
+    """x on the device."""
+    return apply(x, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def size(x: Inputs) -> int:
+    """Number of examples: the length of the first tensor's first axis."""
+    found = tensors(x)
+    if not found or found[0].ndim == 0:
+        raise ValueError("expected inputs with a batch axis first, got none; pass tensors of shape (B, ...)")
+    return found[0].shape[0]
+
+
+def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
+    """(x, y, weight) of one batch from a loader; weight is None where the loader gives none."""
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        what = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+        raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
+    x, y, weight = batch if len(batch) == 3 else (*batch, None)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
+    if not tensors(x):
+        raise TypeError(f"expected inputs as a tensor, tuple or dict of tensors, got {type(x).__name__}")
+    return x, y, weight
+
+
+def check_finite(x: Inputs) -> None:
+    """Raises where a floating-point tensor of x on the host holds NaN or infinity; tensors on a device are not read."""
+    for tensor in tensors(x):
+        # A sum is not finite if a term is not: one pass without a temporary, and only then is it looked into.
+        if tensor.device.type == "cpu" and tensor.is_floating_point() and not tensor.sum().isfinite():
+            bad = (~tensor.isfinite()).nonzero()  # (number, axes)
+            if len(bad):
+                raise ValueError(
+                    f"expected finite inputs, got NaN or infinity in row {int(bad[0, 0])} of a batch; clean the data"
+                )

@@ -1,0 +1,30 @@
+"""Gradient clipping that does not couple members: each member's own tensors by their own norm, shared ones by theirs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dissensus.core.particles import Particles
+
+
+def clip_members(particles: Particles, largest: float) -> Tensor:
+    """(M,) norms before clipping; each member's gradients are scaled so that their norm is at most `largest`."""
+    own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
+    shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
+    norms = _norms(own, members=particles.members) if own else _norms([g.unsqueeze(0) for g in shared], members=1)
+    if own:
+        factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)  # (M,)
+        for gradient in own:
+            gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
+    if shared:
+        norm = _norms([g.unsqueeze(0) for g in shared], members=1)
+        factor = (largest / norm.clamp(min=1e-12)).clamp(max=1.0)
+        for gradient in shared:
+            gradient.mul_(factor[0].to(gradient.dtype))
+    return norms
+
+
+def _norms(gradients: Iterable[Tensor], *, members: int) -> Tensor:
+    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in gradients]
+    return torch.stack(squares).sum(0).sqrt()

@@ -1,0 +1,224 @@
+"""Likelihoods: what a network's outputs mean, and what a set of them predicts.
+
+A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so a parameter of
+it (the noise of `Regression`) is trained with the network, and every member of an ensemble gets its own.
+
+A likelihood of one's own subclasses `Likelihood` and says three things:
+
+    class Poisson(ds.Likelihood):
+        def log_prob(self, outputs, y):                # (B, 1), (B, 1) -> (B,)
+            rate = outputs.exp()
+            return (y * outputs - rate - torch.lgamma(y + 1)).sum(1)
+
+        def describe(self, outputs):                   # -> tensors, one entry per example
+            rate = outputs.exp()
+            return rate, rate                          # mean and variance of y
+
+        def predictive(self, *described):              # the same tensors with a member axis in front
+            return ds.RegressionPredictive(*described)
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+
+
+class Likelihood(nn.Module, ABC):
+    """p(y | outputs) of one member. Subclasses give `log_prob`, `describe` and `predictive`; the rest follows."""
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """(B, ...) log p(y | outputs), one entry per example (per pixel for segmentation)."""
+
+    @abstractmethod
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that describe one member's predictive distribution, each (B, ...)."""
+
+    @abstractmethod
+    def predictive(self, *described: Tensor) -> Predictive:
+        """The mixture over members of what `describe` gave, each tensor with the member axis in front."""
+
+    def counted(self, y: Tensor) -> Tensor | None:
+        """(B, ...) which entries of log_prob count, or None where all do."""
+        return None
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        """Raises a ValueError where y cannot belong to outputs of this shape. Values are read only on the host."""
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """The keyword arguments that build this likelihood again."""
+        return {}
+
+    def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """() −Σ w log p / Σ w over the entries that count: a weight of two is the same as the example twice."""
+        log_prob = self.log_prob(full_precision(outputs), y)
+        counted = self.counted(y)
+        if weight is None and counted is None:
+            return -log_prob.mean()
+        w = torch.ones_like(log_prob) if weight is None else _spread(weight, log_prob)
+        if counted is not None:
+            w = torch.where(counted, w, 0.0)
+        # A batch in which nothing counts has loss 0 and gradient 0, not 0/0.
+        return -(w * log_prob).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return self.log_prob(outputs, y)
+
+
+class Classification(Likelihood):
+    """Logits (B, C) or (B, C, H, W); y: class indices (B,) or (B, H, W), or soft labels of the logits' shape.
+
+    `ignore_index`: the label of positions that do not count (void pixels).
+    """
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        if y.is_floating_point():
+            return (y * F.log_softmax(outputs, dim=1)).sum(1)  # (B, ...)
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        return -F.cross_entropy(outputs, y, reduction="none", ignore_index=ignored)
+
+    def counted(self, y: Tensor) -> Tensor | None:
+        return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
+
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return (F.log_softmax(full_precision(outputs), dim=1),)
+
+    def predictive(self, *described: Tensor) -> Predictive:
+        return ClassificationPredictive(*described)
+
+    def config(self) -> dict[str, Any]:
+        return {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        if len(output_shape) < 2 or output_shape[1] < 2:
+            raise ValueError(
+                f"expected logits of shape (B, C) with C ≥ 2, got {tuple(output_shape)}; "
+                "give the network one output per class, or pass likelihood=Regression(...)"
+            )
+        batch, classes, *space = output_shape
+        if y.is_floating_point():
+            if y.shape != output_shape:
+                raise ValueError(
+                    f"expected integer class indices of shape {(batch, *space)} or soft labels of shape "
+                    f"{tuple(output_shape)}, got {y.dtype} of shape {tuple(y.shape)}; pass class indices with y.long()"
+                )
+            if y.device.type == "cpu" and not torch.allclose(y.sum(1), torch.ones((), dtype=y.dtype), atol=1e-3):
+                raise ValueError("expected soft labels that sum to one over classes, got others; normalise them")
+            return
+        if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
+            hint = "pass class indices, not one-hot rows" if y.shape == output_shape else "pass one index per example"
+            raise ValueError(
+                f"expected targets of shape {(batch, *space)}, got {y.dtype} of shape {tuple(y.shape)}; {hint}"
+            )
+        if y.device.type != "cpu" or y.numel() == 0:
+            return
+        known = y if self.ignore_index is None else y[y != self.ignore_index]
+        if known.numel() and (int(known.min()) < 0 or int(known.max()) >= classes):
+            bad = int(known.min()) if int(known.min()) < 0 else int(known.max())
+            raise ValueError(
+                f"expected labels in 0…{classes - 1}, got {bad}; relabel the classes, or name the label of positions "
+                "that do not count with Classification(ignore_index=...)"
+            )
+
+
+class Regression(Likelihood):
+    """Outputs are the mean, (B, D) or (B,); y ~ N(mean, noise²) with a noise that is fixed or learned.
+
+    `noise`: a standard deviation, or "learned": one noise per member, trained with it and started at `initial`.
+    """
+
+    def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float = 1.0) -> None:
+        super().__init__()
+        if noise != "learned" and not (isinstance(noise, int | float) and noise > 0):
+            raise ValueError(f'expected a positive noise or "learned", got {noise!r}; pass the standard deviation of y')
+        if not initial > 0:
+            raise ValueError(f"expected a positive initial noise, got {initial}; pass a standard deviation")
+        self.noise = noise
+        self.initial = initial
+        if noise == "learned":
+            self.log_noise = nn.Parameter(torch.tensor(float(initial)).log())
+
+    def _variance(self, outputs: Tensor) -> Tensor:
+        if self.noise == "learned":
+            return torch.exp(2 * self.log_noise).to(outputs.dtype).expand_as(outputs)
+        return torch.full_like(outputs, float(self.noise) ** 2)
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return gaussian_log_prob(y, outputs, self._variance(outputs)).flatten(1).sum(1)  # (B,)
+
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = full_precision(outputs)
+        return outputs, self._variance(outputs)
+
+    def predictive(self, *described: Tensor) -> Predictive:
+        return RegressionPredictive(*described)
+
+    def config(self) -> dict[str, Any]:
+        return {"noise": self.noise, **({"initial": self.initial} if self.noise == "learned" else {})}
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        _check_real_targets(output_shape, y)
+
+
+class HeteroscedasticRegression(Likelihood):
+    """Outputs (B, 2D): D means, then D raw variances v with variance softplus(v) + 1e-6 (Lakshminarayanan et al. 2017)."""
+
+    def _moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw = outputs.chunk(2, dim=1)  # (B, D) each
+        return mean, F.softplus(raw) + 1e-6
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return gaussian_log_prob(y, *self._moments(outputs)).flatten(1).sum(1)  # (B,)
+
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return self._moments(full_precision(outputs))
+
+    def predictive(self, *described: Tensor) -> Predictive:
+        return RegressionPredictive(*described)
+
+    def check(self, output_shape: torch.Size, y: Tensor) -> None:
+        if len(output_shape) < 2 or output_shape[1] % 2:
+            raise ValueError(
+                f"expected outputs of shape (B, 2D), means then raw variances, got {tuple(output_shape)}; "
+                "double the network's last layer, or use Regression(...)"
+            )
+        _check_real_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
+
+
+def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """log N(y; mean, variance), elementwise."""
+    return -0.5 * ((y - mean) ** 2 / variance + variance.log() + 1.8378770664093453)  # log 2π
+
+
+def full_precision(outputs: Tensor) -> Tensor:
+    """Outputs in at least float32: likelihoods are not evaluated in half precision."""
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+
+def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
+    if not y.is_floating_point():
+        raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
+    if y.shape != shape:
+        raise ValueError(
+            f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; "
+            "reshape one of them (a (B, 1) mean and a (B,) target would broadcast to (B, B))"
+        )
+    if y.device.type == "cpu" and not y.isfinite().all():
+        raise ValueError("expected finite targets, got NaN or infinity; clean the data")
+
+
+def _spread(weight: Tensor, like: Tensor) -> Tensor:
+    """weight (B,) or of like's shape, in like's shape and dtype."""
+    if weight.shape[0] != like.shape[0] or weight.ndim > like.ndim:
+        raise ValueError(f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}")
+    return weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)

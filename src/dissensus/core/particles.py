@@ -1,0 +1,309 @@
+"""Particles: M functions of one architecture, with own tensors (one per member) and shared tensors.
+
+The pure function of one member is `Particles.call`. It is run over all members by `vmap` or by a plain loop, with equal
+results; modules without a batching rule (`nn.LSTM`, data-dependent control flow) fall back to the loop by themselves.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from dissensus.core.likelihood import Likelihood
+
+log = logging.getLogger("dissensus")
+
+How = Literal["loop", "vectorised"]
+Tensors = dict[str, Tensor]
+
+
+class Member(nn.Module):
+    """One network and its likelihood as one module, to which any function can be applied.
+
+    `forward(f, *args)` is `f(member, *args)` and the buffers as f left them, so that one `functional_call` gives both.
+    """
+
+    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.network = network
+        self.likelihood = likelihood
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
+        result = function(self, *args)
+        return result, dict(self.named_buffers()) if self.training else {}
+
+
+class TensorTree(nn.Module):
+    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's."""
+
+    def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        *path, leaf = name.split(".")
+        node: nn.Module = self
+        for part in path:
+            if part not in node._modules:
+                node.add_module(part, TensorTree())
+            node = node._modules[part]  # type: ignore[assignment]
+        if isinstance(tensor, nn.Parameter):
+            node.register_parameter(leaf, tensor)
+        else:
+            node.register_buffer(leaf, tensor, persistent=persistent)
+
+
+class Particles(nn.Module):
+    """M functions of one architecture. `own`: stacked tensors (M, ...); `shared`: a module holding the common ones."""
+
+    def __init__(self, template: Member, *, own: nn.Module, shared: nn.Module, members: int) -> None:
+        super().__init__()
+        # In a tuple, so that the template's (emptied) tensors are not registered as this module's.
+        self._template = (template,)
+        self.own = own
+        self.shared = shared
+        self.members = members
+        self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
+        self.training = template.training
+
+    @classmethod
+    def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
+        """One member whose tensors are those of the caller's module itself: nothing is copied."""
+        _check_initialised(network)
+        member = Member(network, copy.deepcopy(likelihood))
+        member.training = network.training  # not member.train(): parts the caller has frozen in eval mode stay so
+        return cls(member, own=TensorTree(), shared=member, members=1)
+
+    @classmethod
+    def stack(cls, networks: Sequence[nn.Module], likelihood: Likelihood) -> "Particles":
+        """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity)."""
+        for network in networks:
+            _check_initialised(network)
+        template = Member(copy.deepcopy(networks[0]), copy.deepcopy(likelihood))
+        template.training = networks[0].training
+        members = [Member(network, likelihood) for network in networks]
+        own = TensorTree()
+        columns = [dict(member.named_parameters()) for member in members]
+        for name, first in template.named_parameters():
+            stacked = torch.stack([column[name].detach() for column in columns])  # (M, ...)
+            own.plant(name, nn.Parameter(stacked, requires_grad=first.requires_grad))
+        kept = set(template.state_dict())
+        buffers = [dict(member.named_buffers()) for member in members]
+        for name, _ in template.named_buffers():
+            own.plant(name, torch.stack([b[name] for b in buffers]), persistent=name in kept)
+        _empty(template)
+        return cls(template, own=own, shared=TensorTree(), members=len(networks))
+
+    @property
+    def template(self) -> Member:
+        return self._template[0]
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.template.likelihood
+
+    def train(self, mode: bool = True) -> "Particles":
+        super().train(mode)
+        self.template.train(mode)
+        return self
+
+    def own_parameters(self) -> Tensors:
+        """Name -> (M, ...)."""
+        return dict(self.own.named_parameters())
+
+    def shared_parameters(self) -> Tensors:
+        """Name -> tensor common to all members."""
+        return dict(self.shared.named_parameters())
+
+    def own_buffers(self) -> Tensors:
+        return dict(self.own.named_buffers())
+
+    def shared_buffers(self) -> Tensors:
+        return dict(self.shared.named_buffers())
+
+    def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
+        """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
+        if self.training:  # batch norm writes its statistics in place: into copies
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        result: tuple[Any, Tensors] = functional_call(self.template, {**params, **buffers}, (function, *args))
+        return result
+
+    def write_buffers(self, buffers: Tensors) -> None:
+        """Stores buffers (M, ...) as they were after a run. Shared ones have one value only where there is one member."""
+        own, shared = self.own_buffers(), self.shared_buffers()
+        with torch.no_grad():
+            for name, value in buffers.items():
+                if name in own:
+                    own[name].copy_(value)
+                elif self.members == 1:
+                    shared[name].copy_(value[0])
+
+    def rows(self, varying: Tensors | None = None) -> "Rows":
+        """What differs between members, each tensor with the member axis first."""
+        return Rows(self.own_parameters(), self.own_buffers(), varying or {})
+
+    def each(
+        self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None
+    ) -> Any:
+        """function(member, *args) of every member, stacked along a new first axis; batch statistics are updated.
+
+        `varying`: further tensors (V, ...), one row per function (masks, latents), passed to it as a dict before args.
+        With one stored member, V rows give V functions of the same weights.
+        """
+        shared, common = self.shared_parameters(), self.shared_buffers()
+
+        def one(row: Rows) -> tuple[Any, Tensors]:
+            inner = args if varying is None else (row.varying, *args)
+            return self.call(function, {**shared, **row.own}, {**common, **row.buffers}, *inner)
+
+        count = self.members if not varying else len(next(iter(varying.values())))
+        result, buffers = self.run(one, self.rows(varying), count, how=how)
+        if self.training and varying is None:
+            self.write_buffers(buffers)
+        return result
+
+    def run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, *, how: How | None = None) -> Any:
+        """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
+        if (how or self.how) == "loop" or count == 1:
+            return loop(one, rows, count)
+        restore = random_state()
+        try:
+            return torch.func.vmap(one, randomness="different")(rows)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            restore()
+            result = loop(one, rows, count)  # raises the caller's own error if it was one
+            self.note_fallback(error)
+            return result
+
+    def note_fallback(self, error: Exception) -> None:
+        """From now on members run one after the other; said once."""
+        if self.how == "loop":
+            return
+        self.how = "loop"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+
+    def member(self, index: int) -> nn.Module:
+        """A copy of one member's network: an ordinary module that shares nothing with this one."""
+        index = member_index(index, self.members)
+        with torch.no_grad():
+            network = copy.deepcopy(self.template.network)
+            values = {**self.shared_parameters(), **self.shared_buffers()}
+            values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
+            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+                tensor.data = values[f"network.{name}"].detach().clone()
+        return network
+
+
+class Rows(NamedTuple):
+    """Tensors with the member axis first: parameters, buffers and whatever else differs between functions."""
+
+    own: Tensors
+    buffers: Tensors
+    varying: Tensors
+
+    def at(self, index: int) -> "Rows":
+        """One member's row."""
+        return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
+
+
+def loop(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+    """one(row) of each row in turn, results stacked along a new first axis."""
+    results = [one(rows.at(i)) for i in range(count)]
+    structure = pytree.tree_structure(results[0])
+    columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
+    return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+
+
+def member_index(index: int, members: int) -> int:
+    """index as a number from 0 to M − 1; negative ones count from the end."""
+    if not -members <= index < members:
+        raise ValueError(
+            f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
+        )
+    return index % members
+
+
+def random_state() -> Callable[[], None]:
+    """A function that puts torch's random state back to what it is now."""
+    cpu = torch.get_rng_state()
+    cuda = None
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        cuda = torch.cuda.get_rng_state()
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return restore
+
+
+def check_same_architecture(networks: Sequence[nn.Module]) -> None:
+    """Raises where the networks are not M distinct modules of one architecture."""
+    if len({id(network) for network in networks}) < len(networks):
+        raise ValueError(
+            "expected distinct modules, got the same object more than once; build one per member: [make() for _ in range(M)]"
+        )
+    first = _signature(networks[0])
+    for i, network in enumerate(networks[1:], start=1):
+        if (other := _signature(network)) != first:
+            difference = next(
+                (f"{name}: {first.get(name, 'absent')} in member 0, {other.get(name, 'absent')} in member {i}")
+                for name in {**first, **other}
+                if first.get(name) != other.get(name)
+            )
+            raise ValueError(f"expected members of one architecture, got {difference}; build all members alike")
+
+
+def _signature(network: nn.Module) -> dict[str, str]:
+    """What must agree between members: layers with their settings, tensors with shape, dtype, tying and freezing."""
+    described = {f"layer '{name}'": f"{type(m).__name__}({m.extra_repr()})" for name, m in network.named_modules()}
+    first_name: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        tied = first_name.setdefault(id(parameter), name)
+        described[f"parameter '{name}'"] = (
+            f"{tuple(parameter.shape)} {parameter.dtype}"
+            + ("" if parameter.requires_grad else " frozen")
+            + ("" if tied == name else f" tied to {tied}")
+        )
+    for name, buffer in network.named_buffers():
+        described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    return described
+
+
+def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
+    """Raises where two members start at exactly the same trainable weights: they would stay one member."""
+    flat = [
+        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
+        for n in networks
+    ]
+    for i in range(len(flat)):
+        for j in range(i):
+            if flat[i].numel() and torch.equal(flat[i], flat[j]):
+                raise ValueError(
+                    f"expected members that start at different weights, got members {j} and {i} equal; "
+                    "build each one afresh instead of copying one"
+                )
+
+
+def _check_initialised(network: nn.Module) -> None:
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
+    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")
+
+
+def _empty(template: nn.Module) -> None:
+    """Frees the template's own tensors: they are replaced at every call, ties are kept since objects are."""
+    for tensor in [*template.parameters(), *template.buffers()]:
+        tensor.data = tensor.data.new_empty(0)
+
+
+def _has_convolution(template: nn.Module) -> bool:
+    """Stacked convolutions become grouped ones, which are slower than a loop on CPUs and GPUs alike."""
+    return any(isinstance(module, nn.modules.conv._ConvNd) for module in template.modules())

@@ -1,0 +1,270 @@
+"""Posterior: the contract every method keeps.
+
+A method is one subclass. It says what its members are (`particles`), may say what one member's loss is (`member_loss`)
+and how members act on each other (`couple`), and how functions are drawn (`draw`). Training, prediction, saving and the
+engines are derived from these.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core import seam
+from dissensus.core.batch import Inputs
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.modes import eval_mode, same_random_state
+from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.predictive import Predictive
+from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+
+
+class Posterior(nn.Module, ABC):
+    """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
+
+    name: ClassVar[str]  # what it is called on the command line and in saved files
+
+    temperature: Tensor
+    steps: Tensor
+
+    def __init__(
+        self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
+    ) -> None:
+        super().__init__()
+        check_prior(weight_prior_std, data_size)
+        self.particles = particles
+        self.weight_prior_std = weight_prior_std
+        self.data_size = data_size
+        self.steps_per_epoch: int | None = None
+        self.epochs: int | None = None
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.training = particles.training
+        norms = norm_parameters(particles.template.network)
+        self._without_prior = {f"network.{name}" for name in norms}
+        self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
+
+    # ------------------------------------------------------------------ what a method declares
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
+
+        def nll(member: Member) -> Tensor:
+            return member.likelihood.nll(batches.call(member.network, x), y, weight)
+
+        value, buffers = self.particles.call(nll, params, buffers)
+        return value + self.penalty(params), (), buffers
+
+    def penalty(self, params: Tensors) -> Tensor | float:
+        """() −log prior of one member over N. Shared tensors count 1/M, so that over members they count once."""
+        if self.weight_prior_std is None or self.data_size is None:
+            return 0.0
+        # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
+        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+        weights = {
+            name: params[name] / self.particles.members**0.5 if name in shared else params[name]
+            for name, stored in {**shared, **own}.items()
+            if name.startswith("network.") and name not in self._without_prior and stored.requires_grad
+        }
+        return negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else 0.0
+
+    def couple(self, z: Any) -> Any:
+        """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
+        raise TypeError(f"{type(self).__name__} does not couple its members")
+
+    @property
+    def coupled(self) -> bool:
+        """Whether members act on each other in training."""
+        return type(self).couple is not Posterior.couple
+
+    @abstractmethod
+    def draw(self) -> Drawn:
+        """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The keyword arguments, all JSON, that build this posterior again around a network."""
+
+    @classmethod
+    @abstractmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
+        """A posterior of this kind whose tensors will be overwritten by those of a file."""
+
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        """Draws once and keeps the draw (and batch statistics refreshed from the loader) with the posterior.
+
+        Nothing to do where the members are stored anyway. Use it as `ds.refresh(posterior, loader)`.
+        """
+        return None
+
+    # ------------------------------------------------------------------ what every posterior can do
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood
+
+    def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """() Σ over members of the batch-mean loss, plus coupling terms, with a graph."""
+        self.check_batch(x, y)
+        return seam.loss(self, x, y, weight)
+
+    def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """(M,) losses, one per member; adds to `.grad` what `loss(x, y).backward()` would."""
+        self.check_batch(x, y)
+        return seam.backward(self, x, y, weight)
+
+    def begin(self, steps_per_epoch: int, epochs: int) -> None:
+        """Tells the method how long the run will be, so that its schedules know."""
+        self.steps_per_epoch = steps_per_epoch
+        self.epochs = epochs
+
+    def observe(self, optimizer: torch.optim.Optimizer) -> None:
+        """The method's clock: to be called after every optimizer.step()."""
+        self.steps += 1
+
+    def forward(self, x: Inputs) -> Tensor:
+        """(M, B, *out): draw()(x)."""
+        outputs: Tensor = self.draw()(x)
+        return outputs
+
+    def predict(self, x: Inputs) -> Predictive:
+        """What the mixture of drawn functions predicts; eval mode, no gradients, modes and random streams left as found."""
+        with evaluation(self):
+            return self.tempered(self.draw().predict(batches.to(x, self.device)))
+
+    def tempered(self, predictive: Predictive) -> Predictive:
+        """The predictive at this posterior's temperature (see `ds.temperature_scale`)."""
+        temperature = float(self.temperature)
+        return predictive if temperature == 1.0 else predictive.tempered(temperature)
+
+    def member(self, index: int) -> nn.Module:
+        """One drawn function as an ordinary module that shares nothing with the posterior."""
+        return self.draw().member(index)
+
+    def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Groups to hand an optimiser."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return [{"params": trainable, "lr": lr, "weight_decay": weight_decay}]
+
+    def default_optimizer(self) -> torch.optim.Optimizer:
+        """What `fit` uses when none is given: AdamW, its decay left out where the loss already has a weight prior."""
+        decay = 1e-4 if self.weight_prior_std is None else 0.0
+        return torch.optim.AdamW(self.parameter_groups(lr=1e-3, weight_decay=decay), fused=True)
+
+    def default_schedule(self, epochs: int) -> Callable[[int], float]:
+        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""
+        return lambda epoch: plateau_linear(epoch / max(epochs, 1))
+
+    @property
+    def device(self) -> torch.device:
+        return self.temperature.device
+
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
+        self.likelihood.check(self.output_shape(x), y)
+
+    def output_shape(self, x: Inputs) -> torch.Size:
+        """Shape of one member's outputs for x; found by running it once per shape of x."""
+        key = tuple((tuple(t.shape[1:]), t.dtype) for t in batches.tensors(x))
+        size = batches.size(x)
+        if key not in self._output_shapes:
+            with evaluation(self):
+                particles, row = self.particles, self.particles.rows().at(0)
+                state = {**particles.shared_buffers(), **row.buffers}
+                params = {**particles.shared_parameters(), **row.own}
+                outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
+            if outputs.ndim == 0 or outputs.shape[0] != size:
+                raise ValueError(
+                    f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
+                    "let the network keep the batch axis"
+                )
+            self._output_shapes[key] = outputs.shape[1:]
+        return torch.Size((size, *self._output_shapes[key]))
+
+
+class Drawn(nn.Module, ABC):
+    """Functions drawn from a posterior, fixed: (B, *in) -> (M, B, *out)."""
+
+    members: int
+
+    @abstractmethod
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of each drawn function, stacked along a new first axis."""
+
+    @abstractmethod
+    def member(self, index: int) -> nn.Module:
+        """One function as an ordinary module."""
+
+    @property
+    @abstractmethod
+    def likelihood(self) -> Likelihood:
+        """What the functions' outputs mean."""
+
+    def forward(self, x: Inputs) -> Tensor:
+        outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
+        return outputs
+
+    def predict(self, x: Inputs) -> Predictive:
+        """The mixture of the functions."""
+        return self.likelihood.predictive(*self.each(_described, x))
+
+
+class DrawnParticles(Drawn):
+    """The stored members themselves."""
+
+    def __init__(self, particles: Particles) -> None:
+        super().__init__()
+        self.particles = particles
+        self.members = particles.members
+        self.training = particles.training
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.particles.each(function, *args)
+
+    def member(self, index: int) -> nn.Module:
+        return self.particles.member(index)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood
+
+
+def _outputs(member: Member, x: Inputs) -> Tensor:
+    return batches.call(member.network, x)
+
+
+def _described(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+    return member.likelihood.describe(batches.call(member.network, x))
+
+
+def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
+    """Draws the samples of a sampling method once, refreshes their batch statistics from the loader and stores both.
+
+    `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
+    are stored anyway are left alone. `fit` calls this at its end.
+    """
+    posterior.store_draw(loader)
+
+
+def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
+    """Factor of the learning rate at the share t of the run: 1 until `start`, linear to `floor` at `end`."""
+    return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
+
+
+@contextmanager
+def evaluation(posterior: Posterior) -> Iterator[None]:
+    """Eval mode without gradients; modes and torch's random streams are put back afterwards."""
+    with (
+        eval_mode(posterior, posterior.particles.template),
+        torch.no_grad(),
+        same_random_state(posterior.device),
+    ):
+        yield

@@ -1,0 +1,233 @@
+"""Predictives: the mixture over members, split into what the data leaves open and what the members disagree on."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Predictive(ABC):
+    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """(B, C, ...) probabilities or (B, D) means."""
+
+    @property
+    @abstractmethod
+    def members(self) -> Tensor:
+        """(M, B, C, ...) log-probabilities or (M, B, D) means."""
+
+    @property
+    @abstractmethod
+    def aleatoric(self) -> Tensor:
+        """What is left when the function is known: mean entropy (B, ...) in nats, or mean noise variance (B, D)."""
+
+    @property
+    @abstractmethod
+    def epistemic(self) -> Tensor:
+        """What members disagree on: mutual information (B, ...) in nats, or variance of the means (B, D)."""
+
+    @property
+    def total(self) -> Tensor:
+        """aleatoric + epistemic: entropy of the mean in nats, or variance of the mixture."""
+        return self.aleatoric + self.epistemic
+
+    @abstractmethod
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B, ...) log-probability or log-density of y under the mixture."""
+
+    @abstractmethod
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """(lower, upper), each of the mean's shape."""
+
+    @abstractmethod
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n draws of y from the mixture, the draws' axis first."""
+
+    @abstractmethod
+    def described(self) -> tuple[Tensor, ...]:
+        """The tensors this was made of, member axis first: what is stored and concatenated."""
+
+    @abstractmethod
+    def tempered(self, temperature: float) -> Predictive:
+        """The same with every member's logits divided by a temperature, or its noise's deviation multiplied by it."""
+
+    @property
+    def confidence(self) -> Tensor:
+        """(B, ...) largest probability."""
+        raise TypeError("expected a classification for a confidence, got a regression; use .total, a variance, instead")
+
+    @classmethod
+    def cat(cls, parts: Sequence[Predictive]) -> Predictive:
+        """The predictive of all parts' inputs, in order."""
+        return type(parts[0])(*(torch.cat(each, dim=1) for each in zip(*(p.described() for p in parts), strict=True)))
+
+    def to(self, device: torch.device | str) -> Predictive:
+        """The same on another device."""
+        return type(self)(*(tensor.to(device) for tensor in self.described()))
+
+    def __getitem__(self, index: slice | Tensor) -> Predictive:
+        """The predictive of some of the inputs."""
+        return type(self)(*(tensor[:, index] for tensor in self.described()))
+
+    def __len__(self) -> int:
+        return int(self.described()[0].shape[1])
+
+    def __repr__(self) -> str:
+        shape = tuple(self.described()[0].shape)
+        return f"{type(self).__name__}(members={shape[0]}, inputs={shape[1]}, outputs={shape[2:]})"
+
+
+class ClassificationPredictive(Predictive):
+    """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W)."""
+
+    def __init__(self, log_probabilities: Tensor) -> None:
+        self._members = log_probabilities
+        # log p̄ = log (1/M) Σ_m p_m
+        self.log_mean = log_probabilities.logsumexp(0) - math.log(log_probabilities.shape[0])  # (B, C, ...)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.log_mean.exp()
+
+    @property
+    def members(self) -> Tensor:
+        return self._members
+
+    @property
+    def aleatoric(self) -> Tensor:
+        # (1/M) Σ_m H[p_m]; 0 log 0 = 0
+        entropies: Tensor = torch.special.entr(self._members.exp()).sum(2)  # (M, B, ...)
+        return entropies.mean(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]: written as KL it cannot lose its sign to rounding twice.
+        ratio = torch.where(self._members == -math.inf, 0.0, self._members - self.log_mean)
+        return (self._members.exp() * ratio).sum(2).mean(0).clamp(min=0)
+
+    @property
+    def confidence(self) -> Tensor:
+        return self.mean.amax(1)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        if y.is_floating_point():  # soft labels (B, C, ...)
+            return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
+        return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """(lower, upper) of the mean's shape: central quantiles over members of each class probability."""
+        tail = _tail(level)
+        ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
+        return _between(ordered, tail), _between(ordered, 1 - tail)
+
+    def credible_set(self, level: float = 0.9) -> Tensor:
+        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
+        if not 0 < level <= 1:
+            raise ValueError(f"expected a level in (0, 1], got {level}; pass for example 0.9")
+        sorted_mean, order = self.mean.sort(dim=1, descending=True)
+        before = sorted_mean.cumsum(1) - sorted_mean  # mass of the likelier classes
+        return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, ...) class indices."""
+        rows = self.mean.movedim(1, -1)  # (B, ..., C)
+        flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
+        return flat.T.reshape(n, *rows.shape[:-1])
+
+    def described(self) -> tuple[Tensor, ...]:
+        return (self._members,)
+
+    def tempered(self, temperature: float) -> ClassificationPredictive:
+        return ClassificationPredictive((self._members / temperature).log_softmax(2))
+
+
+class RegressionPredictive(Predictive):
+    """A mixture of Gaussians from members' means and variances (M, B, D)."""
+
+    def __init__(self, means: Tensor, variances: Tensor) -> None:
+        self._means = means
+        self.variances = variances
+
+    @property
+    def mean(self) -> Tensor:
+        return self._means.mean(0)
+
+    @property
+    def members(self) -> Tensor:
+        return self._means
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self.variances.mean(0)
+
+    @property
+    def epistemic(self) -> Tensor:
+        # Law of total variance: Var y = E[Var(y | member)] + Var(E[y | member])
+        return self._means.var(0, correction=0)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,) log-density of the mixture, outputs of one member independent."""
+        each = -0.5 * ((y - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi))
+        each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
+        return each.logsumexp(0) - math.log(len(each))
+
+    def cdf(self, y: Tensor) -> Tensor:
+        """(B, D) P(Y ≤ y), output by output."""
+        below: Tensor = torch.special.ndtr((y - self._means) / self.variances.sqrt())  # (M, B, D)
+        return below.mean(0)
+
+    def quantile(self, q: float) -> Tensor:
+        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding."""
+        spread = self.variances.sqrt() * abs(_normal_quantile(min(q, 1 - q)))
+        # Every member's own quantile lies inside this bracket, so the mixture's does.
+        lower, upper = (self._means - spread).amin(0), (self._means + spread).amax(0)
+        for _ in range(80 if lower.dtype == torch.float64 else 40):
+            middle = 0.5 * (lower + upper)
+            below = self.cdf(middle) < q
+            lower, upper = torch.where(below, middle, lower), torch.where(below, upper, middle)
+        return 0.5 * (lower + upper)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """(lower, upper) of the mean's shape: the central interval of the mixture, output by output."""
+        tail = _tail(level)
+        return self.quantile(tail), self.quantile(1 - tail)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, D) draws, each from one member chosen at random per input."""
+        members, inputs = self._means.shape[:2]
+        device = self._means.device
+        who = torch.randint(members, (n, inputs), generator=generator, device=device)
+        rows = torch.arange(inputs, device=device)
+        mean, std = self._means[who, rows], self.variances[who, rows].sqrt()  # (n, B, D)
+        return mean + std * torch.randn(mean.shape, generator=generator, device=device, dtype=mean.dtype)
+
+    def described(self) -> tuple[Tensor, ...]:
+        return self._means, self.variances
+
+    def tempered(self, temperature: float) -> RegressionPredictive:
+        return RegressionPredictive(self._means, self.variances * temperature**2)
+
+
+def _between(ordered: Tensor, q: float) -> Tensor:
+    """The q-quantile along the sorted first axis, linear between order statistics."""
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return torch.lerp(ordered[low], ordered[high], position - low)
+
+
+def _tail(level: float) -> float:
+    if not 0 < level < 1:
+        raise ValueError(f"expected a level strictly between 0 and 1, got {level}; pass for example 0.9")
+    return (1 - level) / 2
+
+
+def _normal_quantile(q: float) -> float:
+    return float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))

@@ -1,0 +1,38 @@
+"""The Gaussian prior on weights and biases: ‖θ‖² / (2 N σ²), what a mean loss over N data points must carry."""
+
+import torch
+from torch import Tensor, nn
+
+NORM_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.CrossMapLRN2d,
+)
+
+
+def norm_parameters(module: nn.Module) -> set[str]:
+    """Names of the parameters that belong to normalisation layers."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, NORM_LAYERS)
+        for name, _ in layer.named_parameters(recurse=False)
+    }
+
+
+def check_prior(weight_prior_std: float | None, data_size: int | None) -> None:
+    """Raises where the two keywords do not make a prior."""
+    if weight_prior_std is not None and not weight_prior_std > 0:
+        raise ValueError(f"expected a positive weight_prior_std, got {weight_prior_std}; pass a standard deviation")
+    if data_size is not None and not data_size > 0:
+        raise ValueError(f"expected a positive data_size, got {data_size}; pass the number of training examples")
+    if weight_prior_std is not None and data_size is None:
+        raise ValueError("expected data_size with weight_prior_std, got none; pass data_size=len(training_set)")
+
+
+def negative_log_prior(tensors: dict[str, Tensor], weight_prior_std: float, data_size: int) -> Tensor:
+    """() Σ θ² / (2 N σ²): −log p(θ) / N up to a constant."""
+    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()])
+    return squares.sum() / (2 * data_size * weight_prior_std**2)

@@ -1,0 +1,158 @@
+"""MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
+from dissensus.core.modes import eval_mode
+from dissensus.core.particles import Member, Particles, Tensors, member_index
+from dissensus.core.posterior import Drawn, Posterior
+
+
+class MCDropout(Posterior):
+    """Functions of one network that differ by the units dropped; one mask per drawn function, the same for a whole batch.
+
+    `rate=None` switches the network's own dropout modules on. A rate inserts dropout before every linear and
+    convolutional layer but the first, in training and in prediction, without changing the caller's module; whole channels
+    are dropped before convolutions, so that a drawn function is the network with rows of its weights removed.
+    Batch norm stays in eval mode in prediction. Holds the caller's module itself.
+    """
+
+    name = "mc_dropout"
+    seed: Tensor
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rate: float | None = None,
+        samples: int = 30,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        if rate is not None and not 0 < rate < 1:
+            raise ValueError(f"expected a dropout rate between 0 and 1, got {rate}; 0.1 is a usual one")
+        if samples < 1:
+            raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
+        particles = Particles.hold(module, likelihood or Classification())
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.rate = rate
+        self.samples = samples
+        self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
+        self.sites = dropout_sites(module, rate)
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        if self.rate is None or not self.training:  # the network's own dropout modules do what they do
+            return super().member_loss(params, buffers, x, y, weight)
+
+        def dropped(key: str, tensor: Tensor) -> Tensor:  # training: fresh units for every example
+            name = key.rpartition("#")[0]
+            keep = torch.rand(len(tensor), *mask_shape(layers[name], tensor), device=tensor.device) >= self.sites[name]
+            return apply_mask(layers[name], tensor, keep, self.sites[name])
+
+        def nll(member: Member) -> Tensor:
+            with at_sites(member.network, self.sites, dropped):
+                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+
+        layers = dict(self.particles.template.network.named_modules())
+        value, buffers = self.particles.call(nll, params, buffers)
+        return value + self.penalty(params), (), buffers
+
+    def draw(self) -> Drawn:
+        seed = int(self.seed)
+        if seed < 0:
+            seed = int(torch.randint(2**62, ()))
+        return DroppedFunctions(self.particles, self.sites, self.samples, seed)
+
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        # Batch statistics stay those of training: masks of one function do not change them enough to re-estimate.
+        self.seed.fill_(int(torch.randint(2**62, ())))
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "rate": self.rate,
+            "samples": self.samples,
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MCDropout":
+        return cls(network, likelihood=likelihood, **config)
+
+
+class DroppedFunctions(Drawn):
+    """M functions of one network, each with its own units dropped. Masks follow from a seed, so they are not stored."""
+
+    def __init__(self, particles: Particles, sites: dict[str, float], samples: int, seed: int) -> None:
+        super().__init__()
+        self.particles = particles
+        self.members = samples
+        self.sites = sites
+        self.masks = Masks(particles.template.network, sites, samples, seed)
+        self._met: dict[tuple[Any, ...], Tensors] = {}
+        self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        def dropped(member: Member, keep: Tensors, *inner: Any) -> Any:
+            with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
+                return function(member, *inner)
+
+        with eval_mode(self.particles, self.particles.template):
+            return self.particles.each(dropped, *args, varying=self._masks(function, *args), how="vectorised")
+
+    def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
+        """Site and call -> (M, *features), of the sites that function meets; found by running it once per input shape."""
+        shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.tensors(x))
+        if shapes not in self._met:
+            met: Tensors = {}
+
+            def meet(key: str, tensor: Tensor) -> Tensor:
+                met[key] = self.masks.at(key, tensor)
+                return tensor
+
+            template = self.particles.template
+            with torch.no_grad(), at_sites(template.network, self.sites, meet):
+                function(template, *args)
+            self._met[shapes] = met
+        return self._met[shapes]
+
+    def member(self, index: int) -> nn.Module:
+        network = self.particles.member(0)
+        masks = Masks(network, self.sites, self.members, self.masks.seed)
+        return DroppedNetwork(network, masks, member_index(index, self.members))
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood
+
+
+class DroppedNetwork(nn.Module):
+    """One drawn function: the network in eval mode with one fixed set of units dropped."""
+
+    def __init__(self, network: nn.Module, masks: Masks, index: int) -> None:
+        super().__init__()
+        self.network = network.eval()
+        self.masks = masks
+        self.index = index
+
+    def train(self, mode: bool = True) -> "DroppedNetwork":
+        self.training = mode  # the function is fixed in either mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        def change(key: str, tensor: Tensor) -> Tensor:
+            return self.masks.apply(key, tensor, self.masks.at(key, tensor)[self.index])
+
+        with at_sites(self.network, self.masks.sites, change):
+            outputs: Tensor = self.network(*args, **kwargs)
+        return outputs

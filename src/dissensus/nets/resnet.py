@@ -1,0 +1,79 @@
+"""Residual networks for 32×32 images (He et al., CVPR 2016).
+
+Two families: depth 20, 32, 44, 56, 110 with 16-32-64 channels and parameter-free shortcuts, as in the paper's CIFAR
+section, and depth 18, 34 with 64-128-256-512 channels, 1×1 shortcuts and a 3×3 stem without pooling, as is usual.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+THIN = {20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # blocks per stage
+WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
+
+
+class ResNet(nn.Module):
+    """(B, C, H, W) -> (B, outputs). Parameter names of the thin family are those of widely used CIFAR checkpoints."""
+
+    def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3) -> None:
+        super().__init__()
+        if depth not in THIN and depth not in WIDE:
+            raise ValueError(f"expected a depth of {sorted([*THIN, *WIDE])}, got {depth}")
+        self.config = {"depth": depth, "outputs": outputs, "channels": channels}
+        widths: tuple[int, ...] = (16, 32, 64) if depth in THIN else (64, 128, 256, 512)
+        counts: tuple[int, ...] = (THIN[depth],) * 3 if depth in THIN else WIDE[depth]
+        self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.stages = len(widths)
+        previous = widths[0]
+        for i, (width, count) in enumerate(zip(widths, counts, strict=True), start=1):
+            blocks = []
+            for j in range(count):
+                stride = 2 if i > 1 and j == 0 else 1
+                blocks.append(Block(previous, width, stride, learned_shortcut=depth in WIDE))
+                previous = width
+            self.add_module(f"layer{i}", nn.Sequential(*blocks))
+        self.linear = nn.Linear(previous, outputs)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        for i in range(1, self.stages + 1):
+            x = self.get_submodule(f"layer{i}")(x)
+        logits: Tensor = self.linear(x.mean((2, 3)))
+        return logits
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, *, learned_shortcut: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = (
+                nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+                if learned_shortcut
+                else PaddedShortcut(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+class PaddedShortcut(nn.Module):
+    """Every second pixel, channels padded with zeros on both sides: no parameters."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        pad = (self.outputs - x.shape[1]) // 2
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, pad, pad))

@@ -1,0 +1,286 @@
+"""fit: one training loop for every posterior. It reads top to bottom; copy it if you need another."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from dissensus.core import batch as batches
+from dissensus.core.errors import Diverged
+from dissensus.core.posterior import Posterior, evaluation, refresh
+from dissensus.engine.eager import EagerStep
+from dissensus.progress import Progress
+
+Precision = Literal["auto", "float32", "bf16"]
+Engine = Literal["auto", "loop", "vectorised"]
+
+
+@dataclass
+class Epoch:
+    """What one epoch of training gave."""
+
+    epoch: int
+    loss: float  # mean over members and batches
+    members: list[float]  # mean over batches, one per member
+    lr: float
+    seconds: float
+    validation: float | None = None  # negative log-likelihood of the mixture
+
+
+@dataclass
+class History:
+    """What `fit` returns: one entry per epoch, and which one was kept."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    best: int | None = None  # the epoch kept by validation; None without validation
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __getitem__(self, index: int) -> Epoch:
+        return self.epochs[index]
+
+
+def fit(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    epochs: int,
+    validation: Iterable[Any] | None = None,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    clip: float | None = None,
+    accumulate: int = 1,
+    patience: int | None = None,
+    precision: Precision = "auto",
+    engine: Engine = "auto",
+    device: torch.device | str | None = None,
+    callback: Callable[[Epoch], object] | None = None,
+    progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> History:
+    """The history of training the posterior in place.
+
+    `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
+    epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops after
+    that many epochs without a better one. `optimizer`: built on `posterior.parameters()`; None takes the method's default
+    with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member. `accumulate`: batches
+    per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `device`: where to train; None is the GPU if
+    there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a file written
+    after each epoch; if it exists, training goes on from it.
+    """
+    _check(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
+    posterior.to(_device(device, posterior))
+    if optimizer is None:
+        if scheduler is not None:
+            raise ValueError("expected an optimizer with the scheduler, got none; pass both")
+        optimizer = posterior.default_optimizer()
+        scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
+    if engine != "auto":
+        posterior.particles.how = engine
+
+    steps_per_epoch = len(loader) if isinstance(loader, Sized) else None
+    if steps_per_epoch is not None:
+        posterior.begin(max(1, math.ceil(steps_per_epoch / accumulate)), epochs)
+    step = EagerStep(posterior, optimizer, clip=clip, precision=_precision(precision, posterior), accumulate=accumulate)
+    history, best = History(), _Best()
+    if checkpoint is not None and Path(checkpoint).exists():
+        history, best = _resume(Path(checkpoint), posterior, optimizer, scheduler)
+
+    with Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
+        for number in range(len(history), epochs):
+            start = time.perf_counter()
+            posterior.train()
+            losses = _one_epoch(posterior, loader, step, bar)  # (M,)
+            seconds = time.perf_counter() - start
+            lr = optimizer.param_groups[0]["lr"]
+            score = None if validation is None else mixture_nll(posterior, validation)
+            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score)
+            history.epochs.append(epoch)
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(epoch.loss if score is None else score)
+            elif scheduler is not None:
+                scheduler.step()
+            if score is not None and best.better(score):
+                best = _Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+                history.best = number
+            bar.epoch(number, _line(epoch))
+            if checkpoint is not None:
+                _write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
+            if callback is not None and callback(epoch):
+                break
+            if patience is not None and number - best.epoch >= patience:
+                break
+            if steps_per_epoch is None:  # now it is known
+                steps_per_epoch = int(posterior.steps)
+                posterior.begin(max(1, steps_per_epoch), epochs)
+
+    if best.state is not None:
+        posterior.load_state_dict(best.state)
+    refresh(posterior, loader)
+    posterior.eval()
+    return history
+
+
+def _one_epoch(posterior: Posterior, loader: Iterable[Any], step: EagerStep, bar: Progress) -> Tensor:
+    """(M,) mean losses over the loader's batches, on the host."""
+    device = posterior.device
+    total, count, on_host = None, 0, device.type == "cpu"
+    for batch in loader:
+        x, y, weight = batches.unpack(batch)
+        batches.check_finite(x)
+        posterior.check_batch(batches.to(x, device), y)  # before y leaves the host: labels can be read there
+        losses = step(batches.to(x, device), y.to(device), None if weight is None else weight.to(device))
+        if on_host:
+            _check_finite_losses(losses, step=int(posterior.steps))
+        total = losses if total is None else total + losses
+        count += 1
+        bar.step()
+    if total is None:
+        raise ValueError(
+            "expected at least one batch from the loader, got none; is it empty, or a generator that can be read only once?"
+        )
+    step.finish()
+    mean = (total / count).double().cpu()
+    _check_finite_losses(mean, step=int(posterior.steps))  # on a GPU once per epoch: reading each step would stall it
+    return mean
+
+
+def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches."""
+    total, count = 0.0, 0.0
+    with evaluation(posterior):
+        drawn = posterior.draw()
+        for batch in loader:
+            x, y, weight = batches.unpack(batch)
+            y = y.to(posterior.device)
+            predictive = posterior.tempered(drawn.predict(batches.to(x, posterior.device)))
+            counted = posterior.likelihood.counted(y)
+            log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
+            w = torch.ones_like(log_prob) if weight is None else weight.to(log_prob).expand_as(log_prob)
+            if counted is not None:
+                w = w * counted
+            total += float((w * log_prob).sum())
+            count += float(w.sum())
+    if not count:
+        raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
+    return -total / count
+
+
+@dataclass
+class _Best:
+    score: float = math.inf
+    epoch: int = 0
+    state: dict[str, Tensor] | None = None
+
+    def better(self, score: float) -> bool:
+        return score < self.score
+
+
+def _check_finite_losses(losses: Tensor, *, step: int) -> None:
+    if not losses.isfinite().all():
+        raise Diverged((~losses.isfinite()).nonzero().flatten().tolist(), step)
+
+
+def _check(
+    posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
+) -> None:
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
+    if epochs < 1:
+        raise ValueError(f"expected at least one epoch, got {epochs}")
+    if accumulate < 1:
+        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
+    if patience is not None and validation is None:
+        raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def _device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if posterior.device.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda")
+    return posterior.device
+
+
+def _precision(precision: Precision, posterior: Posterior) -> torch.dtype | None:
+    """The autocast dtype, or None for the parameters' own."""
+    if precision not in ("auto", "float32", "bf16"):
+        raise ValueError(f'expected a precision of "auto", "float32" or "bf16", got {precision!r}')
+    if precision == "bf16":
+        return torch.bfloat16
+    if precision == "float32" or posterior.device.type != "cuda":
+        return None
+    single = all(p.dtype == torch.float32 for p in posterior.parameters())
+    return torch.bfloat16 if single and torch.cuda.is_bf16_supported() else None
+
+
+def _line(epoch: Epoch) -> str:
+    text = f"loss {epoch.loss:.4f}"
+    if epoch.validation is not None:
+        text += f"  validation {epoch.validation:.4f}"
+    return f"{text}  {epoch.seconds:.1f} s"
+
+
+def _write_checkpoint(
+    path: Path,
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    history: History,
+    best: _Best,
+) -> None:
+    """Everything needed to go on, under a temporary name first."""
+    state = {
+        "posterior": posterior.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
+        "history": [asdict(epoch) for epoch in history.epochs],
+        "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
+        "random": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if posterior.device.type == "cuda" else None,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without functions, which would need pickle."""
+    return {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+
+
+def _resume(
+    path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
+) -> tuple[History, _Best]:
+    try:
+        state = torch.load(path, map_location=posterior.device, weights_only=True)
+        posterior.load_state_dict(state["posterior"])
+        optimizer.load_state_dict(state["optimizer"])
+        if scheduler is not None and state["scheduler"] is not None:
+            scheduler.__dict__.update(state["scheduler"])
+        best, kept = state["best"], state["best"].pop("kept")
+        history = History([Epoch(**epoch) for epoch in state["history"]], kept)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
+        raise ValueError(
+            f"expected a checkpoint of this posterior in {path}, got another file ({error}); remove it"
+        ) from error
+    torch.set_rng_state(state["random"].cpu())
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    return history, _Best(**best)
