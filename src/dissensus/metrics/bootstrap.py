@@ -1,0 +1,165 @@
+"""How sure a measured number is: bootstrap intervals, paired comparisons, McNemar's test.
+
+Examples are resampled with replacement; intervals are percentile intervals (Efron, 1979). Random numbers come from a
+generator of their own on the CPU, seeded by `seed`: the same on every device, and the global generator is not touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.metrics.checks import fraction, positive_count, same_shape
+
+_CHUNK = 2**22  # indices drawn at once by the vectorised versions: 32 MB
+
+
+class Interval(NamedTuple):
+    """A metric on the data and its bootstrap interval."""
+
+    estimate: float
+    lower: float
+    upper: float
+
+
+def bootstrap_interval(
+    metric: Callable[..., Tensor], *tensors: Tensor, level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> Interval:
+    """Interval of metric(*tensors), whose first axes are the examples; all tensors are resampled together.
+
+    For a metric that is a mean of per-example values, `bootstrap_mean` gives the same much faster.
+    """
+    n = _examples(tensors)
+    draws = [metric(*(t[i.to(t.device)] for t in tensors)) for i in _resample(n, resamples, seed)]
+    return _interval(metric(*tensors), torch.stack(draws), level)
+
+
+def bootstrap_two_samples(
+    metric: Callable[[Tensor, Tensor], Tensor],
+    first: Tensor,
+    second: Tensor,
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Interval:
+    """Interval of metric(first, second) for two separate samples, each resampled by itself: `auroc` and its like."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = []
+    for _ in range(positive_count(resamples, "resamples")):
+        pair = [t[torch.randint(_examples([t]), (len(t),), generator=generator).to(t.device)] for t in (first, second)]
+        draws.append(metric(*pair))
+    return _interval(metric(first, second), torch.stack(draws), level)
+
+
+def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:
+    """Interval of the mean of per-example values (N,)."""
+    (values,) = same_shape(values=values)
+    return _interval(values.mean(), _resampled_means(values, resamples, seed), level)
+
+
+class Comparison(NamedTuple):
+    """First method minus second on the same examples."""
+
+    difference: float
+    lower: float
+    upper: float
+    p_value: float  # two-sided, of no difference
+
+
+def paired_bootstrap(
+    metric: Callable[..., Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Comparison:
+    """Comparison of metric(*first) − metric(*second); both methods are resampled with the same examples.
+
+    p = (1 + #{|d* − d| ≥ |d|}) / (1 + resamples) for the resampled differences d*: their spread around d stands for
+    the spread of the difference around zero.
+    """
+    n = _examples([*first, *second])
+    draws = []
+    for i in _resample(n, resamples, seed):
+        draws.append(metric(*(t[i.to(t.device)] for t in first)) - metric(*(t[i.to(t.device)] for t in second)))
+    return _comparison(metric(*first) - metric(*second), torch.stack(draws), level)
+
+
+def paired_test(
+    first: Tensor, second: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> Comparison:
+    """Comparison of the means of two methods' per-example values (N,), by the same bootstrap, vectorised."""
+    first, second = same_shape(first=first, second=second)
+    difference = first - second
+    return _comparison(difference.mean(), _resampled_means(difference, resamples, seed), level)
+
+
+class McNemar(NamedTuple):
+    """Exact McNemar test of equal accuracy."""
+
+    only_first: int  # examples that only the first method gets right
+    only_second: int  # examples that only the second does
+    p_value: float  # two-sided
+
+
+def mcnemar(first_correct: Tensor, second_correct: Tensor) -> McNemar:
+    """McNemar test of two methods' correctness (N,) on the same examples.
+
+    Under equal accuracy the b + c discordant examples are fair coin tosses: p = min(1, 2 P(Bin(b + c, ½) ≤ min(b, c))).
+    """
+    first, second = same_shape(first_correct=first_correct, second_correct=second_correct)
+    if ((first != 0) & (first != 1) | (second != 0) & (second != 1)).any():
+        raise ValueError("expected correctness of 0 or 1, got other values; pass prediction == y")
+    b, c = int((first > second).sum()), int((second > first).sum())
+    k = torch.arange(min(b, c) + 1, dtype=torch.float64)
+    # log of the binomial coefficients (b + c over k), and of 2^−(b + c)
+    log_choose = math.lgamma(b + c + 1) - torch.lgamma(k + 1) - torch.lgamma(b + c - k + 1)
+    tail = torch.exp(torch.logsumexp(log_choose, 0) - (b + c) * math.log(2)).item()
+    return McNemar(b, c, min(1.0, 2 * tail))
+
+
+def _examples(tensors: Sequence[Tensor]) -> int:
+    lengths = {len(t) for t in tensors}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"expected tensors of one length above zero, got {sorted(lengths)}; put the examples on every first axis"
+        )
+    return lengths.pop()
+
+
+def _resample(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """(N,) indices, `resamples` times."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(positive_count(resamples, "resamples")):
+        yield torch.randint(n, (n,), generator=generator)
+
+
+def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
+    """(R,) means of resampled values (N,): the draws of `_resample`, many at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    values = values.flatten()
+    n, left, means = len(values), positive_count(resamples, "resamples"), []
+    while left > 0:
+        rows = min(left, max(1, _CHUNK // n))
+        means.append(values[torch.randint(n, (rows, n), generator=generator).to(values.device)].mean(1))
+        left -= rows
+    return torch.cat(means)
+
+
+def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
+    tail = (1 - fraction(level, "level")) / 2
+    lower, upper = torch.quantile(draws.double(), draws.new_tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return Interval(float(estimate), lower, upper)
+
+
+def _comparison(difference: Tensor, draws: Tensor, level: float) -> Comparison:
+    estimate, lower, upper = _interval(difference, draws, level)
+    extreme = ((draws - difference).abs() >= difference.abs()).sum().item()
+    return Comparison(estimate, lower, upper, (1 + extreme) / (1 + len(draws)))

@@ -1,0 +1,175 @@
+"""Checks at the public edge of the metrics, and the one flat layout behind it: rows (n, C) and labels (n,)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
+
+
+def labelled(
+    probabilities: Tensor, y: Tensor, ignore_index: int | None = None, *, log: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows (n, C) in the given dtype and labels (n,), void places left out (n = 0 when everything is void).
+
+    probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
+    """
+    rows = distributions(probabilities, class_axis=1, log=log)
+    labels, keep = _labels(y, (probabilities.shape[0], *probabilities.shape[2:]), rows.shape[-1], ignore_index)
+    return (rows, labels) if keep is None else (rows[keep], labels[keep])
+
+
+def labelled_members(log_probabilities: Tensor, y: Tensor, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows (M, n, C) in the given dtype and labels (n,), void places left out."""
+    rows = distributions(log_probabilities, class_axis=2, log=True)
+    labels, keep = _labels(y, (log_probabilities.shape[1], *log_probabilities.shape[3:]), rows.shape[-1], ignore_index)
+    return (rows, labels) if keep is None else (rows[:, keep], labels[keep])
+
+
+def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
+    """(n, C), or (M, n, C) for class_axis 2: the same numbers, checked, with the classes last and the places flat."""
+    name = "log-probabilities" if log else "probabilities"
+    if not values.is_floating_point():
+        raise TypeError(f"expected floating-point {name}, got {values.dtype}; pass the network's softmax outputs")
+    if values.ndim <= class_axis:
+        axes = "(N, C) or (N, C, H, W)" if class_axis == 1 else "(M, N, C) or (M, N, C, H, W)"
+        raise ValueError(f"expected {name} of shape {axes}, got {tuple(values.shape)}; keep the class axis")
+    values = values.detach()
+    no_nan(values, name, class_axis)
+    total = (values.exp() if log else values).sum(class_axis, dtype=torch.float64)
+    off = ~((total - 1).abs() <= TOLERANCE)
+    if off.any():
+        place = _first(off)
+        remedy = "apply log_softmax first" if log else "apply softmax first"
+        raise ValueError(
+            f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), "
+            f"got {total[place].item():.6g} at {_name(place)}; {remedy}"
+        )
+    if not log and (values < -TOLERANCE).any():
+        place = _first((values < -TOLERANCE).any(class_axis))
+        raise ValueError(
+            f"expected probabilities of at least zero, got a negative one at {_name(place)}; apply softmax"
+        )
+    leading = values.shape[: class_axis - 1]
+    return values.movedim(class_axis, -1).reshape(*leading, -1, values.shape[class_axis])
+
+
+def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple[Tensor, Tensor]:
+    """The two sets of scores as flat tensors of one dtype; no NaN, and none empty unless `empty`."""
+    pair = []
+    for name, score in (("score_in", score_in), ("score_ood", score_ood)):
+        if score.is_complex() or score.dtype == torch.bool:
+            raise TypeError(f"expected real numbers in {name}, got {score.dtype}; pass one score per input")
+        if score.numel() == 0 and not empty:
+            raise ValueError(f"expected at least one score in {name}, got none; ranking needs both kinds of inputs")
+        no_nan(score, name)
+        pair.append(score.detach().flatten())
+    dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
+    dtype = dtype if dtype.is_floating_point else torch.float64
+    return pair[0].to(dtype), pair[1].to(dtype)
+
+
+def same_shape(**tensors: Tensor) -> list[Tensor]:
+    """The tensors in float64, all of the first one's shape, not empty, without NaN."""
+    first_name, first = next(iter(tensors.items()))
+    if first.numel() == 0:
+        raise ValueError(f"expected at least one example in {first_name}, got shape {tuple(first.shape)}; pass data")
+    for name, tensor in tensors.items():
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"expected {name} of the shape {tuple(first.shape)} of {first_name}, got {tuple(tensor.shape)}; "
+                "give both the same axes"
+            )
+        no_nan(tensor, name)
+    return [tensor.detach().double() for tensor in tensors.values()]
+
+
+def gaussians(mean: Tensor, variance: Tensor, *, zero: bool = False) -> tuple[Tensor, Tensor]:
+    """Means and variances in float64, of one shape; variances positive, or at least zero when `zero`."""
+    mean, variance = same_shape(mean=mean, variance=variance)
+    if (variance < 0 if zero else variance <= 0).any():
+        bound = "at least zero" if zero else "above zero"
+        raise ValueError(
+            f"expected variances {bound}, got {variance.min().item():.6g}; pass variances, not their logarithms"
+        )
+    return mean, variance
+
+
+def member_gaussians(
+    means: Tensor, variances: Tensor, y: Tensor, *, zero: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Means and variances (M, *shape) and targets of that shape, in float64."""
+    means, variances = gaussians(means, variances, zero=zero)
+    if means.ndim == 0 or means.shape[1:] != y.shape:
+        raise ValueError(
+            f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
+            "put the members on the first axis"
+        )
+    no_nan(y, "y")
+    return means, variances, y.detach().double()
+
+
+def fraction(value: float, name: str) -> float:
+    """The value, strictly between zero and one."""
+    if not 0.0 < value < 1.0:
+        raise ValueError(f"expected {name} strictly between 0 and 1, got {value}; pass a share such as 0.9")
+    return value
+
+
+def positive_count(value: int, name: str) -> int:
+    """The value, at least one."""
+    if value < 1:
+        raise ValueError(f"expected {name} to be at least 1, got {value}; pass a positive whole number")
+    return value
+
+
+def mean(values: Tensor) -> Tensor:
+    """() mean of per-example values in float64; an error when there are none."""
+    return not_empty(values).mean(dtype=torch.float64)
+
+
+def not_empty(values: Tensor) -> Tensor:
+    """The values, at least one."""
+    if values.numel() == 0:
+        raise ValueError("expected at least one labelled example, got none; check the data and ignore_index")
+    return values
+
+
+def no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
+    """Nothing; an error that names the first place that holds NaN."""
+    bad = values.isnan()
+    if bad.any():
+        place = _first(bad if class_axis is None else bad.any(class_axis))
+        raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; look for a diverged network")
+
+
+def _labels(y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
+    """Flat labels, and the mask of places that are not void (None when ignore_index is)."""
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise TypeError(f"expected integer class indices in y, got {y.dtype}; pass y.long()")
+    if tuple(y.shape) != tuple(shape):
+        raise ValueError(
+            f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; pass class indices, not one-hot rows"
+        )
+    labels = y.detach().long()
+    keep = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    bad = keep & ((labels < 0) | (labels >= classes))
+    if bad.any():
+        place = _first(bad)
+        remedy = "pass ignore_index if it marks void" if ignore_index is None else f"only {ignore_index} marks void"
+        raise ValueError(
+            f"expected class indices from 0 to {classes - 1}, got {labels[place].item()} at {_name(place)}; {remedy}"
+        )
+    return labels.flatten(), None if ignore_index is None else keep.flatten()
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    """The coordinates of the first True."""
+    return tuple(int(i) for i in torch.unravel_index(mask.flatten().int().argmax(), mask.shape))
+
+
+def _name(place: tuple[int, ...]) -> str:
+    return f"row {place[0]}" if len(place) == 1 else f"position {place}"

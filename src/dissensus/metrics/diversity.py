@@ -1,0 +1,117 @@
+"""What members add to each other: gain, disagreement, effective number. Members are log-probabilities (M, N, C, …)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.metrics.checks import distributions, labelled_members, mean, no_nan, not_empty, same_shape
+
+
+def mixture_log_probabilities(members: Tensor) -> Tensor:
+    """(N, C, …) log (1/M) Σₘ pₘ of members' log-probabilities (M, N, C, …), in their dtype."""
+    return torch.logsumexp(members, dim=0) - math.log(members.shape[0])
+
+
+class EnsembleGain(NamedTuple):
+    """mixture_nll = member_nll − diversity."""
+
+    mixture_nll: Tensor  # () of the mixture
+    member_nll: Tensor  # () mean over members
+    diversity: Tensor  # () ≥ 0: what mixing gains
+
+
+def ensemble_gain(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> EnsembleGain:
+    """EnsembleGain of () parts, in nats, of members (M, N, C, …) and class indices y."""
+    rows, labels = labelled_members(members, y, ignore_index)
+    index = not_empty(labels).expand(len(rows), -1).unsqueeze(2)
+    return ensemble_gain_of(rows.gather(2, index).squeeze(2))
+
+
+def ensemble_gain_of(log_likelihood: Tensor) -> EnsembleGain:
+    """EnsembleGain of () parts of log pₘ(yₙ) (M, N), whatever the likelihood.
+
+    −log (1/M) Σₘ pₘ = −(1/M) Σₘ log pₘ − [log (1/M) Σₘ pₘ − (1/M) Σₘ log pₘ] at y: Jensen's gap is the diversity.
+    """
+    if log_likelihood.ndim != 2:
+        raise ValueError(f"expected log-likelihoods (M, N), got {tuple(log_likelihood.shape)}; one row per member")
+    no_nan(not_empty(log_likelihood), "log_likelihood")
+    log_likelihood = log_likelihood.detach().double()
+    mixture, member = mixture_log_probabilities(log_likelihood), log_likelihood.mean(0)  # (N,), (N,)
+    gap = torch.where(mixture == member, 0.0, mixture - member)  # no gain where every member excludes y: −inf, −inf
+    return EnsembleGain(-mixture.mean(), -member.mean(), gap.mean())
+
+
+def disagreement(members: Tensor) -> Tensor:
+    """() share of (example, pair of members) whose most probable classes differ; 0 for a single member."""
+    votes = distributions(members, class_axis=2, log=True).argmax(2)  # (M, n)
+    m, classes = votes.shape[0], members.shape[2]
+    count = torch.zeros(votes.shape[1], classes, dtype=torch.float64, device=votes.device)
+    count.scatter_add_(1, votes.T, torch.ones_like(votes.T, dtype=torch.float64))  # (n, C) votes for every class
+    return 1 - mean((count * (count - 1)).sum(1)) / (m * (m - 1)) if m > 1 else mean(0 * count)
+
+
+def pairwise_kl(members: Tensor) -> Tensor:
+    """(M, M) mean over examples of KL(p_i ‖ p_j) in nats; infinite where j excludes a class that i allows."""
+    rows = not_empty(distributions(members, class_axis=2, log=True)).double()
+    # one member against all at a time: (M, n, C) is the most that is held
+    return torch.stack([_kl(row, rows) for row in rows])
+
+
+def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
+    """() between 1 and M: how many members with independent errors the ensemble is worth.
+
+    With eₘ the members' probabilities centred within each true class (over the examples of that class),
+
+        M_eff = (1/M) Σₘ ‖eₘ‖² / ‖(1/M) Σₘ eₘ‖² = M / (1 + (M − 1) ρ̄),    ρ̄ = mean_{m≠n} ⟨eₘ, eₙ⟩ / mean_m ‖eₘ‖²:
+
+    the factor by which averaging shrinks the variance that the label does not explain. Identical members give 1.
+    Members that are independent given the true class (untrained networks; voters whose mistakes are independent) have
+    ρ̄ = 0 and give M. Centring within classes takes the label's own part out, which even independent good members
+    share. Difficult or mislabelled examples are mistakes shared by all, so trained networks stay below M. Negative ρ̄,
+    often only noise of a finite sample, counts as 0; members without any variation within classes give 1.
+
+    The form M / (1 + (M − 1) ρ) for correlated errors is Tumer and Ghosh's (1996).
+    """
+    rows, labels = labelled_members(members, y, ignore_index)
+    classes, group, count = torch.unique(not_empty(labels), return_inverse=True, return_counts=True)
+    p = rows.double().exp()  # (M, n, C)
+    class_mean = p.new_zeros(p.shape[0], len(classes), p.shape[2]).index_add(1, group, p) / count.unsqueeze(1)
+    return _variance_ratio(p - class_mean[:, group], scale=p.square().mean())
+
+
+def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
+    """() between 1 and M: `effective_members` for regression, of means (M, N, D) or (M, N) and targets (N, D) or (N,).
+
+    eₘ is what is left of member m's means after least squares on (1, y): the same formula, because centring within
+    classes is least squares on one-hot labels.
+    """
+    no_nan(means, "means")
+    if means.shape[1:] != y.shape:
+        raise ValueError(
+            f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
+            "put the members on the first axis"
+        )
+    (targets,) = same_shape(y=y)
+    n = len(targets)
+    outputs = means.detach().double().reshape(len(means), n, -1)  # (M, N, D)
+    design = torch.cat([targets.new_ones(n, 1), targets.reshape(n, -1)], dim=1)  # (N, 1 + D)
+    basis, singular, _ = torch.linalg.svd(design, full_matrices=False)
+    basis = basis[:, singular > 1e-12 * singular[0]]  # (N, rank): constant targets add nothing to the ones
+    return _variance_ratio(outputs - basis @ (basis.T @ outputs), scale=outputs.square().mean())
+
+
+def _variance_ratio(errors: Tensor, scale: Tensor) -> Tensor:
+    """() mean square of errors (M, …) over the mean square of their mean over members, between 1 and M."""
+    own, joint = errors.square().mean(), errors.mean(0).square().mean()
+    # below (1e-12)² of the outputs' scale there is only rounding
+    return torch.where(own > 1e-24 * scale, own / joint, 1.0).clamp(1, errors.shape[0])
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(M,) mean KL(p ‖ q_j) of log_p (n, C) and log_q (M, n, C)."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(2).mean(1)

@@ -1,0 +1,135 @@
+"""How well a score tells OOD from in-distribution inputs.
+
+Every function takes (score_in, score_ood), any shapes, higher = more OOD; OOD is the positive class. Thresholds stand
+only at distinct scores, so ties are handled exactly. Rank on `max_probability_score` and its like rather than on
+probabilities: a float32 softmax saturates at 1 and ties.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.metrics.checks import no_nan, scores
+from dissensus.metrics.ranked_counts import RankedCounts, Rule, ranked_counts
+
+
+def auroc(score_in: Tensor, score_ood: Tensor) -> Tensor:
+    """() area under the ROC curve: P(OOD scores higher) + ½ P(equal)."""
+    return _counts(score_in, score_ood).auroc()
+
+
+def aupr(score_in: Tensor, score_ood: Tensor) -> Tensor:
+    """() average precision with OOD positive; chance level is the share of OOD in the data."""
+    return _counts(score_in, score_ood).aupr()
+
+
+def aupr_in(score_in: Tensor, score_ood: Tensor) -> Tensor:
+    """() average precision with in-distribution positive, found by low scores."""
+    return _counts(score_in, score_ood).swapped().aupr()
+
+
+def aupr_adjusted(score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5) -> Tensor:
+    """() average precision with OOD positive as it would be if OOD were a share `prevalence` of the data.
+
+    precision = π·TPR / (π·TPR + (1 − π)·FPR). Comparable between sets of different sizes; chance level is `prevalence`.
+    """
+    return _counts(score_in, score_ood).aupr(prevalence)
+
+
+def fpr95(score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
+    """() share of in-distribution inputs flagged when 95 % of OOD inputs are.
+
+    rule="at_least": the highest threshold that flags at least 95 % of OOD. rule="nearest": the threshold whose recall
+    is nearest to 95 %, above or below, as in the released anomaly-segmentation code (Hendrycks et al., 2019).
+    """
+    return _counts(score_in, score_ood).fpr(recall, rule)
+
+
+def fpr95_in(score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
+    """() share of OOD inputs accepted when 95 % of in-distribution inputs are; rules as in `fpr95`."""
+    return _counts(score_in, score_ood).swapped().fpr(recall, rule)
+
+
+class RocCurve(NamedTuple):
+    """ROC points in order of falling threshold, from (0, 0) to (1, 1)."""
+
+    fpr: Tensor  # (K + 1,)
+    tpr: Tensor  # (K + 1,)
+    thresholds: Tensor  # (K + 1,) flagged when score ≥ threshold; the first is +inf
+
+
+def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
+    """RocCurve with one point per distinct score."""
+    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    fpr, tpr = counts.rates()
+    return RocCurve(_prepend(0.0, fpr), _prepend(0.0, tpr), _prepend(float("inf"), thresholds))
+
+
+class PrecisionRecallCurve(NamedTuple):
+    """Precision and recall in order of falling threshold, from recall 0 (where precision is set to 1) to recall 1."""
+
+    precision: Tensor  # (K + 1,)
+    recall: Tensor  # (K + 1,)
+    thresholds: Tensor  # (K + 1,) flagged when score ≥ threshold; the first is +inf
+
+
+def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionRecallCurve:
+    """PrecisionRecallCurve with one point per distinct score, OOD positive."""
+    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    recall = counts.rates()[1]
+    return PrecisionRecallCurve(
+        _prepend(1.0, counts.precision()), _prepend(0.0, recall), _prepend(float("inf"), thresholds)
+    )
+
+
+class PerImageOOD(NamedTuple):
+    """Means over the images that hold both kinds of pixels."""
+
+    auroc: Tensor  # ()
+    aupr: Tensor  # ()
+    fpr95: Tensor  # ()
+    images: int  # how many images were used
+
+
+def per_image_ood(
+    score: Tensor, ood: Tensor, *, void: Tensor | None = None, recall: float = 0.95, rule: Rule = "at_least"
+) -> PerImageOOD:
+    """PerImageOOD: the metrics of every image, then their mean over images; not pooled over pixels.
+
+    score (N, H, W); ood (N, H, W) True at OOD pixels; void (N, H, W) True at pixels to leave out. Images without OOD
+    pixels, or with nothing else, are skipped: they have no ranking.
+    """
+    for name, mask in (("ood", ood), ("void", void)):
+        if mask is None:
+            continue
+        if mask.dtype != torch.bool:
+            raise TypeError(f"expected a boolean mask in {name}, got {mask.dtype}; pass for example labels == index")
+        if mask.shape != score.shape:
+            raise ValueError(
+                f"expected {name} of shape {tuple(score.shape)}, got {tuple(mask.shape)}; one entry per pixel"
+            )
+    no_nan(score if void is None else score.masked_fill(void, 0), "score")
+    results = []
+    for i in range(len(score)):
+        valid = torch.ones_like(ood[i]) if void is None else ~void[i]
+        score_in, score_ood = score[i][valid & ~ood[i]], score[i][valid & ood[i]]
+        if score_in.numel() and score_ood.numel():
+            counts = _counts(score_in, score_ood)
+            results.append(torch.stack([counts.auroc(), counts.aupr(), counts.fpr(recall, rule)]))
+    if not results:
+        raise ValueError(
+            f"expected an image with both OOD and other pixels, got none among {len(score)}; check the mask in ood"
+        )
+    means = torch.stack(results).mean(0)
+    return PerImageOOD(means[0], means[1], means[2], len(results))
+
+
+def _counts(score_in: Tensor, score_ood: Tensor) -> RankedCounts:
+    return ranked_counts(*scores(score_in, score_ood))[1]
+
+
+def _prepend(value: float, tail: Tensor) -> Tensor:
+    return torch.cat([tail.new_full((1,), value), tail])
