@@ -1,0 +1,62 @@
+"""Data: sets read from the user's files, a small real set inside the package, toys, splits and batches."""
+
+from dissensus.data.augmentation import Augmentation
+from dissensus.data.batches import Batches
+from dissensus.data.images import ImageSet, cifar10, cifar100, fashion_mnist, image_set, mnist, notmnist, svhn
+from dissensus.data.shipped import digits, fashion
+from dissensus.data.splits import split_indices, train_validation
+from dissensus.data.standardise import Standardiser
+from dissensus.data.tabular import (
+    CLASSIFICATION_SETS,
+    REGRESSION_SETS,
+    RegressionSplit,
+    TabularSet,
+    regression_split,
+    uci_classification,
+    uci_regression,
+)
+from dissensus.data.toy import (
+    cubic,
+    donuts,
+    far_ring,
+    five_blobs,
+    gaussian_process,
+    quadratic_features,
+    three_clusters,
+    two_moons,
+    x_sin_x,
+)
+
+__all__ = [
+    "CLASSIFICATION_SETS",
+    "REGRESSION_SETS",
+    "Augmentation",
+    "Batches",
+    "ImageSet",
+    "RegressionSplit",
+    "Standardiser",
+    "TabularSet",
+    "cifar10",
+    "cifar100",
+    "cubic",
+    "digits",
+    "donuts",
+    "far_ring",
+    "fashion",
+    "fashion_mnist",
+    "five_blobs",
+    "gaussian_process",
+    "image_set",
+    "mnist",
+    "notmnist",
+    "quadratic_features",
+    "regression_split",
+    "split_indices",
+    "svhn",
+    "three_clusters",
+    "train_validation",
+    "two_moons",
+    "uci_classification",
+    "uci_regression",
+    "x_sin_x",
+]

@@ -1,0 +1,218 @@
+"""The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, reproducible image by image.
+
+Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
+The constants below are those of the published CIFAR-10-C for 32×32 images. For a shorter side of S pixels lengths are
+scaled by S/32; those that count whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.data.corruption import blur, digital, noise, published, spatter, weather
+from dissensus.data.corruption.draws import Draws, image_keys
+from dissensus.data.corruption.levels import fraction
+
+
+class Recipe(NamedTuple):
+    """One severity of one corruption: the operation, its constants, and which of them are lengths in pixels."""
+
+    operation: Callable[..., Tensor]
+    constants: tuple[float, ...]
+    lengths: tuple[int, ...] = ()  # positions of constants scaled by S/32
+    whole: tuple[int, ...] = ()  # positions of constants scaled by max(1, S/32)
+
+
+def _recipes(
+    operation: Callable[..., Tensor],
+    *severities: tuple[float, ...],
+    lengths: tuple[int, ...] = (),
+    whole: tuple[int, ...] = (),
+) -> tuple[Recipe, ...]:
+    return tuple(Recipe(operation, constants, lengths, whole) for constants in severities)
+
+
+# name: severities 1 … 5, the constants in the order of the operation's arguments
+_BENCHMARK: dict[str, tuple[Recipe, ...]] = {
+    "gaussian_noise": _recipes(noise.gaussian_noise, (0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
+    "shot_noise": _recipes(noise.shot_noise, (500,), (250,), (100,), (75,), (50,)),
+    "impulse_noise": _recipes(noise.impulse_noise, (0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
+    "defocus_blur": _recipes(
+        blur.defocus_blur, (0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1), whole=(0,), lengths=(1,)
+    ),
+    "glass_blur": _recipes(
+        blur.glass_blur, (0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2), lengths=(0,), whole=(1,)
+    ),
+    "motion_blur": _recipes(blur.motion_blur, (6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5), lengths=(0, 1)),
+    "zoom_blur": _recipes(blur.zoom_blur, (7,), (12,), (16,), (21,), (26,)),
+    "snow": _recipes(
+        weather.snow,
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+        whole=(2,),
+        lengths=(4, 5),
+    ),
+    "frost": _recipes(weather.frost, (1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+    "fog": _recipes(weather.fog, (0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+    "brightness": _recipes(digital.brightness, (0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
+    "contrast": _recipes(digital.contrast, (0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
+    "elastic_transform": _recipes(
+        digital.elastic_transform,
+        (0, 0, 0.08 * 32),
+        (0.05 * 32, 0.2 * 32, 0.07 * 32),
+        (0.08 * 32, 0.06 * 32, 0.06 * 32),
+        (0.1 * 32, 0.04 * 32, 0.05 * 32),
+        (0.1 * 32, 0.03 * 32, 0.03 * 32),
+        lengths=(0, 1, 2),
+    ),
+    "pixelate": _recipes(digital.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
+    "jpeg_compression": _recipes(digital.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
+}
+_EXTRA: dict[str, tuple[Recipe, ...]] = {
+    "speckle_noise": _recipes(noise.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
+    "gaussian_blur": _recipes(blur.gaussian_blur, (0.4,), (0.6,), (0.7,), (0.8,), (1,), lengths=(0,)),
+    "spatter": (
+        *_recipes(
+            spatter.spatter,
+            (0.62, 0.1, 0.7, 0.7, 0.5),
+            (0.65, 0.1, 0.8, 0.7, 0.5),
+            (0.65, 0.3, 1, 0.69, 0.5),
+            lengths=(2,),
+        ),
+        *_recipes(spatter.spatter_mud, (0.65, 0.1, 0.7, 0.69, 0.6), (0.65, 0.1, 0.5, 0.68, 0.6), lengths=(2, 4)),
+    ),
+    "saturate": _recipes(digital.saturate, (0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+}
+RECIPES = _BENCHMARK | _EXTRA
+
+BENCHMARK: tuple[str, ...] = tuple(_BENCHMARK)
+EXTRA: tuple[str, ...] = tuple(_EXTRA)
+CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
+
+_SMALLEST_SIDE = 8
+_CHUNK = 1 << 20  # values worked on at once: bounds memory, and fits a processor's cache better than a whole test set
+
+
+@torch.no_grad()
+def corrupt(
+    images: Tensor, name: str, severity: int, *, seed: int = 0, index: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """Images (B, C, H, W) corrupted, same shape and dtype: uint8, or floating in [0, 1].
+
+    The work is done as published, on eight-bit images with the result cut (not rounded) to eight bits: floating images
+    are rounded to the grid k/255 first and come back on it.
+
+    Args:
+        images: C = 1 or 3 channels; greyscale takes the luma of what is coloured.
+        name: one of `CORRUPTIONS`.
+        severity: 1 … 5.
+        seed: what is random depends on the seed, the name, the severity and the image's index, and on nothing else: not
+            on the batch it comes in, nor on any global generator.
+        index: (B,) the images' numbers in their data set; 0 … B−1 by default.
+    """
+    _check_name(name)
+    _check_severity(severity)
+    _check_images(images)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"expected an int as seed, got {type(seed).__name__}; pass e.g. seed=0")
+    index = _checked_index(index, images)
+    levels = images if images.dtype == torch.uint8 else (images.float() * 255).round().to(torch.uint8)
+
+    side = min(images.shape[-2:])
+    operation, constants = RECIPES[name][severity - 1].operation, scaled_constants(name, severity, side)
+    keys = image_keys(seed, zlib.crc32(f"{name} {severity}".encode()), index)
+    # float64 as in the published pipeline, whose cut to eight bits falls on exact ties; Apple's devices have none
+    dtype = torch.float32 if images.device.type == "mps" else torch.float64
+    corrupted = torch.empty_like(levels)
+    rows = max(1, _CHUNK // max(1, images[:1].numel()))
+    for start in range(0, len(images), rows):
+        part = slice(start, start + rows)
+        result = operation(fraction(levels[part].contiguous().to(dtype)), Draws(keys[part], dtype), *constants)
+        corrupted[part] = (result.clamp(0, 1) * 255).to(torch.uint8)
+    return corrupted if images.dtype == torch.uint8 else fraction(corrupted.to(dtype)).to(images.dtype)
+
+
+def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
+    """The constants of a corruption for images whose shorter side is `side` pixels; the published ones for 32."""
+    recipe, scale = RECIPES[name][severity - 1], side / 32
+    return tuple(
+        constant * scale if i in recipe.lengths else constant * max(1.0, scale) if i in recipe.whole else constant
+        for i, constant in enumerate(recipe.constants)
+    )
+
+
+def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of the published CIFAR-10-C or CIFAR-100-C; N = 10,000 for one
+    severity, 50,000 for all (None), severity 1 first.
+
+    The images are mapped from `folder`/`name`.npy, not read into memory. No pickle is ever opened.
+    """
+    _check_name(name)
+    if severity is not None:
+        _check_severity(severity)
+    return published.read_published(Path(folder), name, severity)
+
+
+def _check_name(name: str) -> None:
+    if name not in CORRUPTIONS:
+        nearest = difflib.get_close_matches(str(name), CORRUPTIONS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"expected one of dissensus.data.corruptions.CORRUPTIONS, got {name!r}; did you mean {nearest!r}?"
+        )
+
+
+def _check_severity(severity: int) -> None:
+    if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"expected severity 1, 2, 3, 4 or 5, got {severity!r}; 0 would be the clean images themselves")
+
+
+def _check_images(images: Tensor) -> None:
+    if not isinstance(images, Tensor):
+        raise TypeError(f"expected images as a torch.Tensor, got {type(images).__name__}; use torch.as_tensor")
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(
+            f"expected uint8 or floating images, got {images.dtype}; convert levels 0 … 255 with .to(torch.uint8)"
+        )
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(
+            f"expected images of shape (B, 1 or 3, H, W), got {tuple(images.shape)}; "
+            "move the channels to axis 1 with permute(0, 3, 1, 2), or add a batch axis with images[None]"
+        )
+    if min(images.shape[-2:]) < _SMALLEST_SIDE:
+        raise ValueError(
+            f"expected images of at least {_SMALLEST_SIDE} pixels a side, got {tuple(images.shape)}; resize them"
+        )
+    if images.is_floating_point() and images.numel():
+        low, high = images.min().item(), images.max().item()
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                f"expected floating images in [0, 1], got values from {low:.4g} to {high:.4g}; "
+                "corrupt before normalising, or divide levels by 255"
+            )
+
+
+def _checked_index(index: Tensor | Sequence[int] | None, images: Tensor) -> Tensor:
+    """(B,) int64 on the images' device."""
+    if index is None:
+        return torch.arange(len(images), device=images.device)
+    index = torch.as_tensor(index, device=images.device)
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(
+            f"expected whole numbers as index, got {index.dtype}; pass torch.arange(start, start + {len(images)})"
+        )
+    if index.shape != (len(images),):
+        raise ValueError(
+            f"expected index of shape ({len(images)},), got {tuple(index.shape)}; pass one number for each image"
+        )
+    return index.to(torch.int64)

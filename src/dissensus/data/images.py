@@ -1,0 +1,132 @@
+"""Image sets by name, read from files the user has: MNIST, Fashion-MNIST, notMNIST, CIFAR-10, CIFAR-100, SVHN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.data.catalogue import CATALOGUE
+from dissensus.data.formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.locate import locate
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images with their labels: pixels 0 to 255, class indices, and what they are called."""
+
+    images: Tensor  # (N, C, H, W) uint8
+    labels: Tensor  # (N,) int64
+    name: str
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
+        if images.dtype != torch.uint8 or labels.dtype != torch.int64:
+            raise TypeError(
+                f"expected uint8 images and int64 labels, got {images.dtype} and {labels.dtype}; convert them first"
+            )
+        if images.ndim != 4 or labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"expected images (N, C, H, W) and labels (N,), got {tuple(images.shape)} and {tuple(labels.shape)}; "
+                f"pass one class index an image"
+            )
+        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
+            raise ValueError(
+                f"expected labels from 0 to {len(self.classes) - 1}, got {int(labels.min())} to {int(labels.max())}; "
+                f"check that {self.name} has these {len(self.classes)} classes"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, rows: Tensor) -> ImageSet:
+        """The images and labels of these rows, in this order; rows: (K,) int64."""
+        return replace(self, images=self.images[rows], labels=self.labels[rows])
+
+
+def image_set(name: str, split: str, *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of one split of a catalogued set; images (N, C, H, W) uint8, labels (N,) int64.
+
+    folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded: a set
+    that is not there raises FileNotFoundError with the files to put there. verify: compare checksums before reading.
+    """
+    variant, paths = locate(name, split, folder=folder, verify=verify)
+    images, labels = READERS[variant.reader](paths)
+    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
+
+
+def mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28)."""
+    return image_set("mnist", split, folder=folder, verify=verify)
+
+
+def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28)."""
+    return image_set("fashion_mnist", split, folder=folder, verify=verify)
+
+
+def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28); there is only a test split."""
+    return image_set("notmnist", split, folder=folder, verify=verify)
+
+
+def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order."""
+    return image_set("cifar10", split, folder=folder, verify=verify)
+
+
+def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32)."""
+    return image_set("cifar100", split, folder=folder, verify=verify)
+
+
+def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+    """ImageSet of cropped house-number digits, (N, 3, 32, 32); SVHN's label 10 is the digit 0."""
+    return image_set("svhn", split, folder=folder, verify=verify)
+
+
+Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
+
+
+def _idx(paths: list[Path]) -> Arrays:
+    images, labels = (read_idx(path) for path in paths)
+    if images.dtype != np.uint8 or images.ndim != 3 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"expected uint8 images (N, H, W) in {paths[0]} and N labels in {paths[1]}, "
+            f"got {images.dtype} {images.shape} and {labels.shape}; check that the two files belong together"
+        )
+    return images[:, None], labels.astype(np.int64)
+
+
+def _batches(read: Callable[[Path], Arrays]) -> Callable[[list[Path]], Arrays]:
+    def joined(paths: list[Path]) -> Arrays:
+        images, labels = zip(*map(read, paths), strict=True)
+        return np.concatenate(images), np.concatenate(labels)
+
+    return joined
+
+
+def _cifar_binary(path: Path, *, label_bytes: int) -> Arrays:
+    images, labels = read_cifar_binary(path, label_bytes=label_bytes)
+    return images, labels[:, -1]  # the last label byte is the class, one before it the superclass
+
+
+def _svhn(read: Callable[[Path], Arrays], path: Path) -> Arrays:
+    images, labels = read(path)
+    return images, np.where(labels == 10, 0, labels)
+
+
+READERS: dict[str, Callable[[list[Path]], Arrays]] = {
+    "idx": _idx,
+    "cifar10-binary": _batches(lambda path: _cifar_binary(path, label_bytes=1)),
+    "cifar10-python": _batches(lambda path: read_cifar_python(path, labels="labels")),
+    "cifar100-binary": _batches(lambda path: _cifar_binary(path, label_bytes=2)),
+    "cifar100-python": _batches(lambda path: read_cifar_python(path, labels="fine_labels")),
+    "svhn-mat": _batches(lambda path: _svhn(read_mat, path)),
+    "svhn-npz": _batches(lambda path: _svhn(read_npz, path)),
+}

@@ -1,0 +1,109 @@
+"""Finding the files of a catalogued image set in the user's folder, or saying which files to put there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
+
+FOLDER_VARIABLE = "DISSENSUS_DATA"
+
+
+def locate(
+    name: str, split: str, *, folder: str | Path | None = None, verify: bool = False
+) -> tuple[Variant, list[Path]]:
+    """The variant of a split that is there, and the paths of its files; FileNotFoundError lists what to put where.
+
+    verify: compare every checksum. Files lying directly in the folder under a name that several sets use (MNIST,
+    Fashion-MNIST and notMNIST do) are told apart by their checksum in any case.
+    """
+    variants = _variants(name, split)
+    root = data_folder(folder)
+    if root is not None:
+        for variant in variants:
+            for sub in (*variant.folders, "."):
+                paths = [root / sub / file.name for file in variant.files]
+                if not all(path.is_file() for path in paths):
+                    continue
+                if sub == "." and _shares_names(variant) and not all(map(_is, paths, variant.files)):
+                    continue
+                if verify:
+                    _check(paths, variant.files)
+                return variant, paths
+    raise FileNotFoundError(_missing(name, split, root, variants))
+
+
+def data_folder(folder: str | Path | None) -> Path | None:
+    """The folder named by the caller, else by the environment variable DISSENSUS_DATA, else None."""
+    chosen = os.environ.get(FOLDER_VARIABLE) if folder is None else folder
+    return Path(chosen).expanduser() if chosen else None
+
+
+def _variants(name: str, split: str) -> tuple[Variant, ...]:
+    if name not in CATALOGUE:
+        raise ValueError(
+            f"expected one of {', '.join(CATALOGUE)}, got {name!r}; read other files with dissensus.data.formats"
+        )
+    splits = CATALOGUE[name].splits
+    if split not in splits:
+        raise ValueError(
+            f"expected split {' or '.join(map(repr, splits))} of {name}, got {split!r}; choose one that exists"
+        )
+    return splits[split]
+
+
+def _shares_names(variant: Variant) -> bool:
+    names = {file.name for file in variant.files}
+    users = {
+        owner
+        for owner, source in CATALOGUE.items()
+        for others in source.splits.values()
+        for other in others
+        if names & {file.name for file in other.files}
+    }
+    return len(users) > 1
+
+
+def _is(path: Path, file: SourceFile) -> bool:
+    return path.stat().st_size == file.bytes and _sha256(path) == file.sha256
+
+
+def _check(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
+    for path, file in zip(paths, files, strict=True):
+        if file.sha256 is None:
+            raise ValueError(
+                f"expected a file with a published checksum, got {path}, which has none; pass verify=False"
+            )
+        found = _sha256(path)
+        if found != file.sha256:
+            raise ValueError(f"expected {path} with sha256 {file.sha256}, got {found}; fetch the file again")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, ...]) -> str:
+    if root is None:
+        shown, got = Path("FOLDER"), f"folder=None and no {FOLDER_VARIABLE} in the environment"
+    else:
+        places = [Path(sub) / file.name for variant in variants for sub in variant.folders for file in variant.files]
+        present = [str(place) for place in places if (root / place).is_file()]
+        shown, got = root, f"only {', '.join(present)}" if present else "none of its files"
+    lines = [
+        f"expected the {split} split of {name} in {shown}, got {got}; "
+        f"put its files there, or name another folder by folder= or {FOLDER_VARIABLE}:"
+    ]
+    for variant in variants:
+        lines.append(f"{'either' if len(lines) == 1 else 'or'} in {shown / variant.folders[0]}")
+        for file in variant.files:
+            known = "" if file.bytes is None else f"  {file.bytes} bytes  sha256 {file.sha256}"
+            lines.append(f"  {file.name}{known}")
+    if any(map(_shares_names, variants)):
+        lines.append(
+            "(directly in the folder they are taken only with these checksums, since other sets use the same names)"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""The data inside the package: MNIST digits, Fashion-MNIST images to tell apart from them, and a toy regression.
+
+Licences, rows of the originals and checksums: embedded/LICENSES.md. Made by benchmarks/make_embedded.py.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.resources import files
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.data.catalogue import CATALOGUE
+from dissensus.data.formats import npz_arrays
+from dissensus.data.images import ImageSet
+
+
+def digits() -> tuple[ImageSet, ImageSet]:
+    """Train set of 10,000 and test set of 2,000 MNIST digits, (N, 1, 28, 28), as many of each class.
+
+    Train rows come from MNIST's train file, test rows from its test file, so no writer is in both. Cut a validation
+    set from the train set with train_validation.
+    """
+    arrays = npz_arrays(_open("digits.npz"))
+    return _image_set(arrays, "train_", "mnist"), _image_set(arrays, "test_", "mnist")
+
+
+def fashion() -> ImageSet:
+    """ImageSet of 1,000 Fashion-MNIST test images, (1000, 1, 28, 28), as many of each class: OOD for digits."""
+    return _image_set(npz_arrays(_open("fashion.npz")), "", "fashion_mnist")
+
+
+def regression_points() -> Tensor:
+    """(400, 2) float64 rows (x, y) of the regression in three clusters used for subspace inference."""
+    return torch.from_numpy(np.load(_open("regression_400x2.npy"), allow_pickle=False))
+
+
+def _open(name: str) -> io.BytesIO:
+    return io.BytesIO((files("dissensus.data") / "embedded" / name).read_bytes())
+
+
+def _image_set(arrays: dict[str, np.ndarray], prefix: str, name: str) -> ImageSet:
+    images = torch.from_numpy(arrays[f"{prefix}images"])[:, None]
+    labels = torch.from_numpy(arrays[f"{prefix}labels"]).long()
+    return ImageSet(images, labels, name, CATALOGUE[name].classes)

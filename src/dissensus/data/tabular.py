@@ -1,0 +1,213 @@
+"""Tables: the UCI regression sets with their standard splits, and small classification sets.
+
+Regression: Hernández-Lobato & Adams 2015 and Gal & Ghahramani 2016 fixed the splits everyone reports on; their folders
+hold data.txt, index_features.txt, index_target.txt, n_splits.txt and index_train_i.txt, index_test_i.txt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.data.formats import npz_arrays
+from dissensus.data.locate import FOLDER_VARIABLE, data_folder
+from dissensus.data.standardise import Standardiser
+
+REGRESSION_SETS = {  # rows, features
+    "bostonHousing": (506, 13),
+    "concrete": (1030, 8),
+    "naval-propulsion-plant": (11934, 16),
+    "power-plant": (9568, 4),
+    "protein-tertiary-structure": (45730, 9),
+    "wine-quality-red": (1599, 11),
+}
+
+CLASSIFICATION_SETS = {  # rows, features, classes; first rows that are the usual train set, None where there is none
+    "breast_cancer_wisconsin_diagnostic": (569, 30, 2, None),
+    "digits_8x8": (1797, 64, 10, None),
+    "glass": (214, 9, 6, None),
+    "ionosphere": (351, 34, 2, None),
+    "iris": (150, 4, 3, None),
+    "letter_recognition": (20000, 16, 26, 16000),
+    "pima_indians_diabetes": (768, 8, 2, None),
+    "satellite_landsat": (6435, 36, 6, 4435),
+    "shuttle": (58000, 9, 7, 43500),
+    "sonar": (208, 60, 2, None),
+    "vehicle_silhouettes": (846, 18, 4, None),
+    "wine": (178, 13, 3, None),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RegressionSplit:
+    """One split of a regression set, standardised by its own train rows."""
+
+    x_train: Tensor  # (N, D)
+    y_train: Tensor  # (N, 1)
+    x_test: Tensor  # (T, D)
+    y_test: Tensor  # (T, 1)
+    inputs: Standardiser  # of the original x_train
+    targets: Standardiser  # of the original y_train; targets.inverse brings predictions back
+
+
+@dataclass(frozen=True, eq=False)
+class TabularSet:
+    """Rows with class labels, in original units."""
+
+    x: Tensor  # (N, D)
+    y: Tensor  # (N,) int64
+    name: str
+    classes: tuple[str, ...]
+
+
+def uci_regression(
+    name: str, split: int = 0, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+) -> RegressionSplit:
+    """RegressionSplit of one of the standard splits of a UCI set (20 of them, 5 for the protein set).
+
+    folder: holds UCI_Datasets/NAME/data, NAME/data, NAME or the files themselves; None means the environment variable
+    DISSENSUS_DATA.
+    """
+    if name not in REGRESSION_SETS:
+        raise ValueError(
+            f"expected one of {', '.join(REGRESSION_SETS)}, got {name!r}; read other folders with read_uci_folder"
+        )
+    subs = (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/", "")
+    path = _found(folder, [f"{sub}data.txt" for sub in subs], "with the index_*.txt and n_splits.txt beside it").parent
+    x, y, train, test = read_uci_folder(path, split)
+    if x.shape != REGRESSION_SETS[name]:
+        raise ValueError(
+            f"expected {name} of shape {REGRESSION_SETS[name]}, got {x.shape} in {path}; fetch the folder again"
+        )
+    return regression_split(*map(torch.from_numpy, (x, y, train, test)), dtype=dtype)
+
+
+def regression_split(
+    x: Tensor, y: Tensor, train: Tensor, test: Tensor, *, dtype: torch.dtype = torch.float32
+) -> RegressionSplit:
+    """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone."""
+    if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
+        raise ValueError("expected finite inputs and targets, got NaN or infinity; remove those rows first")
+    x, y = x.double(), y.double()[:, None]
+    inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
+    # standardise in float64, then round once
+    return RegressionSplit(
+        inputs(x[train]).to(dtype),
+        targets(y[train]).to(dtype),
+        inputs(x[test]).to(dtype),
+        targets(y[test]).to(dtype),
+        inputs,
+        targets,
+    )
+
+
+def uci_classification(
+    name: str, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+) -> TabularSet:
+    """TabularSet of a small classification set; CLASSIFICATION_SETS says which first rows are the usual train set.
+
+    folder: holds uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
+    """
+    if name not in CLASSIFICATION_SETS:
+        raise ValueError(
+            f"expected one of {', '.join(CLASSIFICATION_SETS)}, got {name!r}; read other files with read_tabular_npz"
+        )
+    path = _found(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "with the arrays x, y and class_names")
+    table = read_tabular_npz(path, name=name, dtype=dtype)
+    rows, features, classes, _ = CLASSIFICATION_SETS[name]
+    if (*table.x.shape, len(table.classes)) != (rows, features, classes):
+        raise ValueError(
+            f"expected {name} with {rows} rows, {features} features and {classes} classes, "
+            f"got {tuple(table.x.shape)} and {len(table.classes)} in {path}; fetch the file again"
+        )
+    return table
+
+
+def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.float32) -> TabularSet:
+    """TabularSet of an .npz file with x (N, D), y (N,) class indices and class_names (C,)."""
+    arrays = npz_arrays(path)
+    if missing := {"x", "y", "class_names"} - set(arrays):
+        raise ValueError(
+            f"expected the keys x, y and class_names in {path}, got no {', '.join(sorted(missing))}; add them"
+        )
+    x, y, classes = arrays["x"], arrays["y"], tuple(map(str, arrays["class_names"]))
+    if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
+        raise ValueError(
+            f"expected numbers x (N, D) and class indices y (N,), got {x.dtype} {x.shape} and {y.dtype} {y.shape} "
+            f"in {path}; convert them first"
+        )
+    if not np.isfinite(x).all():
+        raise ValueError(f"expected finite inputs, got NaN or infinity in {path}; remove those rows first")
+    if y.size and not 0 <= y.min() <= y.max() < len(classes):
+        raise ValueError(
+            f"expected y from 0 to {len(classes) - 1}, got {y.min()} to {y.max()} in {path}; index class_names"
+        )
+    return TabularSet(torch.from_numpy(x).to(dtype), torch.from_numpy(y.astype(np.int64)), name, classes)
+
+
+def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """x (N, D) and y (N,) float64, and the int64 rows of the train and test part of one split."""
+    path = Path(path)
+    data = _numbers(path / "data.txt", rank=2)
+    features = _indices(path / "index_features.txt", data.shape[1])
+    target = _indices(path / "index_target.txt", data.shape[1])
+    if len(target) != 1 or target[0] in features:
+        raise ValueError(
+            f"expected one target column outside the features, got target {target} in {path}; correct index_*.txt"
+        )
+    splits = _numbers(path / "n_splits.txt", rank=1)[0]
+    if not 0 <= split < splits:
+        raise ValueError(
+            f"expected split from 0 to {splits - 1:g}, got {split}; n_splits.txt in {path} says {splits:g}"
+        )
+    train = _indices(path / f"index_train_{split}.txt", len(data))
+    test = _indices(path / f"index_test_{split}.txt", len(data))
+    if both := np.intersect1d(train, test).size:
+        raise ValueError(
+            f"expected disjoint train and test rows, got {both} in both of split {split} in {path}; correct the files"
+        )
+    if not np.isfinite(data).all():
+        raise ValueError(
+            f"expected finite inputs and targets, got NaN or infinity in {path / 'data.txt'}; remove those rows"
+        )
+    return data[:, features], data[:, target[0]], train, test
+
+
+def _found(folder: str | Path | None, places: list[str], beside: str) -> Path:
+    root = data_folder(folder)
+    got = f"folder=None and no {FOLDER_VARIABLE} in the environment"
+    if root is not None:
+        for place in places:
+            if (root / place).is_file():
+                return root / place
+        got = f"none in {root}"
+    raise FileNotFoundError(
+        f"expected one of {', '.join(places)} {beside}, got {got}; "
+        f"put it there, or name the folder by folder= or {FOLDER_VARIABLE}"
+    )
+
+
+def _numbers(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
+    try:
+        lines = path.read_text().splitlines()
+        if not any(map(str.strip, lines)):
+            raise ValueError("it is empty")
+        return np.loadtxt(lines, dtype=np.float64, comments=None, ndmin=rank)
+    except ValueError as error:
+        raise ValueError(f"expected a table of numbers, got {path}: {error}; fetch the file again") from error
+
+
+def _indices(path: Path, size: int) -> np.ndarray:
+    """(K,) int64 indices below size, each once; written as integers or, in some copies, as floats."""
+    values = _numbers(path, rank=1)
+    if values.ndim != 1 or not ((values >= 0) & (values < size) & (values == values.round())).all():
+        raise ValueError(f"expected whole numbers from 0 to {size - 1}, got others in {path}; correct the index file")
+    indices = values.astype(np.int64)
+    if len(np.unique(indices)) != len(indices):
+        raise ValueError(f"expected every index once, got repetitions in {path}; correct the index file")
+    return indices

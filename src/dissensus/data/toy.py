@@ -1,0 +1,171 @@
+"""Small synthetic problems one can look at: classes in the plane, regressions on the line.
+
+Every function draws in float64 from a generator of its own, so a seed means the same points whatever the dtype, and
+gives (x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dissensus.data.shipped import regression_points
+
+
+def two_moons(
+    count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x (count, 2) on two interleaved half circles and y (count,) in {0, 1}; noise: standard deviation of both axes."""
+    _positive(count=count)
+    upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
+    lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
+    x = torch.cat(
+        [torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)]
+    )  # (count, 2)
+    x = x + noise * _normal(x.shape, _generator(seed))
+    return x.to(dtype), _classes(len(upper), len(lower))
+
+
+def five_blobs(
+    points: int = 40,
+    *,
+    radius: float = 5.0,
+    std: float = 1.0,
+    scale: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """x (5 · points, 2) in five Gaussian blobs on a ring that starts at the top, and y (5 · points,) in 0 … 4.
+
+    The set of the repulsive-ensemble papers: 40 points a class to train on and, with another seed, 20 to test on.
+    scale multiplies radius and std alike; 0.4 gives the smaller picture in the FoRDE paper.
+    """
+    _positive(points=points)
+    angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
+    centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
+    x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), _generator(seed))
+    return (scale * x).to(dtype), _classes(*[points] * 5)
+
+
+def donuts(
+    count: int = 500,
+    *,
+    radii: tuple[float, float] = (2.0, 5.0),
+    std: float = 0.3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin."""
+    _positive(count=count)
+    y = _classes(count // 2, count - count // 2)
+    return _ring(torch.tensor(radii, dtype=torch.float64)[y], std, _generator(seed)).to(dtype), y
+
+
+def far_ring(
+    count: int = 200,
+    *,
+    centre: int = 50,
+    radius: float = 15.0,
+    std: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """x (count + centre, 2) far from every blob: points on a wide ring, then points N(0, std²) in its middle."""
+    _positive(count=count)
+    generator = _generator(seed)
+    ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
+    return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
+
+
+def x_sin_x(
+    points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], nothing between, and y = x sin x + noise · N(0, 1)."""
+    _positive(points=points)
+    generator = _generator(seed)
+    x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
+    y = x * x.sin() + noise * _normal(x.shape, generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def cubic(
+    count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually looked at on [−6, 6]."""
+    _positive(count=count)
+    generator = _generator(seed)
+    x = _uniform((count, 1), -4.0, 4.0, generator)
+    y = x**3 + noise * _normal(x.shape, generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def gaussian_process(
+    count: int = 50,
+    *,
+    lengthscale: float = 1.0,
+    amplitude: float = 1.0,
+    noise: float = 0.1,
+    low: float = -4.0,
+    high: float = 4.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1), f a draw of a Gaussian process with RBF kernel.
+
+    k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the same inputs.
+    """
+    _positive(count=count, lengthscale=lengthscale)
+    generator = _generator(seed)
+    x = _uniform((count, 1), low, high, generator)
+    kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
+    # float64 and a jitter of 1e-9 on the unit diagonal: the kernel of near points is singular to working precision
+    factor = torch.linalg.cholesky(kernel + 1e-9 * torch.eye(count, dtype=torch.float64))
+    y = amplitude * factor @ _normal((count, 1), generator) + noise * _normal((count, 1), generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def three_clusters(*, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """x (400, 2) features and y (400, 1) of the shipped regression set: three clusters of inputs with gaps between.
+
+    The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning"; fixed points, so no seed.
+    """
+    points = regression_points()
+    return quadratic_features(points[:, :1]).to(dtype), points[:, 1:].to(dtype)
+
+
+def quadratic_features(x: Tensor) -> Tensor:
+    """(N, 2) features [x/2, (x/2)²] of inputs (N, 1); three_clusters is given in them, so is a grid to plot over."""
+    if x.ndim != 2 or x.shape[1] != 1:
+        raise ValueError(f"expected inputs of shape (N, 1), got {tuple(x.shape)}; add a last axis with x[:, None]")
+    return torch.cat([x / 2, (x / 2) ** 2], 1)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(shape, dtype=torch.float64, generator=generator)
+
+
+def _ring(radius: Tensor, std: float, generator: torch.Generator) -> Tensor:
+    """(N, 2) points at a uniform angle and a distance radius + std · N(0, 1); radius (N,)."""
+    angle = _uniform(tuple(radius.shape), 0.0, 2 * math.pi, generator)
+    distance = radius + std * _normal(tuple(radius.shape), generator)
+    return distance[:, None] * torch.stack([angle.cos(), angle.sin()], 1)
+
+
+def _classes(*counts: int) -> Tensor:
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"expected {name} above 0, got {value}; choose a positive number")

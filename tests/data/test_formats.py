@@ -1,0 +1,278 @@
+"""The readers give back what was written by other means, and refuse what is damaged or would run code."""
+
+import gzip
+import io
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from scipy.io import savemat
+
+from dissensus.data.formats import npz_arrays, read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+
+IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+STRUCT_CODES = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "f4": "f", "f8": "d"}
+
+
+def idx_bytes(values: np.ndarray, code: str) -> bytes:
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, IDX_CODES[code], values.ndim, *values.shape)
+    return header + struct.pack(f">{values.size}{STRUCT_CODES[code]}", *values.flatten().tolist())
+
+
+class Intruder:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def python2_batch(rows: np.ndarray, entries: dict[bytes, list[int]], fortran: bool = False) -> bytes:
+    """A CIFAR batch as Python 2 wrote it: protocol 2, byte strings, NumPy 1 names. Opcodes by hand."""
+
+    def short(text: bytes) -> bytes:
+        return b"U" + bytes([len(text)]) + text
+
+    def integer(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    dtype = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R"
+    dtype += b"(K\x03" + short(b"|") + b"NNN" + integer(-1) + integer(-1) + b"K\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R"
+    raw = rows.tobytes(order="F" if fortran else "C")
+    array += b"(K\x01" + integer(rows.shape[0]) + integer(rows.shape[1]) + b"\x86" + dtype
+    array += (b"\x88" if fortran else b"\x89") + b"T" + struct.pack("<i", len(raw)) + raw + b"tb"
+    body = short(b"data") + array
+    for key, values in entries.items():
+        body += short(key) + b"](" + b"".join(map(integer, values)) + b"e"
+    body += short(b"filenames") + b"](" + short(b"a.png") + b"e"
+    return b"\x80\x02}(" + body + b"u."
+
+
+@pytest.fixture
+def rows() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("code", IDX_CODES)
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)])
+def test_idx_of_every_type_comes_back_as_written(tmp_path, code, shape, zipped):
+    limit = 120 if code.startswith("i") else 250
+    values = np.random.default_rng(1).integers(-limit if code[0] != "u" else 0, limit, shape).astype(code)
+    path = tmp_path / "values"
+    raw = idx_bytes(values, code)
+    path.write_bytes(gzip.compress(raw) if zipped else raw)
+    found = read_idx(path)
+    assert found.dtype == np.dtype(code)
+    assert found.dtype.isnative
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw[:-1], "expected 28 bytes"),
+        (lambda raw: raw + b"\0", "got 29"),
+        (lambda raw: raw[:10], "got 10"),
+        (lambda raw: raw[:3], "expected an IDX file"),
+        (lambda raw: b"", "expected an IDX file"),
+        (lambda raw: b"\1" + raw[1:], "expected an IDX file"),
+        (lambda raw: raw[:2] + b"\x0a" + raw[3:], "expected an IDX file"),
+        (lambda raw: raw[:3] + b"\0", "expected an IDX file"),
+        (lambda raw: gzip.compress(raw)[:-9], "gzip"),
+        (lambda raw: gzip.compress(raw)[:-6] + b"\0\0\0\0\0\0", "gzip"),
+        (lambda raw: b"\x1f\x8bnothing", "gzip"),
+    ],
+)
+def test_damaged_idx_is_a_value_error(tmp_path, change, message):
+    raw = idx_bytes(np.arange(16, dtype=np.uint8).reshape(4, 4), "u1")
+    path = tmp_path / "values.gz"
+    path.write_bytes(change(raw))
+    with pytest.raises(ValueError, match=message):
+        read_idx(path)
+
+
+def test_missing_files_are_os_errors(tmp_path):
+    for read in (read_idx, read_npz, read_mat, read_cifar_binary, read_cifar_python):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("keys", [("images", "labels"), ("x", "y")])
+@pytest.mark.parametrize("layout", ["NHW", "NCHW", "NHWC", "grey NHWC"])
+def test_npz_images_come_channels_first_from_every_layout(tmp_path, keys, layout):
+    channels = 3 if layout in ("NCHW", "NHWC") else 1
+    images = np.random.default_rng(2).integers(0, 256, (5, channels, 6, 7), dtype=np.uint8)
+    stored = {"NHW": images[:, 0], "NCHW": images}.get(layout, images.transpose(0, 2, 3, 1))
+    np.savez(tmp_path / "set.npz", **{keys[0]: stored, keys[1]: np.arange(5, dtype=np.uint8)[:, None]})
+    found, labels = read_npz(tmp_path / "set.npz")
+    np.testing.assert_array_equal(found, images)
+    np.testing.assert_array_equal(labels, np.arange(5))
+    assert labels.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"pictures": np.zeros((2, 4, 4), np.uint8)}, "expected the keys"),
+        ({"images": np.zeros((2, 4, 4)), "labels": np.zeros(2, int)}, "uint8"),
+        ({"images": np.zeros((2, 3, 4, 3), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
+        ({"images": np.zeros((2, 5, 4, 4), np.uint8), "labels": np.zeros(2, int)}, "one channel axis"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "2 integer labels"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2)}, "2 integer labels"),
+    ],
+)
+def test_npz_with_the_wrong_arrays_is_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "set.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        read_npz(tmp_path / "set.npz")
+
+
+def test_npz_never_unpickles(tmp_path):
+    trap = np.empty(1, dtype=object)
+    trap[0] = Intruder(tmp_path / "intruder")
+    np.savez(tmp_path / "set.npz", images=trap, labels=np.zeros(1, int))
+    with pytest.raises(ValueError, match="plain arrays"):
+        read_npz(tmp_path / "set.npz")
+    assert not (tmp_path / "intruder").exists()
+
+
+def test_damaged_npz_is_a_value_error(tmp_path):
+    whole = io.BytesIO()
+    np.savez_compressed(whole, images=np.random.default_rng(3).integers(0, 256, (9, 8, 8), dtype=np.uint8))
+    raw = whole.getvalue()
+    flipped = raw[:200] + bytes([raw[200] ^ 255]) + raw[201:]
+    array = io.BytesIO()
+    np.save(array, np.zeros(3))
+    for damaged in (raw[: len(raw) // 2], flipped, b"not a zip", b"", array.getvalue()):
+        (tmp_path / "set.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="plain arrays"):
+            npz_arrays(tmp_path / "set.npz")
+
+
+@pytest.mark.parametrize("labels", [np.arange(1, 6, dtype=np.uint8), np.arange(1.0, 6.0)])
+def test_mat_file_is_turned_channels_first(tmp_path, labels):
+    images = np.random.default_rng(4).integers(0, 256, (5, 3, 8, 6), dtype=np.uint8)
+    savemat(tmp_path / "set.mat", {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None]})
+    found, classes = read_mat(tmp_path / "set.mat")
+    np.testing.assert_array_equal(found, images)
+    assert classes.tolist() == [1, 2, 3, 4, 5]
+    assert classes.dtype == np.int64
+
+
+def test_mat_file_with_the_wrong_arrays_is_refused(tmp_path):
+    images = np.zeros((4, 4, 3, 2), np.uint8)
+    for arrays, message in (
+        ({"X": images}, "expected X"),
+        ({"X": images[0], "y": [[1], [2]]}, "expected X"),
+        ({"X": images, "y": [[1.5], [2.0]]}, "2 integer labels"),
+        ({"X": images, "y": [[1]]}, "2 integer labels"),
+        ({"X": images.astype(float), "y": [[1], [2]]}, "uint8"),
+    ):
+        savemat(tmp_path / "set.mat", arrays)
+        with pytest.raises(ValueError, match=message):
+            read_mat(tmp_path / "set.mat")
+
+
+@pytest.mark.parametrize("label_bytes", [1, 2])
+def test_cifar_binary_rows_are_labels_then_red_green_blue(tmp_path, rows, label_bytes):
+    labels = np.random.default_rng(5).integers(0, 100, (4, label_bytes), dtype=np.uint8)
+    (tmp_path / "batch.bin").write_bytes(b"".join(bytes(a) + bytes(b) for a, b in zip(labels, rows, strict=True)))
+    images, found = read_cifar_binary(tmp_path / "batch.bin", label_bytes=label_bytes)
+    assert images.shape == (4, 3, 32, 32)
+    assert images[2, 1, 5, 7] == rows[2, 1024 + 5 * 32 + 7]
+    np.testing.assert_array_equal(images.reshape(4, -1), rows)
+    np.testing.assert_array_equal(found, labels)
+
+
+@pytest.mark.parametrize("size", [0, 3072, 3074, 2 * 3073 - 1])
+def test_cifar_binary_of_the_wrong_length_is_refused(tmp_path, size):
+    (tmp_path / "batch.bin").write_bytes(bytes(size))
+    with pytest.raises(ValueError, match="rows of 3073 bytes"):
+        read_cifar_binary(tmp_path / "batch.bin")
+
+
+@pytest.mark.parametrize("fortran", [False, True])
+def test_cifar_batches_of_python_2_are_read(tmp_path, rows, fortran):
+    raw = python2_batch(rows, {b"fine_labels": [3, 1, 99, 5], b"coarse_labels": [0, 1, 2, 19]}, fortran)
+    np.testing.assert_array_equal(
+        pickle.loads(raw, encoding="latin1")["data"], rows
+    )  # the hand-made file is a true one
+    (tmp_path / "batch").write_bytes(raw)
+    images, fine = read_cifar_python(tmp_path / "batch", labels="fine_labels")
+    np.testing.assert_array_equal(images.reshape(4, -1), rows)
+    assert fine.tolist() == [3, 1, 99, 5]
+    assert read_cifar_python(tmp_path / "batch", labels="coarse_labels")[1].tolist() == [0, 1, 2, 19]
+    with pytest.raises(ValueError, match="data and labels"):
+        read_cifar_python(tmp_path / "batch")
+
+
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_cifar_batches_saved_again_by_python_3_are_read(tmp_path, rows, protocol):
+    batch = {b"data": rows, "labels": [1, 2, 3, 4]}
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol=protocol))
+    images, labels = read_cifar_python(tmp_path / "batch")
+    np.testing.assert_array_equal(images.reshape(4, -1), rows)
+    assert labels.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_that_would_run_code_are_refused_before_they_do(tmp_path, protocol):
+    batch = {"labels": [0], "data": Intruder(tmp_path / "intruder")}
+    raw = pickle.dumps(batch, protocol=protocol)
+    (tmp_path / "batch").write_bytes(raw)
+    with pytest.raises(ValueError, match="which no CIFAR batch contains"):
+        read_cifar_python(tmp_path / "batch")
+    assert not (tmp_path / "intruder").exists()
+    pickle.loads(raw)
+    assert (tmp_path / "intruder").exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    "name", ["os\nsystem", "builtins\neval", "builtins\ngetattr", "numpy\nload", "numpy.core.multiarray\nfrombuffer"]
+)
+def test_every_other_global_is_refused(tmp_path, name):
+    (tmp_path / "batch").write_bytes(b"c" + name.encode() + b"\n.")
+    with pytest.raises(ValueError, match="which no CIFAR batch contains"):
+        read_cifar_python(tmp_path / "batch")
+
+
+def test_pickles_cannot_leave_anything_behind_on_the_admitted_names(tmp_path):
+    """BUILD sets attributes on what it is given; on the stand-ins of NumPy's names it must fail."""
+    attribute = b"cnumpy\nndarray\nN}U\x04trapK\x01s\x86b."
+    (tmp_path / "batch").write_bytes(b"\x80\x02" + attribute)
+    with pytest.raises(ValueError, match="CIFAR batch"):
+        read_cifar_python(tmp_path / "batch")
+
+
+def test_damaged_cifar_pickles_are_value_errors(tmp_path, rows):
+    raw = python2_batch(rows, {b"labels": [1, 2, 3, 4]})
+    short = raw.replace(struct.pack("<i", 3072), struct.pack("<i", 3071), 1)
+    wide = raw.replace(b"U\x02u1", b"U\x02i4")
+    float_labels = pickle.dumps({"data": rows, "labels": [0.5, 1.0, 2.0, 3.0]}, protocol=4)
+    few_labels = pickle.dumps({"data": rows, "labels": [0]}, protocol=4)
+    no_array = pickle.dumps({"data": [1, 2], "labels": [0, 1]}, protocol=4)
+    half_rows = raw.replace(b"J" + struct.pack("<i", 4) + b"J", b"G" + struct.pack(">d", 4.0) + b"J", 1)
+    bare = b"\x80\x02}(U\x04datacnumpy\nndarray\n)\x81U\x06labels]u."
+    for damaged in (
+        raw[:100],
+        raw[:-1],
+        b"",
+        b"garbage",
+        short,
+        wide,
+        half_rows,
+        float_labels,
+        few_labels,
+        no_array,
+        bare,
+        b"K\x01.",
+    ):
+        (tmp_path / "batch").write_bytes(damaged)
+        with pytest.raises(ValueError, match="expected"):
+            read_cifar_python(tmp_path / "batch")

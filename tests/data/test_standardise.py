@@ -1,0 +1,64 @@
+"""Standardising is undone exactly, measured on train rows alone, and safe for columns that never vary."""
+
+import pytest
+import torch
+from sklearn.preprocessing import StandardScaler
+
+from dissensus.data import Standardiser
+
+
+def test_rows_agree_with_scikit_learn():
+    x = torch.randn(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 7 + 3
+    train, test = x[:40], x[40:]
+    reference = StandardScaler().fit(train.numpy())
+    torch.testing.assert_close(
+        Standardiser.of_rows(train)(test), torch.from_numpy(reference.transform(test.numpy())), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_train_rows_get_mean_zero_and_deviation_one_and_come_back():
+    x = torch.rand(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 100
+    standardiser = Standardiser.of_rows(x)
+    z = standardiser(x)
+    torch.testing.assert_close(z.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(z.std(0, correction=0), torch.ones(3, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(standardiser.inverse(z), x, rtol=1e-13, atol=1e-12)
+
+
+def test_constant_columns_become_zero_even_where_their_mean_rounds():
+    x = torch.full((7, 2), 0.1, dtype=torch.float64)
+    x[:, 1] = torch.arange(7)
+    standardiser = Standardiser.of_rows(x)
+    assert standardiser.std[0] == 1
+    assert standardiser(x)[:, 0].abs().max() < 1e-15
+
+
+def test_channels_agree_with_the_moments_of_the_scaled_pixels():
+    images = torch.randint(0, 256, (20, 3, 5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    images[:, 2] = 17
+    standardiser = Standardiser.of_channels(images)
+    scaled = images.double() / 255
+    torch.testing.assert_close(standardiser.mean, scaled.mean((0, 2, 3))[:, None, None], rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        standardiser.std[:2], scaled.std((0, 2, 3), correction=0)[:2, None, None], rtol=1e-12, atol=0
+    )
+    assert standardiser.std[2] == 1
+    z = standardiser(images)
+    assert z.dtype == torch.float32
+    torch.testing.assert_close(z.double(), (scaled - standardiser.mean) / standardiser.std, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(standardiser(scaled.float()), z)
+
+
+def test_the_dtype_of_floats_is_kept():
+    x = torch.arange(6.0).reshape(3, 2)
+    assert Standardiser.of_rows(x)(x).dtype == torch.float32
+    assert Standardiser.of_rows(x)(x.double()).dtype == torch.float64
+    assert Standardiser.of_rows(x).mean.dtype == torch.float64
+    assert Standardiser.of_rows(x.long())(x.long()).dtype == torch.float32
+
+
+def test_shapes_it_cannot_mean_are_refused():
+    with pytest.raises(ValueError, match="rows of shape"):
+        Standardiser.of_rows(torch.zeros(3))
+    with pytest.raises(ValueError, match="uint8 images"):
+        Standardiser.of_channels(torch.zeros(2, 1, 3, 3))
