@@ -1,0 +1,19 @@
+"""Between whole levels 0 … 255 and fractions in [0, 1]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fraction(levels: Tensor) -> Tensor:
+    """levels / 255, correctly rounded, so that 255 times it, cut, is the level again."""
+    return quotient(levels, 255.0)
+
+
+def quotient(numbers: Tensor, divisor: float) -> Tensor:
+    """numbers / divisor, correctly rounded on every device.
+
+    CUDA multiplies by the reciprocal of a plain number: for a ninth of all k, 255·(k/255) is then cut to k − 1.
+    """
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)

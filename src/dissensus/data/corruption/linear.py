@@ -1,0 +1,88 @@
+"""Separable linear maps of images: blur, zoom and resize as two small matrices, one for rows and one for columns."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+
+def separable(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """(…, H', W'): R X Kᵀ for every image X (…, H, W), with rows R (H', H) and columns K (W', W)."""
+    return down(across(images, columns), rows)
+
+
+def across(images: Tensor, columns: Tensor) -> Tensor:
+    """(…, H, W'): X Kᵀ, the matrix (W', W) acting on every row of pixels."""
+    return images @ columns.to(images).T
+
+
+def down(images: Tensor, rows: Tensor) -> Tensor:
+    """(…, H', W): R X, the matrix (H', H) acting on every column of pixels."""
+    # one large product: a small one for each image costs twice the time
+    return across(images.mT.contiguous(), rows).mT.contiguous()
+
+
+def smoothed(images: Tensor, sigma: float, *, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
+    """(…, H, W): Gaussian blur of standard deviation `sigma` pixels, cut at truncate·σ."""
+    height, width = images.shape[-2:]
+    rows, columns = (gaussian_matrix(size, sigma, truncate, symmetric) for size in (height, width))
+    return separable(images, rows, columns)
+
+
+@functools.lru_cache(maxsize=64)
+def gaussian_matrix(size: int, sigma: float, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
+    """(size, size): normalised exp(−k²/2σ²), |k| ≤ ⌊truncate·σ + ½⌋; beyond the border the edge pixel is repeated,
+    or, when symmetric, the image is mirrored with its edge pixel (…b a | a b…)."""
+    radius = int(truncate * sigma + 0.5)
+    if radius == 0:
+        return torch.eye(size, dtype=torch.float64)
+    taps = torch.arange(-radius, radius + 1)
+    weights = torch.exp(-0.5 * (taps.double() / sigma) ** 2)
+    source = torch.arange(size)[:, None] + taps  # (size, taps)
+    if symmetric:
+        source = source % (2 * size)
+        source = torch.minimum(source, 2 * size - 1 - source)
+    source = source.clamp(0, size - 1)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    return matrix.scatter_add_(1, source, (weights / weights.sum()).expand(size, -1))
+
+
+@functools.lru_cache(maxsize=64)
+def zoom_matrix(size: int, factor: float) -> Tensor:
+    """(size, size): enlarge the middle by `factor` ≥ 1, linearly interpolated, and cut to the old size.
+
+    The middle ⌈size/factor⌉ pixels become round(that·factor), first on first, last on last, as in scipy.ndimage.zoom.
+    """
+    kept = math.ceil(size / factor)
+    enlarged = round(kept * factor)
+    position = torch.arange(enlarged, dtype=torch.float64) * ((kept - 1) / max(enlarged - 1, 1))
+    position = position[(enlarged - size) // 2 :][:size]
+    left = position.floor().clamp(max=max(kept - 2, 0)).long()
+    fraction = (position - left).clamp(0, 1)[:, None]
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    start = (size - kept) // 2 + left[:, None]
+    matrix.scatter_add_(1, start, 1 - fraction)
+    return matrix.scatter_add_(1, (start + 1).clamp(max=size - 1), fraction)
+
+
+@functools.lru_cache(maxsize=64)
+def box_matrix(size: int, new_size: int) -> Tensor:
+    """(new_size, size): Pillow's box filter in its fixed point, each weight times 2²², rounded.
+
+    A new pixel is the plain mean of the old pixels whose centres lie within half a new pixel of its own centre;
+    when enlarging, of the one nearest.
+    """
+    scale = size / new_size
+    width = max(scale, 1.0)
+    matrix = torch.zeros(new_size, size, dtype=torch.float64)
+    for i in range(new_size):
+        centre = (i + 0.5) * scale
+        # Pillow's own order of operations: centres may lie exactly on the border, where the last bit decides
+        first, stop = max(int(centre - width / 2 + 0.5), 0), min(int(centre + width / 2 + 0.5), size)
+        distance = (torch.arange(first, stop, dtype=torch.float64) - centre + 0.5) * (1 / width)
+        inside = ((distance > -0.5) & (distance <= 0.5)).double()
+        matrix[i, first:stop] = torch.floor(inside / inside.sum() * 2**22 + 0.5)
+    return matrix
