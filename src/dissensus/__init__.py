@@ -5,8 +5,9 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.summary import SummaryPredictive
 from dissensus.methods import MAP, METHODS, DeepEnsemble, MCDropout
-from dissensus.predict import predict
+from dissensus.predict import predict, predict_batches, summarise
 from dissensus.storage import load, save
 from dissensus.temperature import temperature_scale
 from dissensus.train import Epoch, History, fit
@@ -29,13 +30,16 @@ __all__ = [
     "Predictive",
     "Regression",
     "RegressionPredictive",
+    "SummaryPredictive",
     "data",
     "fit",
     "load",
     "metrics",
     "nets",
     "predict",
+    "predict_batches",
     "refresh",
     "save",
+    "summarise",
     "temperature_scale",
 ]

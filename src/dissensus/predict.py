@@ -1,26 +1,182 @@
-"""predict: a posterior over a whole loader, with one draw for all of it."""
+"""Prediction over whole loaders: members kept, summarised, or batch by batch; one draw for all of it."""
 
-from collections.abc import Iterable
-from typing import Any
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.posterior import Drawn, Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.core.summary import RunningSummary, SummaryPredictive
+from dissensus.engine.eager import autocast
+from dissensus.engine.memory import prediction_bytes, readable
+from dissensus.stored import stored_members
+
+log = logging.getLogger("dissensus")
+
+Precision = Literal["float32", "bf16"]
 
 
-def predict(posterior: Posterior, loader: Iterable[Any]) -> tuple[Predictive, Tensor]:
-    """(predictive of all inputs, targets) over a loader of (x, y); one draw for all batches."""
-    parts, targets = [], []
-    with evaluation(posterior):
-        drawn = posterior.draw()
-        for batch in loader:
-            x, y, _ = batches.unpack(batch)
-            batches.check_finite(x)
-            parts.append(posterior.tempered(drawn.predict(batches.to(x, posterior.device))))
-            targets.append(y)
+def predict(
+    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+) -> tuple[Predictive, Tensor]:
+    """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
+
+    `precision`: "bf16" runs the network in mixed precision. `compiled`: compiles the drawn functions first.
+    """
+    parts: list[Predictive] = []
+    targets: list[Tensor] = []
+    for predictive, y in predict_batches(posterior, loader, precision=precision, compiled=compiled):
+        if not parts:
+            _state_memory(predictive, loader, keep_members=True)
+        parts.append(predictive)
+        targets.append(y)
     if not parts:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    return Predictive.cat(parts), torch.cat(targets).to(posterior.device)
+    return Predictive.cat(parts), torch.cat(targets)
+
+
+def summarise(
+    posterior: Posterior | str | os.PathLike[str],
+    loader: Iterable[Any],
+    *,
+    precision: Precision = "float32",
+    compiled: bool = False,
+    network: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+) -> tuple[SummaryPredictive, Tensor]:
+    """(summary of all inputs, targets): mean, aleatoric and epistemic, whose size does not depend on M.
+
+    Members that run one after the other are taken in one at a time; vectorised ones a batch at a time.
+
+    Given a folder that `save` wrote instead of a posterior, members are read from disk and run one at a time; `network`
+    and `likelihood` as in `load`. The loader must then give the same batches in the same order each time.
+    """
+    if not isinstance(posterior, Posterior):
+        return _summarise_stored(Path(posterior), loader, network, likelihood, precision)
+    parts: list[SummaryPredictive] = []
+    targets: list[Tensor] = []
+    for pieces, y in _in_parts(posterior, loader, precision=precision, compiled=compiled):
+        running = RunningSummary()
+        for predictive in pieces:
+            if not parts and not running.count:
+                _state_memory(predictive, loader, keep_members=False)
+            running.add(predictive)
+        parts.append(running.summary())
+        targets.append(y)
+    if not parts:
+        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
+    return _joined(parts), torch.cat(targets)
+
+
+def predict_batches(
+    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+) -> Iterator[tuple[Predictive, Tensor]]:
+    """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
+    for parts, y in _in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
+        (predictive,) = parts
+        yield predictive, y
+
+
+def _in_parts(
+    posterior: Posterior, loader: Iterable[Any], *, precision: Precision, compiled: bool, whole: bool = False
+) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
+    """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
+    if precision not in ("float32", "bf16"):
+        raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}')
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    device = posterior.device
+    with evaluation(posterior):
+        drawn = posterior.draw()
+    at_once = _Compiled(drawn) if compiled else drawn.predict
+
+    def parts(x: batches.Inputs) -> Iterator[Predictive]:
+        pieces = iter([None]) if whole or compiled else drawn.predict_parts(x)
+        while True:
+            # Entered anew for every piece: between two of them the caller has the world as it was.
+            with evaluation(posterior), autocast(device, dtype):
+                piece = next(pieces, _END)
+                if piece is _END:
+                    return
+                predictive = at_once(x) if piece is None else piece
+            yield posterior.tempered(predictive)
+
+    for batch in loader:
+        x, y, _ = batches.unpack(batch)
+        batches.check_finite(x)
+        yield parts(batches.to(x, device)), y.to(device)
+
+
+_END: Any = object()
+
+
+class _Compiled:
+    """Drawn functions through the compiler; plain from the first failure on, said once."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn = drawn
+        self.function: Any = torch.compile(drawn.describe, dynamic=False)
+
+    def __call__(self, x: batches.Inputs) -> Predictive:
+        if self.function is not None:
+            try:
+                return self.drawn.likelihood.predictive(*self.function(x))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the compiler can fail in many ways, none of which must end a prediction
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+                log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
+                self.function = None
+        return self.drawn.predict(x)
+
+
+def _summarise_stored(
+    folder: Path, loader: Iterable[Any], network: nn.Module | None, likelihood: Likelihood | None, precision: Precision
+) -> tuple[SummaryPredictive, Tensor]:
+    running: list[RunningSummary] = []
+    targets: list[Tensor] = []
+    for number, member in enumerate(stored_members(folder, network, likelihood=likelihood)):
+        seen = 0
+        for i, (predictive, y) in enumerate(predict_batches(member, loader, precision=precision)):
+            if number == 0:
+                running.append(RunningSummary())
+                targets.append(y)
+            elif i >= len(targets) or y.shape != targets[i].shape or not torch.equal(y, targets[i]):
+                raise _other_batches()
+            running[i].add(predictive)
+            seen += 1
+        if seen != len(targets):  # a generator that the first member has used up
+            raise _other_batches()
+    if not running:
+        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
+    return _joined([each.summary() for each in running]), torch.cat(targets)
+
+
+def _other_batches() -> ValueError:
+    return ValueError(
+        "expected the same batches for every member, got others; use a loader that does not shuffle and can be read again"
+    )
+
+
+def _joined(parts: list[SummaryPredictive]) -> SummaryPredictive:
+    joined = Predictive.cat(parts)
+    assert isinstance(joined, SummaryPredictive)
+    return joined
+
+
+def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+    described = predictive.described()
+    members, inputs = described[0].shape[:2]
+    outputs = sum(tensor[0, 0].numel() for tensor in described)
+    total = inputs * len(loader) if isinstance(loader, Sized) else None
+    if total is not None:
+        size = prediction_bytes(
+            members, total, outputs, keep_members=keep_members, itemsize=described[0].element_size()
+        )
+        log.info("the prediction of about %d inputs will take %s", total, readable(size))

@@ -21,6 +21,17 @@ from dissensus.nets import NETS
 
 FORMAT = 1
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
+FIELDS = {
+    "format": int,
+    "method": str,
+    "arguments": dict,
+    "likelihood": dict,
+    "network": dict,
+    "tied": dict,
+    "sha256": str,
+}
+NETWORK_FIELDS = {"structure": list, "name": str | None, "arguments": dict | None}
+LIKELIHOOD_FIELDS = {"name": str, "arguments": dict}
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     each.__name__: each
     for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
@@ -36,7 +47,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
     tensors, ties = unique_tensors(posterior)
     data = format_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    network = posterior.particles.template.network
+    network = posterior.particles.member(0)  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
         "method": posterior.name,
@@ -59,28 +70,39 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
 def load(
     folder: str | os.PathLike[str], network: nn.Module | None = None, *, likelihood: Likelihood | None = None
 ) -> Posterior:
-    """The posterior saved in the folder, bit for bit, on the CPU.
+    """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
 
     `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
     only where the posterior was saved with a likelihood of one's own.
     """
+    if network is not None and not isinstance(network, nn.Module):
+        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
     folder = Path(folder)
     config, data = read(folder)
     if (method := METHODS.get(config["method"])) is None:
         raise ValueError(
             f"expected a method of {', '.join(METHODS)}, got {config['method']!r}; is this file of a newer version?"
         )
-    template = build_network(config["network"], network)
-    meaning = likelihood if likelihood is not None else build_likelihood(config["likelihood"])
-    posterior = method.skeleton(template, config["arguments"], meaning)
+    try:
+        template = build_network(config["network"], network)
+        meaning = likelihood if likelihood is not None else build_likelihood(config["likelihood"])
+        posterior = method.skeleton(template, config["arguments"], meaning)
+    except (TypeError, KeyError, AttributeError) as error:  # what constructors raise on arguments nobody saved
+        raise damaged(folder / CONFIG, error) from error
     try:
         tensors = parse_tensors(data)
     except SafetensorError as error:
+        raise damaged(folder / TENSORS, error) from error
+    if unique_tensors(posterior)[1] != config["tied"]:
         raise ValueError(
-            f"expected a whole {folder / TENSORS}, got a damaged one ({error}); save the posterior again"
-        ) from error
-    fill(posterior, {**tensors, **{name: tensors[source] for name, source in config["tied"].items()}})
-    return posterior
+            "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the "
+            "saved one was"
+        )
+    fill(
+        posterior,
+        {**tensors, **{name: tensors[source] for name, source in config["tied"].items() if source in tensors}},
+    )
+    return posterior.eval()
 
 
 def unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -137,8 +159,6 @@ def build_network(saved: dict[str, Any], network: nn.Module | None) -> nn.Module
         if saved["name"] not in NETS:
             raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
         network = NETS[saved["name"]](**saved["arguments"])
-    elif not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}")
     else:
         network = copy.deepcopy(network)
     ours, theirs = structure(network), saved["structure"]
@@ -161,26 +181,51 @@ def build_likelihood(saved: dict[str, Any]) -> Likelihood:
 
 def read(folder: Path) -> tuple[dict[str, Any], bytes]:
     """(config, bytes of the tensors) of a saved posterior, checked against each other."""
+    config = read_config(folder)
+    data = (folder / TENSORS).read_bytes()
+    check_checksum(folder, config, hashlib.sha256(data).hexdigest())
+    return config, data
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a saved posterior, its fields checked."""
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"expected {folder / name}, got no such file; pass a folder that save() wrote")
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        needed = {"format", "method", "arguments", "likelihood", "network", "tied", "sha256"}
-        if not isinstance(config, dict) or (absent := needed - config.keys()):
-            raise ValueError(f"without {', '.join(sorted(absent)) if isinstance(config, dict) else 'keys'}")
-    except ValueError as error:
-        raise ValueError(
-            f"expected a whole {folder / CONFIG}, got a damaged one ({error}); save the posterior again"
-        ) from error
+        check_fields(config, FIELDS)
+        check_fields(config["network"], NETWORK_FIELDS)
+        check_fields(config["likelihood"], LIKELIHOOD_FIELDS)
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder / CONFIG, error) from error
     if config["format"] != FORMAT:
         raise ValueError(f"expected format {FORMAT}, got {config['format']}; load it with the version that wrote it")
-    data = (folder / TENSORS).read_bytes()
-    if hashlib.sha256(data).hexdigest() != config["sha256"]:
+    checked: dict[str, Any] = config
+    return checked
+
+
+def check_checksum(folder: Path, config: dict[str, Any], digest: str) -> None:
+    """Raises where the tensors are not those the config was written with."""
+    if digest != config["sha256"]:
         raise ValueError(
             f"expected {folder / TENSORS} with the checksum in {CONFIG}, got another; the file is truncated or was changed"
         )
-    return config, data
+
+
+def check_fields(saved: Any, fields: dict[str, Any]) -> None:
+    """Raises where saved is not a dict with these keys and types of values."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"{type(saved).__name__} where named values belong")
+    for name, kind in fields.items():
+        if name not in saved:
+            raise ValueError(f"without {name}")
+        if not isinstance(saved[name], kind):
+            raise ValueError(f"{name} of type {type(saved[name]).__name__}")
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"expected a whole {path}, got a damaged one ({error}); save the posterior again")
 
 
 def write_whole(files: dict[Path, bytes]) -> None:

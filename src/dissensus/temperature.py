@@ -1,11 +1,12 @@
 """Temperature scaling: one number, fitted on held-out data, that softens or sharpens every member."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior
 from dissensus.predict import predict
 
@@ -16,8 +17,13 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's standard
     deviation by it. Use held-out data, not the training or the test set.
     """
+    before = float(posterior.temperature)
     posterior.temperature.fill_(1.0)
-    predictive, y = predict(posterior, loader)
+    try:
+        predictive, y = predict(posterior, _checked(posterior, loader))
+    except BaseException:
+        posterior.temperature.fill_(before)
+        raise
     counted = posterior.likelihood.counted(y)
     if counted is not None:
         y = torch.where(counted, y, 0)
@@ -29,6 +35,14 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     temperature = math.exp(minimise(nll, math.log(1 / 50), math.log(50)))
     posterior.temperature.fill_(temperature)
     return temperature
+
+
+def _checked(posterior: Posterior, loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, each checked first: targets must belong to the outputs."""
+    for batch in loader:
+        x, y, _ = batches.unpack(batch)
+        posterior.check_batch(batches.to(x, posterior.device), y)
+        yield batch
 
 
 def minimise(function: Callable[[float], float], low: float, high: float, *, tolerance: float = 1e-5) -> float:

@@ -3,7 +3,8 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sized
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
+from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, evaluation, refresh
-from dissensus.engine.eager import EagerStep
+from dissensus.engine import Plan, Step, build_step
+from dissensus.engine.memory import Memory, training_memory
 from dissensus.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
-Engine = Literal["auto", "loop", "vectorised"]
 
 
 @dataclass
@@ -41,6 +43,8 @@ class History:
 
     epochs: list[Epoch] = field(default_factory=list)
     best: int | None = None  # the epoch kept by validation; None without validation
+    engine: str | None = None  # how members ran
+    memory: Memory | None = None  # what training was expected to need
 
     def __len__(self) -> int:
         return len(self.epochs)
@@ -61,7 +65,7 @@ def fit(
     accumulate: int = 1,
     patience: int | None = None,
     precision: Precision = "auto",
-    engine: Engine = "auto",
+    engine: str = "auto",
     device: torch.device | str | None = None,
     callback: Callable[[Epoch], object] | None = None,
     progress: bool = True,
@@ -70,12 +74,13 @@ def fit(
     """The history of training the posterior in place.
 
     `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
-    epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops after
-    that many epochs without a better one. `optimizer`: built on `posterior.parameters()`; None takes the method's default
-    with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member. `accumulate`: batches
-    per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `device`: where to train; None is the GPU if
-    there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a file written
-    after each epoch; if it exists, training goes on from it.
+    epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops
+    after that many epochs without a better one. `optimizer`: built on `posterior.parameters()`; None takes the method's
+    default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
+    `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
+    run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
+    is the GPU if there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a
+    file written after each epoch; if it exists, training goes on from it.
     """
     _check(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
     posterior.to(_device(device, posterior))
@@ -84,24 +89,27 @@ def fit(
             raise ValueError("expected an optimizer with the scheduler, got none; pass both")
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    if engine != "auto":
-        posterior.particles.how = engine
+    _check_optimizer(posterior, optimizer)
 
-    steps_per_epoch = len(loader) if isinstance(loader, Sized) else None
+    steps_per_epoch = batches.length(loader)
     if steps_per_epoch is not None:
         posterior.begin(max(1, math.ceil(steps_per_epoch / accumulate)), epochs)
-    step = EagerStep(posterior, optimizer, clip=clip, precision=_precision(precision, posterior), accumulate=accumulate)
     history, best = History(), _Best()
     if checkpoint is not None and Path(checkpoint).exists():
         history, best = _resume(Path(checkpoint), posterior, optimizer, scheduler)
+    settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
+    run = _Run(posterior, optimizer, engine, settings, steps=(steps_per_epoch or 1) * epochs)
 
-    with Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
+    with run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
-            start = time.perf_counter()
+            if patience is not None and number - 1 - best.epoch >= patience:
+                break
+            start, steps = time.perf_counter(), int(posterior.steps)
             posterior.train()
-            losses = _one_epoch(posterior, loader, step, bar)  # (M,)
+            losses = run.epoch(loader, bar)  # (M,)
             seconds = time.perf_counter() - start
-            lr = optimizer.param_groups[0]["lr"]
+            history.engine, history.memory = str(run.plan), run.memory
+            lr = float(optimizer.param_groups[0]["lr"])
             score = None if validation is None else mixture_nll(posterior, validation)
             epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score)
             history.epochs.append(epoch)
@@ -117,10 +125,8 @@ def fit(
                 _write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
             if callback is not None and callback(epoch):
                 break
-            if patience is not None and number - best.epoch >= patience:
-                break
             if steps_per_epoch is None:  # now it is known
-                steps_per_epoch = int(posterior.steps)
+                steps_per_epoch = int(posterior.steps) - steps
                 posterior.begin(max(1, steps_per_epoch), epochs)
 
     if best.state is not None:
@@ -130,42 +136,87 @@ def fit(
     return history
 
 
-def _one_epoch(posterior: Posterior, loader: Iterable[Any], step: EagerStep, bar: Progress) -> Tensor:
-    """(M,) mean losses over the loader's batches, on the host."""
-    device = posterior.device
-    total, count, on_host = None, 0, device.type == "cpu"
-    for batch in loader:
-        x, y, weight = batches.unpack(batch)
-        batches.check_finite(x)
-        posterior.check_batch(batches.to(x, device), y)  # before y leaves the host: labels can be read there
-        losses = step(batches.to(x, device), y.to(device), None if weight is None else weight.to(device))
-        if on_host:
-            _check_finite_losses(losses, step=int(posterior.steps))
-        total = losses if total is None else total + losses
-        count += 1
-        bar.step()
-    if total is None:
-        raise ValueError(
-            "expected at least one batch from the loader, got none; is it empty, or a generator that can be read only once?"
+class _Run:
+    """The step of a run, built when the first batch is there, and the epochs made of it."""
+
+    def __init__(
+        self, posterior: Posterior, optimizer: Optimizer, engine: str, settings: dict[str, Any], *, steps: int
+    ) -> None:
+        self.posterior = posterior
+        self.optimizer = optimizer
+        self.engine = engine
+        self.settings = settings
+        self.steps = steps
+        self.step: Step | None = None
+        self.plan: Plan | None = None
+        self.memory: Memory | None = None
+
+    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
+        """(M,) mean losses over the loader's batches, on the host."""
+        posterior, device = self.posterior, self.posterior.device
+        total, count = None, 0
+        for batch in loader:
+            x, y, weight = batches.unpack(batch)
+            batches.check_finite(x)
+            x = batches.to(x, device)
+            posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
+            y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
+            step = self.step or self._build(x, y, weight)
+            losses = step(x, y, weight)
+            if device.type == "cpu":
+                _check_finite_losses(losses, step=int(posterior.steps))
+            total = losses.clone() if total is None else total.add_(losses)
+            count += 1
+            bar.step()
+        if total is None or self.step is None:
+            raise ValueError(
+                "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
+            )
+        self.step.finish()
+        mean = (total / count).double().cpu()
+        _check_finite_losses(
+            mean, step=int(posterior.steps)
+        )  # on a GPU once per epoch: reading each step would stall it
+        return mean
+
+    def _build(self, x: batches.Inputs, y: Tensor, weight: Tensor | None) -> Step:
+        self.memory = training_memory(
+            self.posterior, self.optimizer, x, y, weight, precision=self.settings["precision"]
         )
-    step.finish()
-    mean = (total / count).double().cpu()
-    _check_finite_losses(mean, step=int(posterior.steps))  # on a GPU once per epoch: reading each step would stall it
-    return mean
+        self.step, self.plan = build_step(
+            self.engine,
+            self.posterior,
+            self.optimizer,
+            (x, y, weight),
+            steps=self.steps,
+            memory=self.memory,
+            **self.settings,
+        )
+        return self.step
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.step is not None:
+            self.step.close()
 
 
 def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches."""
     total, count = 0.0, 0.0
     with evaluation(posterior):
-        drawn = posterior.draw()
+        drawn = posterior.current()
         for batch in loader:
             x, y, weight = batches.unpack(batch)
+            batches.check_finite(x)
+            x = batches.to(x, posterior.device)
+            posterior.check_batch(x, y)
             y = y.to(posterior.device)
-            predictive = posterior.tempered(drawn.predict(batches.to(x, posterior.device)))
+            predictive = posterior.tempered(drawn.predict(x))
             counted = posterior.likelihood.counted(y)
             log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
-            w = torch.ones_like(log_prob) if weight is None else weight.to(log_prob).expand_as(log_prob)
+            w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
             if counted is not None:
                 w = w * counted
             total += float((w * log_prob).sum())
@@ -207,6 +258,15 @@ def _check(
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
+def _check_optimizer(posterior: Posterior, optimizer: Optimizer) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
+        raise ValueError(
+            "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
+            "they are given: build the optimizer on posterior.parameters()"
+        )
+
+
 def _device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
         return torch.device(device)
@@ -246,7 +306,7 @@ def _write_checkpoint(
     state = {
         "posterior": posterior.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "scheduler": _plain(scheduler.state_dict()) if scheduler is not None else None,
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "history": [asdict(epoch) for epoch in history.epochs],
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
         "random": torch.get_rng_state(),
@@ -258,27 +318,26 @@ def _write_checkpoint(
     os.replace(temporary, path)
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without functions, which would need pickle."""
-    return {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
-
-
 def _resume(
     path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> tuple[History, _Best]:
     try:
+        with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums it writes
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location=posterior.device, weights_only=True)
         posterior.load_state_dict(state["posterior"])
         optimizer.load_state_dict(state["optimizer"])
         if scheduler is not None and state["scheduler"] is not None:
-            scheduler.__dict__.update(state["scheduler"])
+            scheduler.load_state_dict(state["scheduler"])
         best, kept = state["best"], state["best"].pop("kept")
         history = History([Epoch(**epoch) for epoch in state["history"]], kept)
     except OSError:
         raise
     except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ValueError(
-            f"expected a checkpoint of this posterior in {path}, got another file ({error}); remove it"
+            f"expected a checkpoint of this posterior in {path}, got another file ({reason}); remove it"
         ) from error
     torch.set_rng_state(state["random"].cpu())
     if state["cuda"] is not None:

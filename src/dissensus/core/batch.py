@@ -1,6 +1,7 @@
 """Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,19 @@ def size(x: Inputs) -> int:
     return found[0].shape[0]
 
 
+@contextmanager
+def unchanged(x: Inputs) -> Iterator[None]:
+    """Raises afterwards where a network wrote into its inputs: the next member would see other ones."""
+    watched = [tensor for tensor in tensors(x) if not tensor.is_inference()]  # inference tensors count no versions
+    before = [tensor._version for tensor in watched]
+    yield
+    if [tensor._version for tensor in watched] != before:
+        raise ValueError(
+            "expected a network that leaves its inputs as they are, got one that changes them in place; "
+            "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
+        )
+
+
 def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
     """(x, y, weight) of one batch from a loader; weight is None where the loader gives none."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
@@ -68,6 +82,14 @@ def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
     if not tensors(x):
         raise TypeError(f"expected inputs as a tensor, tuple or dict of tensors, got {type(x).__name__}")
     return x, y, weight
+
+
+def length(loader: Iterable[Any]) -> int | None:
+    """Batches in the loader, or None where it does not know (a DataLoader over a stream raises when asked)."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def check_finite(x: Inputs) -> None:

@@ -61,7 +61,7 @@ class Likelihood(nn.Module, ABC):
         counted = self.counted(y)
         if weight is None and counted is None:
             return -log_prob.mean()
-        w = torch.ones_like(log_prob) if weight is None else _spread(weight, log_prob)
+        w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
         if counted is not None:
             w = torch.where(counted, w, 0.0)
         # A batch in which nothing counts has loss 0 and gradient 0, not 0/0.
@@ -85,7 +85,7 @@ class Classification(Likelihood):
         if y.is_floating_point():
             return (y * F.log_softmax(outputs, dim=1)).sum(1)  # (B, ...)
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        return -F.cross_entropy(outputs, y, reduction="none", ignore_index=ignored)
+        return -F.cross_entropy(outputs, y.long(), reduction="none", ignore_index=ignored)
 
     def counted(self, y: Tensor) -> Tensor | None:
         return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
@@ -112,8 +112,11 @@ class Classification(Likelihood):
                     f"expected integer class indices of shape {(batch, *space)} or soft labels of shape "
                     f"{tuple(output_shape)}, got {y.dtype} of shape {tuple(y.shape)}; pass class indices with y.long()"
                 )
-            if y.device.type == "cpu" and not torch.allclose(y.sum(1), torch.ones((), dtype=y.dtype), atol=1e-3):
-                raise ValueError("expected soft labels that sum to one over classes, got others; normalise them")
+            ones = torch.ones((), dtype=y.dtype)
+            if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
+                raise ValueError(
+                    "expected soft labels ≥ 0 that sum to one over classes, got others; normalise them (y.softmax(1))"
+                )
             return
         if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
             hint = "pass class indices, not one-hot rows" if y.shape == output_shape else "pass one index per example"
@@ -154,7 +157,7 @@ class Regression(Likelihood):
         return torch.full_like(outputs, float(self.noise) ** 2)
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return gaussian_log_prob(y, outputs, self._variance(outputs)).flatten(1).sum(1)  # (B,)
+        return _per_example(gaussian_log_prob(y, outputs, self._variance(outputs)))  # (B,)
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         outputs = full_precision(outputs)
@@ -178,7 +181,7 @@ class HeteroscedasticRegression(Likelihood):
         return mean, F.softplus(raw) + 1e-6
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return gaussian_log_prob(y, *self._moments(outputs)).flatten(1).sum(1)  # (B,)
+        return _per_example(gaussian_log_prob(y, *self._moments(outputs)))  # (B,)
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return self._moments(full_precision(outputs))
@@ -200,6 +203,11 @@ def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return -0.5 * ((y - mean) ** 2 / variance + variance.log() + 1.8378770664093453)  # log 2π
 
 
+def _per_example(log_prob: Tensor) -> Tensor:
+    """(B,) sums over everything but the batch axis; (B,) stays as it is."""
+    return log_prob.flatten(1).sum(1) if log_prob.ndim > 1 else log_prob
+
+
 def full_precision(outputs: Tensor) -> Tensor:
     """Outputs in at least float32: likelihoods are not evaluated in half precision."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
@@ -217,8 +225,10 @@ def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
         raise ValueError("expected finite targets, got NaN or infinity; clean the data")
 
 
-def _spread(weight: Tensor, like: Tensor) -> Tensor:
+def spread(weight: Tensor, like: Tensor) -> Tensor:
     """weight (B,) or of like's shape, in like's shape and dtype."""
     if weight.shape[0] != like.shape[0] or weight.ndim > like.ndim:
-        raise ValueError(f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}")
+        raise ValueError(
+            f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}; pass one per example"
+        )
     return weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)

@@ -6,7 +6,8 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ class Particles(nn.Module):
         self.members = members
         self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
         self.training = template.training
+        # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
+        self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
@@ -106,6 +109,8 @@ class Particles(nn.Module):
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
         self.template.train(mode)
+        for name in self._always_eval:
+            self.template.get_submodule(name).training = False
         return self
 
     def own_parameters(self) -> Tensors:
@@ -169,7 +174,8 @@ class Particles(nn.Module):
             return loop(one, rows, count)
         restore = random_state()
         try:
-            return torch.func.vmap(one, randomness="different")(rows)
+            with plain_attention():
+                return torch.func.vmap(one, randomness="different")(rows)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -240,6 +246,17 @@ def random_state() -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda)
 
     return restore
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention without torch's inference fast path, which vmap does not see through: it has no derivative there."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:

@@ -29,6 +29,7 @@ class Posterior(nn.Module, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
+    capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
 
     temperature: Tensor
     steps: Tensor
@@ -80,6 +81,18 @@ class Posterior(nn.Module, ABC):
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
         raise TypeError(f"{type(self).__name__} does not couple its members")
 
+    def mix(self, gradients: Tensors) -> Tensors:
+        """Gradients by name, own ones (M, ...), turned into others before they reach `.grad`; must be affine in them.
+
+        For methods whose update is no gradient of a loss (SVGD). Affine, so that accumulation over batches commutes.
+        """
+        raise TypeError(f"{type(self).__name__} does not mix gradients")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether gradients are mixed over members before an optimiser sees them."""
+        return type(self).mix is not Posterior.mix
+
     @property
     def coupled(self) -> bool:
         """Whether members act on each other in training."""
@@ -88,6 +101,10 @@ class Posterior(nn.Module, ABC):
     @abstractmethod
     def draw(self) -> Drawn:
         """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
+
+    def current(self) -> Drawn:
+        """The functions as training has left them so far: what validation during `fit` looks at."""
+        return self.draw()
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -180,7 +197,8 @@ class Posterior(nn.Module, ABC):
                 particles, row = self.particles, self.particles.rows().at(0)
                 state = {**particles.shared_buffers(), **row.buffers}
                 params = {**particles.shared_parameters(), **row.own}
-                outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
+                with batches.unchanged(x):
+                    outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
             if outputs.ndim == 0 or outputs.shape[0] != size:
                 raise ValueError(
                     f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
@@ -209,12 +227,23 @@ class Drawn(nn.Module, ABC):
         """What the functions' outputs mean."""
 
     def forward(self, x: Inputs) -> Tensor:
-        outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
+        with batches.unchanged(x):
+            outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture of the functions."""
-        return self.likelihood.predictive(*self.each(_described, x))
+        with batches.unchanged(x):
+            return self.likelihood.predictive(*self.describe(x))
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        """The mixture in parts, a few functions at a time: nothing grows with their number where they run in a loop."""
+        yield self.predict(x)
+
+    def describe(self, x: Inputs) -> tuple[Tensor, ...]:
+        """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
+        described: tuple[Tensor, ...] = self.each(_described, x)
+        return described
 
 
 class DrawnParticles(Drawn):
@@ -228,6 +257,18 @@ class DrawnParticles(Drawn):
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.particles.each(function, *args)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        if self.particles.how == "vectorised":
+            yield from super().predict_parts(x)
+            return
+        rows, shared = self.particles.rows(), self.particles.shared_parameters()
+        common = self.particles.shared_buffers()
+        for i in range(self.members):
+            row = rows.at(i)
+            with batches.unchanged(x):
+                described, _ = self.particles.call(_described, {**shared, **row.own}, {**common, **row.buffers}, x)
+            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index)

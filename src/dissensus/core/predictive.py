@@ -72,8 +72,11 @@ class Predictive(ABC):
         """The same on another device."""
         return type(self)(*(tensor.to(device) for tensor in self.described()))
 
-    def __getitem__(self, index: slice | Tensor) -> Predictive:
-        """The predictive of some of the inputs."""
+    def __getitem__(self, index: int | slice | Tensor) -> Predictive:
+        """The predictive of some of the inputs; of one input, with the batch axis kept, for a number."""
+        if isinstance(index, int):
+            at = range(len(self))[index]
+            index = slice(at, at + 1)
         return type(self)(*(tensor[:, index] for tensor in self.described()))
 
     def __len__(self) -> int:
@@ -123,23 +126,17 @@ class ClassificationPredictive(Predictive):
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability."""
-        tail = _tail(level)
+        tail = tail_probability(level)
         ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
         return _between(ordered, tail), _between(ordered, 1 - tail)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
-        if not 0 < level <= 1:
-            raise ValueError(f"expected a level in (0, 1], got {level}; pass for example 0.9")
-        sorted_mean, order = self.mean.sort(dim=1, descending=True)
-        before = sorted_mean.cumsum(1) - sorted_mean  # mass of the likelier classes
-        return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
+        return credible_set(self.mean, level)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, ...) class indices."""
-        rows = self.mean.movedim(1, -1)  # (B, ..., C)
-        flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
-        return flat.T.reshape(n, *rows.shape[:-1])
+        return sample_classes(self.mean, n, generator)
 
     def described(self) -> tuple[Tensor, ...]:
         return (self._members,)
@@ -196,7 +193,7 @@ class RegressionPredictive(Predictive):
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: the central interval of the mixture, output by output."""
-        tail = _tail(level)
+        tail = tail_probability(level)
         return self.quantile(tail), self.quantile(1 - tail)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -215,6 +212,22 @@ class RegressionPredictive(Predictive):
         return RegressionPredictive(self._means, self.variances * temperature**2)
 
 
+def credible_set(mean: Tensor, level: float) -> Tensor:
+    """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
+    if not 0 < level <= 1:
+        raise ValueError(f"expected a level in (0, 1], got {level}; pass for example 0.9")
+    ordered, order = mean.sort(dim=1, descending=True)
+    before = ordered.cumsum(1) - ordered  # mass of the likelier classes
+    return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
+
+
+def sample_classes(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """(n, B, ...) class indices drawn from probabilities (B, C, ...)."""
+    rows = mean.movedim(1, -1)  # (B, ..., C)
+    flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
+    return flat.T.reshape(n, *rows.shape[:-1])
+
+
 def _between(ordered: Tensor, q: float) -> Tensor:
     """The q-quantile along the sorted first axis, linear between order statistics."""
     position = q * (len(ordered) - 1)
@@ -223,7 +236,8 @@ def _between(ordered: Tensor, q: float) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], position - low)
 
 
-def _tail(level: float) -> float:
+def tail_probability(level: float) -> float:
+    """Probability on either side of a central interval."""
     if not 0 < level < 1:
         raise ValueError(f"expected a level strictly between 0 and 1, got {level}; pass for example 0.9")
     return (1 - level) / 2

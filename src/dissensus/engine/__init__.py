@@ -1,1 +1,56 @@
-"""How members run."""
+"""How members run: loop, vectorised or streamed, compiled or not, captured in a CUDA graph or not."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dissensus.core.batch import Inputs
+from dissensus.core.posterior import Posterior
+from dissensus.engine.captured import CapturedStep
+from dissensus.engine.eager import EagerStep
+from dissensus.engine.layout import lay_out
+from dissensus.engine.memory import Memory
+from dissensus.engine.plan import Plan, make_plan
+from dissensus.engine.strategies import strategy
+
+log = logging.getLogger("dissensus")
+
+Step = EagerStep | CapturedStep
+
+
+def build_step(
+    engine: str,
+    posterior: Posterior,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Inputs, Tensor, Tensor | None],
+    *,
+    steps: int,
+    memory: Memory | None = None,
+    clip: float | None = None,
+    precision: torch.dtype | None = None,
+    accumulate: int = 1,
+) -> tuple[Step, Plan]:
+    """(a training step, the plan it follows), for batches like this one and a run of this many steps.
+
+    Where the memory that all members at once would need is not there, "auto" runs them one after the other.
+    """
+    lay_out(posterior, optimizer)
+    if memory is not None:
+        log.info("training needs %s", memory)
+        if engine == "auto" and not memory.fits(posterior.device):
+            log.info("members run one after the other: the memory for all at once is not there")
+            engine = "loop"
+    chosen = make_plan(engine, posterior, *batch, precision=precision, steps=steps)
+    step = EagerStep(
+        posterior,
+        optimizer,
+        strategy=strategy(chosen.kind, compiled=chosen.compiled),
+        clip=clip,
+        precision=precision,
+        accumulate=accumulate,
+    )
+    return (CapturedStep(step) if chosen.captured else step), chosen
+
+
+__all__ = ["CapturedStep", "EagerStep", "Plan", "Step", "build_step", "make_plan"]

@@ -1,0 +1,214 @@
+"""This library against the plain Python loop over members, interleaved in one process; CSV out.
+
+    python benchmarks/speed.py --cases mlp,resnet18 --csv benchmarks/results/speed.csv
+
+Training: epochs of `ds.fit` (the whole step: forward, backward, optimiser, data) alternate with as many steps of a loop
+over the same members, each with its own optimiser, eager, in the same precision. Prediction likewise.
+"""
+
+import argparse
+import csv
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dissensus as ds
+from dissensus.data import Batches
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+def mlp() -> nn.Module:
+    return ds.nets.MLP(784, 10, hidden=(200, 200, 200))
+
+
+def resnet18() -> nn.Module:
+    return ds.nets.ResNet(18)
+
+
+def conv() -> nn.Module:
+    return ds.nets.ConvNet(1, 10)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
+    # network, shape of one input, members, batch
+    "mlp": (mlp, (784,), 20, 128),
+    "mlp16": (mlp, (784,), 20, 16),
+    "conv": (conv, (1, 28, 28), 5, 128),
+    "resnet18": (resnet18, (3, 32, 32), 10, 128),
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--cases", default="mlp,resnet18" if CUDA else "mlp16,mlp,conv")
+    arguments.add_argument(
+        "--engines", default="auto", help='comma-separated values of fit(engine=), e.g. "auto,vectorised"'
+    )
+    arguments.add_argument("--members", default="", help="comma-separated M to scale over, instead of the case's own")
+    arguments.add_argument("--batches", default="", help="comma-separated batch sizes to scale over")
+    arguments.add_argument("--steps", type=int, default=0, help="steps per epoch; 0 chooses")
+    arguments.add_argument("--epochs", type=int, default=6)
+    arguments.add_argument("--precision", default="auto")
+    arguments.add_argument("--no-predict", action="store_true")
+    arguments.add_argument("--csv", type=Path)
+    options = arguments.parse_args()
+    rows = []
+    for case in options.cases.split(","):
+        make, shape, members, batch = CASES[case]
+        for m in [int(v) for v in options.members.split(",") if v] or [members]:
+            for b in [int(v) for v in options.batches.split(",") if v] or [batch]:
+                for engine in options.engines.split(","):
+                    for row in measure(case, make, shape, m, b, engine, options):
+                        rows.append(row)
+                        print("  ".join(f"{k}={v}" for k, v in row.items() if k not in provenance()), flush=True)
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        new = not options.csv.exists()
+        with options.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def measure(
+    case: str,
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    members: int,
+    batch: int,
+    engine: str,
+    options: argparse.Namespace,
+) -> Iterator[dict[str, object]]:
+    """Rows for one training comparison and one prediction comparison."""
+    torch.manual_seed(0)
+    steps = options.steps or (50 if CUDA else 10)
+    x = torch.randn(steps * batch, *shape, device=DEVICE)
+    y = torch.randint(10, (steps * batch,), device=DEVICE)
+    networks = [make().to(DEVICE) for _ in range(members)]
+    posterior = ds.DeepEnsemble(networks).to(DEVICE)
+    loader = Batches(x, y, batch_size=batch, shuffle=True)
+    precision = torch.bfloat16 if options.precision == "bf16" or (options.precision == "auto" and CUDA) else None
+    if CUDA:
+        for network in networks:
+            network.to(memory_format=torch.channels_last)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, nesterov=True) for n in networks]
+    loop_steps = max(2, min(steps, 10))
+    loop_times: list[float] = []
+
+    def loop_chunk(_: object = None) -> None:
+        start = clock()
+        for batch_x, batch_y in list(loader)[:loop_steps]:
+            for network, optimizer in zip(networks, optimizers, strict=True):
+                optimizer.zero_grad()
+                with torch.autocast(DEVICE.type, dtype=precision, enabled=precision is not None):
+                    loss = F.cross_entropy(network(batch_x), batch_y)
+                loss.backward()
+                optimizer.step()
+        loop_times.append((clock() - start) / loop_steps)
+
+    loop_chunk()
+    loop_times.clear()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    start = clock()
+    history = ds.fit(
+        posterior,
+        loader,
+        epochs=options.epochs,
+        optimizer=optimizer,
+        engine=engine,
+        precision=options.precision,
+        callback=loop_chunk,
+        progress=False,
+    )
+    whole = clock() - start
+    epochs = [epoch.seconds / steps for epoch in history.epochs]
+    ours, loop = median(epochs[1:]), median(loop_times[1:])
+    setting_up = epochs[0] * steps - ours * steps
+    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else float("nan")
+    common = {"case": case, "members": members, "batch": batch, "engine": engine, "ran": history.engine}
+    yield {
+        **common,
+        "what": "training step",
+        "ms": round(1e3 * ours, 3),
+        "loop_ms": round(1e3 * loop, 3),
+        "ratio": round(loop / ours, 2),
+        "spread": spread(epochs[1:]),
+        "set_up_s": round(setting_up, 1),
+        "peak_gib": round(peak, 2),
+        "expected_gib": round(history.memory.at_once / 2**30, 2) if history.memory else "",
+        **provenance(),
+    }
+    del whole
+    if options.no_predict:
+        return
+    inputs = x[: 10 * batch]
+
+    def ours_predicts() -> Tensor:
+        return posterior.predict(inputs).mean
+
+    def loop_predicts() -> Tensor:
+        with torch.no_grad():
+            for network in networks:
+                network.eval()
+            return torch.stack([network(inputs).softmax(1) for network in networks]).mean(0)
+
+    times: dict[str, list[float]] = {"ours": [], "loop": []}
+    for _ in range(6):
+        for name, function in (("ours", ours_predicts), ("loop", loop_predicts)):
+            start = clock()
+            function()
+            times[name].append(clock() - start)
+    ours, loop = median(times["ours"][1:]), median(times["loop"][1:])
+    yield {
+        **common,
+        "what": f"prediction of {len(inputs)}",
+        "ms": round(1e3 * ours, 3),
+        "loop_ms": round(1e3 * loop, 3),
+        "ratio": round(loop / ours, 2),
+        "spread": spread(times["ours"][1:]),
+        "set_up_s": "",
+        "peak_gib": "",
+        "expected_gib": "",
+        **provenance(),
+    }
+
+
+def clock() -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def spread(values: list[float]) -> float:
+    """Largest over smallest."""
+    return round(max(values) / min(values), 2)
+
+
+def provenance() -> dict[str, str]:
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {"commit": commit, "torch": torch.__version__, "device": device}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Summaries: predictives without their members, in memory that does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from dissensus.core.predictive import (
+    ClassificationPredictive,
+    Predictive,
+    RegressionPredictive,
+    credible_set,
+    sample_classes,
+    tail_probability,
+)
+
+
+class SummaryPredictive(Predictive):
+    """Mean, aleatoric and epistemic of a mixture; the same as a `Predictive` but for what needs each member."""
+
+    @property
+    def members(self) -> Tensor:
+        raise TypeError(
+            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise"
+        )
+
+    @abstractmethod
+    def described(self) -> tuple[Tensor, ...]:
+        """The tensors this was made of, input axis first after an axis of length one."""
+
+
+class ClassificationSummary(SummaryPredictive):
+    """log p̄ (1, B, C, ...), aleatoric and epistemic (1, B, ...) in nats."""
+
+    def __init__(self, log_mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
+        self._described = (log_mean, aleatoric, epistemic)
+
+    @property
+    def log_mean(self) -> Tensor:
+        return self._described[0][0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.log_mean.exp()
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._described[1][0]
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._described[2][0]
+
+    @property
+    def confidence(self) -> Tensor:
+        return self.mean.amax(1)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        return ClassificationPredictive(self._described[0]).log_prob(y)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        raise TypeError("expected members for an interval of probabilities, got a summary; use ds.predict")
+
+    def credible_set(self, level: float = 0.9) -> Tensor:
+        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
+        return credible_set(self.mean, level)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return sample_classes(self.mean, n, generator)
+
+    def tempered(self, temperature: float) -> Predictive:
+        raise TypeError("expected members to temper, got a summary; temper the posterior before it is summarised")
+
+    def described(self) -> tuple[Tensor, ...]:
+        return self._described
+
+
+class RegressionSummary(SummaryPredictive):
+    """Mean, aleatoric and epistemic variance (1, B, D): the Gaussian with the mixture's mean and variance."""
+
+    def __init__(self, mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
+        self._described = (mean, aleatoric, epistemic)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._described[0][0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        return self._described[1][0]
+
+    @property
+    def epistemic(self) -> Tensor:
+        return self._described[2][0]
+
+    def _gaussian(self) -> RegressionPredictive:
+        return RegressionPredictive(self.mean[None], self.total[None])
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """(B,) log-density of the Gaussian with the mixture's mean and variance, not of the mixture."""
+        return self._gaussian().log_prob(y)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        tail_probability(level)
+        return self._gaussian().interval(level)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return self._gaussian().sample(n, generator=generator)
+
+    def tempered(self, temperature: float) -> RegressionSummary:
+        mean, aleatoric, epistemic = self._described
+        return RegressionSummary(mean, aleatoric * temperature**2, epistemic)
+
+    def described(self) -> tuple[Tensor, ...]:
+        return self._described
+
+
+class RunningSummary:
+    """A summary that takes in members one after the other: memory of a few members, whatever their number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: tuple[Tensor, ...] = ()
+        self._classification = False
+
+    def add(self, predictive: Predictive) -> None:
+        """Takes in the members of one more predictive for the same inputs."""
+        if isinstance(predictive, ClassificationPredictive):
+            self._add_classes(predictive)
+        elif isinstance(predictive, RegressionPredictive):
+            self._add_gaussians(predictive)
+        else:
+            raise TypeError(f"expected a classification or regression to summarise, got {type(predictive).__name__}")
+
+    def _add_classes(self, predictive: ClassificationPredictive) -> None:
+        new = len(predictive.members)
+        log_sum = predictive.log_mean + math.log(new)  # (B, C, ...)
+        entropies = predictive.aleatoric * new  # (B, ...)
+        if self.count:
+            log_sum, entropies = torch.logaddexp(self._sums[0], log_sum), self._sums[1] + entropies
+        self.count, self._sums, self._classification = self.count + new, (log_sum, entropies), True
+
+    def _add_gaussians(self, predictive: RegressionPredictive) -> None:
+        new = len(predictive.members)
+        mean, scatter, noise = predictive.mean, predictive.epistemic * new, predictive.aleatoric * new
+        if self.count:
+            # Chan, Golub & LeVeque 1979: means and scatters of two groups merged without cancellation.
+            total, shift = self.count + new, mean - self._sums[0]
+            mean = self._sums[0] + shift * (new / total)
+            scatter = self._sums[1] + scatter + shift**2 * (self.count * new / total)
+            noise = self._sums[2] + noise
+        self.count, self._sums = self.count + new, (mean, scatter, noise)
+
+    def summary(self) -> SummaryPredictive:
+        """Of all members so far."""
+        if not self.count:
+            raise ValueError("expected at least one member to summarise, got none")
+        if self._classification:
+            log_mean = self._sums[0] - math.log(self.count)
+            aleatoric = self._sums[1] / self.count
+            entropy: Tensor = torch.special.entr(log_mean.exp()).sum(1)
+            return ClassificationSummary(log_mean[None], aleatoric[None], (entropy - aleatoric).clamp(min=0)[None])
+        mean, scatter, noise = self._sums
+        return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])

@@ -1,0 +1,136 @@
+"""The whole training step in one CUDA graph: forward, backward, clipping, optimiser and the method's clock.
+
+A graph is made for a shape of batch once that shape has been seen a few times; every other batch (a last partial one,
+the first ones) runs plainly, with the same results. What cannot be captured goes on running plainly, said once.
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.posterior import Posterior
+from dissensus.engine.capturable import can_be_captured, make_capturable
+from dissensus.engine.eager import EagerStep
+
+log = logging.getLogger("dissensus")
+
+WARM_UP = 3  # plain steps before a capture: they are part of the training
+MOST_GRAPHS = 3
+
+
+class CapturedStep:
+    """One optimiser step of all members per batch, replayed from a graph where there is one for the batch's shape."""
+
+    def __init__(self, step: EagerStep) -> None:
+        self.step = step
+        self.posterior = step.posterior
+        self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        self.seen: Counter[tuple[Any, ...]] = Counter()
+        self.failed = False
+        self.pool: Any = None
+        self.side = torch.cuda.Stream()
+        self.plain_last = True
+        self.restore = (
+            make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
+        )
+        if self.restore is None:
+            self._give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
+        if not self.posterior.capturable:
+            self._give_up(f"{type(self.posterior).__name__} does not do the same at every step")
+        if step.accumulate > 1:
+            self._give_up("gradients are accumulated over several batches")
+
+    def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """(M,) losses on the batch. Valid until the next call."""
+        key = (_shapes(x), y.shape, y.dtype, None if weight is None else weight.shape, self.posterior.training)
+        graph = self.graphs.get(key)
+        if graph is None and not self.failed and len(self.graphs) < MOST_GRAPHS:
+            self.seen[key] += 1
+            if self.seen[key] > WARM_UP:
+                graph = self._capture(key, x, y, weight)
+        if graph is None:
+            self.plain_last = True
+            return self._plain(x, y, weight)
+        if self.plain_last:  # a plain step in between has put other gradients there
+            graph.show_gradients()
+            self.plain_last = False
+        losses = graph.replay(x, y, weight)
+        if not graph.observes:
+            self.posterior.observe(self.step.optimizer)
+        return losses
+
+    def finish(self) -> None:
+        self.step.finish()
+
+    def close(self) -> None:
+        """Gives the optimiser its settings back and frees the graphs."""
+        torch.cuda.synchronize()
+        self.graphs.clear()
+        if self.restore is not None:
+            self.restore()
+
+    def _plain(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+        # On a stream of its own: what is allocated on the way to a capture must not be tied to the default stream.
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            losses = self.step(x, y, weight)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return losses
+
+    def _capture(self, key: tuple[Any, ...], x: Inputs, y: Tensor, weight: Tensor | None) -> "_Graph | None":
+        steps = self.posterior.steps.clone()
+        try:
+            graph = _Graph(self.step, x, y, weight, pool=self.pool)
+        except Exception as error:  # whatever a user's network does that a capture refuses
+            torch.cuda.synchronize()
+            self.posterior.steps.copy_(steps)
+            self._give_up(next(iter(str(error).strip().splitlines()), type(error).__name__)[:160])
+            return None
+        self.pool = graph.graph.pool()
+        self.graphs[key] = graph
+        return graph
+
+    def _give_up(self, reason: str) -> None:
+        if not self.failed:
+            log.info("the training step is not captured in a CUDA graph: %s", reason)
+        self.failed = True
+
+
+class _Graph:
+    """One captured step for one shape of batch, with the memory it reads and writes."""
+
+    def __init__(self, step: EagerStep, x: Inputs, y: Tensor, weight: Tensor | None, *, pool: Any) -> None:
+        self.x = batches.apply(x, torch.clone)
+        self.y = y.clone()
+        self.weight = None if weight is None else weight.clone()
+        # A method's own clock may do things a graph cannot: then it runs after each replay.
+        self.observes = type(step.posterior).observe is Posterior.observe
+        self.graph = torch.cuda.CUDAGraph()
+        step.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.losses = step.gradients_and_update(self.x, self.y, self.weight, observe=self.observes)
+        self.gradients = [(p, p.grad) for group in step.optimizer.param_groups for p in group["params"]]
+
+    def replay(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+        for mine, given in zip(batches.tensors(self.x), batches.tensors(x), strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.y.copy_(y, non_blocking=True)
+        if self.weight is not None and weight is not None:
+            self.weight.copy_(weight, non_blocking=True)
+        self.graph.replay()
+        return self.losses
+
+    def show_gradients(self) -> None:
+        """Points every `.grad` at the memory this graph writes."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+
+def _shapes(x: Inputs) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in batches.tensors(x))

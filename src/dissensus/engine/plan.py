@@ -1,0 +1,195 @@
+"""Plans: which way members run. Chosen from what the network is and, on a GPU, by timing candidates once."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.posterior import Posterior
+from dissensus.core.seam import Gradients, Strategy
+from dissensus.engine.eager import autocast
+from dissensus.engine.strategies import Kind, strategy
+
+log = logging.getLogger("dissensus")
+
+KINDS: tuple[Kind, ...] = ("loop", "vectorised", "streamed")
+WORDS = (*KINDS, "compiled", "captured")
+
+# A compilation takes tens of seconds and makes steps up to twice as fast: shorter runs do not get it back.
+WORTH_COMPILING = 180.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How members run: a strategy, compiled or not, the whole step captured in a CUDA graph or not."""
+
+    kind: Kind
+    compiled: bool = False
+    captured: bool = False
+    seconds: float | None = None  # of the gradients of one batch, where they were timed
+
+    def __str__(self) -> str:
+        words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
+        return "+".join(words)
+
+
+def make_plan(
+    engine: str,
+    posterior: Posterior,
+    x: Inputs,
+    y: Tensor,
+    weight: Tensor | None,
+    *,
+    precision: torch.dtype | None,
+    steps: int,
+) -> Plan:
+    """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+
+    What the words leave open is chosen. `steps`: how many the run will have, which decides whether compiling pays.
+    """
+    words = set() if engine == "auto" else set(engine.split("+"))
+    if unknown := words - set(WORDS):
+        raise ValueError(
+            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}'
+        )
+    named = [kind for kind in KINDS if kind in words]
+    if len(named) > 1:
+        raise ValueError(f"expected one of {', '.join(KINDS)}, got {' and '.join(named)}; name one")
+    on_gpu = posterior.device.type == "cuda"
+    if not on_gpu and (wanting := words & {"streamed", "captured"}):
+        raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
+    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(x)))
+    memory: dict[Any, Plan] = posterior.__dict__.setdefault("_plans", {})
+    if key not in memory:
+        candidates = named or _candidates(posterior, on_gpu)
+        memory[key] = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
+        log.info("members run %s", describe(memory[key]))
+    return memory[key]
+
+
+def describe(chosen: Plan) -> str:
+    """The plan in words, with the time it took where it was timed."""
+    return str(chosen) + (
+        "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
+    )
+
+
+def _candidates(posterior: Posterior, on_gpu: bool) -> list[Kind]:
+    if posterior.particles.members == 1:
+        return ["loop"]
+    if on_gpu:
+        return ["vectorised", "streamed"]
+    # On a CPU stacked convolutions lose to a loop, and everything else wins.
+    return [posterior.particles.how]
+
+
+def _best(
+    candidates: list[Kind],
+    words: set[str],
+    engine: str,
+    posterior: Posterior,
+    x: Inputs,
+    y: Tensor,
+    weight: Tensor | None,
+    precision: torch.dtype | None,
+    steps: int,
+) -> Plan:
+    on_gpu = posterior.device.type == "cuda"
+    captured = on_gpu and (engine == "auto" or "captured" in words)
+    open_question = len(candidates) > 1 or (engine == "auto" and _compiler_gains(posterior, on_gpu))
+    if not open_question:
+        return Plan(candidates[0], "compiled" in words, captured)
+
+    def seconds(kind: Kind, compiled: bool) -> float | None:
+        run = strategy(kind, compiled=compiled)
+        with autocast(posterior.device, precision):
+            return timed(run, posterior, x, y, weight, captured=captured)
+
+    was_training = posterior.training
+    posterior.train()
+    try:
+        times = {kind: seconds(kind, False) for kind in candidates}
+        possible = {kind: found for kind, found in times.items() if found is not None}
+        if not possible:  # each of them fails: let the plain loop say why, or work
+            return Plan("loop", "compiled" in words, False)
+        kind = min(possible, key=lambda each: possible[each])
+        plain = Plan(kind, False, captured, possible[kind])
+        worth = engine == "auto" and steps * possible[kind] > WORTH_COMPILING and _compiler_gains(posterior, on_gpu)
+        if "compiled" in words:
+            return Plan(kind, True, captured)
+        if worth and (faster := seconds(kind, True)) is not None and faster < possible[kind]:
+            return Plan(kind, True, captured, faster)
+        return plain
+    finally:
+        posterior.train(was_training)
+
+
+def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
+    """On a CPU convolutions are library calls that compiling does not speed up."""
+    network = posterior.particles.template.network
+    return on_gpu or not any(isinstance(module, nn.modules.conv._ConvNd) for module in network.modules())
+
+
+def timed(
+    run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, *, captured: bool
+) -> float | None:
+    """Seconds the gradients of one batch take, median of a few, captured if the step will be; None where they fail."""
+    state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
+    try:
+        return (
+            _captured_seconds(run, posterior, x, y, weight)
+            if captured
+            else _plain_seconds(run, posterior, x, y, weight)
+        )
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+    except Exception as error:  # a candidate that cannot run this network is no candidate
+        log.debug("a way of running members is left out: %s", error)
+        return None
+    finally:
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, posterior.device)
+
+
+def _plain_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> float:
+    return _median(lambda: run(posterior, x, y, weight), repeats=3, synchronise=posterior.device.type == "cuda")
+
+
+def _captured_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> float:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run(posterior, x, y, weight)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result: Gradients = run(posterior, x, y, weight)
+    seconds = _median(graph.replay, repeats=5, synchronise=True)
+    del result, graph
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
+    function()
+    times = []
+    for _ in range(repeats):
+        if synchronise:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if synchronise:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[repeats // 2]

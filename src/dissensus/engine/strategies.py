@@ -1,0 +1,139 @@
+"""Strategies: how the gradients of all members on one batch are found. All give the same results.
+
+    loop         one member after the other
+    vectorised   all at once, `vmap` over stacked tensors
+    streamed     one member after the other, spread over CUDA streams so that small kernels of several run together
+
+each of them plain or compiled. Every strategy changes nothing but the random state: it can be timed on a real batch.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dissensus.core import seam
+from dissensus.core.batch import Inputs
+from dissensus.core.particles import Tensors, random_state
+from dissensus.core.posterior import Posterior
+from dissensus.core.seam import Gradients, State, Strategy
+
+log = logging.getLogger("dissensus")
+
+Kind = Literal["loop", "vectorised", "streamed"]
+
+
+def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strategy:
+    """The strategy of this kind."""
+    if kind == "vectorised":
+        return OrElse(Compiled(), seam.automatic) if compiled else seam.automatic
+    if kind == "loop":
+        return OrElse(CompiledLoop(), seam.looped) if compiled else seam.looped
+    return OrElse(Streamed(streams, compiled=True), Streamed(streams)) if compiled else Streamed(streams)
+
+
+class OrElse:
+    """One strategy until it fails, from then on another; said once."""
+
+    def __init__(self, first: Strategy, second: Strategy) -> None:
+        self.first: Strategy | None = first
+        self.second = second
+
+    def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+        if self.first is None:
+            return self.second(posterior, x, y, weight)
+        restore = random_state()
+        try:
+            return self.first(posterior, x, y, weight)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler can fail in many ways, none of which must end a training run
+            restore()
+            result = self.second(posterior, x, y, weight)  # raises the caller's own error if it was one
+            self.first = None
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+            log.info("members run uncompiled: this network cannot be compiled (%s)", reason)
+            return result
+
+
+class Compiled:
+    """Vectorised gradients through the compiler."""
+
+    def __init__(self) -> None:
+        self.function = _compile(_contiguous_vectorised_gradients)
+
+    def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+        return self.function(posterior, seam.state_of(posterior), x, y, weight)
+
+
+class CompiledLoop:
+    """Members one after the other, each through the same compiled function."""
+
+    def __init__(self) -> None:
+        self.member = _compile(functional_member_gradients)
+
+    def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+        return seam.looped(posterior, x, y, weight, member=self.member)
+
+
+class Streamed:
+    """Members on CUDA streams of their own, so that the small kernels of several run together."""
+
+    def __init__(self, streams: int, *, compiled: bool = False) -> None:
+        self.compiled = compiled
+        self.member = _compile(functional_member_gradients) if compiled else seam.member_gradients
+        self.forward: Callable[..., Any] | None = None
+        self.count = streams
+        self.streams: list[torch.cuda.Stream] = []
+
+    def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+        if not self.streams:
+            self.streams = [torch.cuda.Stream() for _ in range(min(self.count, posterior.particles.members))]
+        main = torch.cuda.current_stream()
+
+        def lane(index: int) -> AbstractContextManager[object]:
+            stream = self.streams[index % len(self.streams)]
+            stream.wait_stream(main)  # what the member reads was written there
+            return torch.cuda.stream(stream)
+
+        def join() -> None:
+            for stream in self.streams:
+                main.wait_stream(stream)
+
+        if posterior.coupled:
+            # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
+            if self.forward is None:
+                self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
+            return seam.looped_keeping_graphs(posterior, x, y, weight, forward=self.forward, lane=lane, join=join)
+        return seam.looped(posterior, x, y, weight, member=self.member, lane=lane, join=join)
+
+
+def functional_member_gradients(
+    posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+) -> Gradients:
+    """`seam.member_gradients` by function transforms, which the compiler can follow."""
+
+    def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
+        params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
+        value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, x, y, weight)
+        return value if cotangent is None else value + seam.inner(z, cotangent), (value, buffers)
+
+    (own, shared), (value, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
+    return Gradients(value, {**shared, **own}, buffers)
+
+
+def _contiguous_vectorised_gradients(
+    posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None
+) -> Gradients:
+    found = seam.vectorised_gradients(posterior, state, x, y, weight)
+    # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
+    gradients = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
+    return Gradients(found.losses, gradients, found.buffers)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled

@@ -1,0 +1,233 @@
+"""evaluate: every number of a posterior, from one draw: on test data, on foreign, shifted and corrupted inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.evaluation import classification, regression, segmentation
+from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
+from dissensus.evaluation.functions import Functions, drawn_once
+from dissensus.evaluation.predictions import Predictions, predictions
+
+Kind = Literal["classification", "regression", "segmentation"]
+Loaders = Mapping[str, Iterable[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What `evaluate` returns. `.metrics` is flat; `.arrays` holds what intervals, tests and figures are made of.
+
+    arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions: squared_error,
+    nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more foreign),
+    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
+    """
+
+    kind: Kind
+    metrics: dict[str, float]
+    arrays: dict[str, Tensor]
+    score: str  # what ood/… metrics rank by
+    ood: tuple[str, ...] = ()
+    shift: tuple[str, ...] = ()
+    corruptions: tuple[str, ...] = ()
+    severities: tuple[int, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)  # anything a report should say: class names, title
+
+    def table(self) -> str:
+        """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
+        single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
+        shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
+        width = max(map(len, shown), default=0)
+        return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}"
+
+
+def evaluate(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    ood: Loaders | None = None,
+    shift: Loaders | None = None,
+    corrupt: str | Sequence[str] | Corruptions | None = None,
+    score: str | None = None,
+) -> Evaluation:
+    """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
+
+    `ood`: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels). `shift`:
+    name -> loader of inputs of another distribution with targets of the same task. `corrupt`: "all", "benchmark", names
+    of corruptions or Corruptions(...), applied to the loader's images; the loader is then gone through twice. `score`:
+    what OOD inputs are ranked by, "max_probability" (None), "entropy", "mutual_information" or "energy"; for a
+    regression "variance" (None) or "epistemic". Loaders give a fixed order where methods are to be compared.
+    """
+    spec = as_corruptions(corrupt)
+    ood, shift = dict(ood or {}), dict(shift or {})
+    for name in (*ood, *shift):
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
+    with drawn_once(posterior) as functions:
+        kind, loader_again = _kind(functions, loader)
+        score = checked_score(score, kind, functions.members)
+        if kind == "segmentation":
+            return _segmentation(functions, loader_again, loader, ood, shift, spec, score)
+        test = predictions(functions, loader_again, picture=None if spec is None else _picture(spec))
+        foreign = {
+            name: predictions(functions, each, name=name, labelled=False, like=test.shapes)
+            for name, each in ood.items()
+        }
+        moved = {name: predictions(functions, each, name=name, like=test.shapes) for name, each in shift.items()}
+        damaged = None if spec is None else corrupted_counts(functions, loader, spec)
+        return evaluation_of(
+            test, ood=foreign, shift=moved, corrupted=damaged, score=score, parameters=parameters(posterior)
+        )
+
+
+def evaluation_of(
+    test: Predictions,
+    *,
+    ood: Mapping[str, Predictions],
+    shift: Mapping[str, Predictions],
+    corrupted: CorruptedCounts | None,
+    score: str,
+    parameters: int,
+) -> Evaluation:
+    """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken."""
+    classes = isinstance(test.predictive, ClassificationPredictive)
+    part: Any = classification if classes else regression
+    found = part.test_metrics(test)
+    scores = part.scores(test)
+    arrays = part.test_arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
+    for name, each in ood.items():
+        foreign = part.scores(each)
+        ranking = classification.ood_metrics(scores[score], foreign[score])
+        found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
+        arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
+    for name, each in shift.items():
+        found |= {f"shift/{name}/{key}": value for key, value in part.test_metrics(each).items()}
+    if corrupted is not None:
+        found |= corrupted.metrics()
+        arrays |= corrupted.arrays()
+    found |= part.member_metrics(test)
+    if classes and test.members > 1:
+        found |= _member_ood(test, ood, score)
+    found |= {"cost/parameters": float(parameters), "cost/predict_ms": test.milliseconds}
+    return Evaluation(
+        kind="classification" if classes else "regression",
+        metrics=found,
+        arrays=arrays,
+        score=score,
+        ood=tuple(ood),
+        shift=tuple(shift),
+        corruptions=() if corrupted is None else corrupted.types,
+        severities=() if corrupted is None else corrupted.severities,
+    )
+
+
+def checked_score(score: str | None, kind: Kind, members: int) -> str:
+    """The score to rank OOD inputs by; an error where there is no such score."""
+    known = regression.SCORES if kind == "regression" else classification.SCORES
+    if score is None:
+        return known[0]
+    if score not in known:
+        raise ValueError(f"expected a score of {', '.join(known)} for a {kind}, got {score!r}; choose one of them")
+    if score == "mutual_information" and members == 1:
+        raise ValueError("expected several members for mutual information, got one; rank by max_probability or entropy")
+    return score
+
+
+def parameters(posterior: Posterior) -> int:
+    """How many numbers the posterior learns, all members together."""
+    return sum(parameter.numel() for parameter in posterior.parameters())
+
+
+def number(value: float) -> str:
+    """A metric as text, four digits behind the point where that says something."""
+    if value == int(value) and abs(value) >= 1:
+        return f"{value:.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
+    """members/ood/SET/auroc: mean over members of the AUROC each has alone."""
+    inside = classification.member_scores(test, score)
+    found = {}
+    for name, each in ood.items():
+        outside = classification.member_scores(each, score)
+        if inside is not None and outside is not None:
+            alone = [
+                classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)
+            ]  # one per member
+            found[f"members/ood/{name}/auroc"] = sum(alone) / len(alone)
+    return found
+
+
+def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[Any]]:
+    """What kind of predictions these are, by one input, and the loader's batches with the first one still in."""
+    batches_left = iter(loader)
+    first = next(batches_left, None)
+    if first is None:
+        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
+    x, _, _ = batches.unpack(first)
+    predictive = functions.predict(batches.apply(x, lambda tensor: tensor[:1]))
+    kind: Kind
+    if isinstance(predictive, ClassificationPredictive):
+        kind = "classification" if predictive.members.ndim == 3 else "segmentation"
+    elif isinstance(predictive, RegressionPredictive):
+        kind = "regression"
+    else:
+        raise TypeError(
+            f"expected a ClassificationPredictive or RegressionPredictive, got {type(predictive).__name__}; "
+            "let the likelihood's predictive() return one of them, or call dissensus.metrics by hand"
+        )
+    return kind, chain([first], batches_left)
+
+
+def _picture(spec: Corruptions) -> Any:
+    return None if spec.standardiser is None else spec.standardiser.inverse
+
+
+def _segmentation(
+    functions: Functions,
+    once: Iterable[Any],
+    loader: Iterable[Any],
+    ood: Loaders,
+    shift: Loaders,
+    spec: Corruptions | None,
+    score: str,
+) -> Evaluation:
+    sums, shapes, images = segmentation.pixel_sums(functions, once)
+    found = sums.metrics()
+    for name, each in ood.items():
+        ranking = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
+        found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
+    for name, each in shift.items():
+        moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
+        found |= {f"shift/{name}/{key}": value for key, value in moved.metrics().items()}
+    arrays = sums.arrays()
+    if spec is not None:
+        damaged = corrupted_counts(functions, loader, spec)
+        found |= damaged.metrics()
+        arrays |= damaged.arrays()
+    found |= sums.member_metrics()
+    found |= {
+        "cost/parameters": float(parameters(functions.posterior)),
+        "cost/predict_ms": 1000 * sums.seconds / images,
+    }
+    return Evaluation(
+        kind="segmentation",
+        metrics=found,
+        arrays=arrays,
+        score=score,
+        ood=tuple(ood),
+        shift=tuple(shift),
+        corruptions=() if spec is None else spec.types,
+        severities=() if spec is None else tuple(spec.severities),
+    )

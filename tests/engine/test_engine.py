@@ -1,0 +1,254 @@
+"""The engines on a CPU: every way of running members gives the same training."""
+
+import copy
+import logging
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+from dissensus.core import batch as batches
+from dissensus.core import seam
+from dissensus.data import Batches
+from dissensus.engine import plan as plans
+from dissensus.engine.memory import prediction_bytes, training_memory
+from dissensus.engine.strategies import OrElse, functional_member_gradients, strategy
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+
+
+def data(shape: tuple[int, ...] = (4,), rows: int = 50) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (rows,), generator=generator)
+
+
+class Repelling(ds.DeepEnsemble):
+    """A toy coupling: outputs are pushed away from the members' mean."""
+
+    def member_loss(self, params, buffers, x, y, weight=None):
+        def both(member):
+            outputs = batches.call(member.network, x)
+            return member.likelihood.nll(outputs, y, weight), outputs
+
+        (value, outputs), buffers = self.particles.call(both, params, buffers)
+        return value, outputs, buffers
+
+    def couple(self, z):
+        return -1e-2 * torch.tanh(z - z.mean(0))
+
+
+def trained(
+    engine: str, networks: list[nn.Module], kind: type[ds.DeepEnsemble], shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    posterior = kind(copy.deepcopy(networks)).double()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05, momentum=0.9)
+    history = ds.fit(
+        posterior,
+        Batches(*data(shape), batch_size=12),  # four full batches and a partial one
+        epochs=4,
+        optimizer=optimizer,
+        engine=engine,
+        clip=1.0,
+        progress=False,
+    )
+    assert history.engine == engine
+    return posterior.state_dict()
+
+
+@pytest.mark.parametrize("kind", [ds.DeepEnsemble, Repelling])
+@pytest.mark.parametrize(("make", "shape"), [(dense, (4,)), (conv, (1, 4, 4))])
+def test_vectorised_training_equals_the_loop_over_twenty_steps(make, shape, kind) -> None:
+    torch.manual_seed(0)
+    networks = [make() for _ in range(3)]
+    expected = trained("loop", networks, kind, shape)
+    got = trained("vectorised", networks, kind, shape)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("vectorised+compiled", Repelling), ("loop+compiled", ds.DeepEnsemble)])
+def test_compiled_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    networks = [dense() for _ in range(2)]
+    expected = trained("loop", networks, kind, (4,))
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got = trained(engine, networks, kind, (4,))
+    assert not any("uncompiled" in record.message for record in caplog.records)  # it really was compiled
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:
+    torch.manual_seed(0)
+    posterior = Repelling([dense() for _ in range(3)]).double().train()
+    x, y = data(rows=10)
+    two = seam.looped(posterior, x, y, None)
+    one = seam.looped_keeping_graphs(posterior, x, y, None)
+    all_at_once = seam.vectorised(posterior, x, y, None)
+    posterior.loss(x, y).backward()
+    for name, parameter in posterior.particles.own_parameters().items():
+        for found in (two, one, all_at_once):
+            torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:
+    torch.manual_seed(0)
+
+    class Recording(Repelling):
+        seen: ClassVar[list[Tensor]] = []
+
+        def member_loss(self, params, buffers, x, y, weight=None):
+            value, outputs, buffers = super().member_loss(params, buffers, x, y, weight)
+            self.seen.append(outputs.detach())
+            return value, outputs, buffers
+
+    posterior = Recording(
+        [nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)) for _ in range(2)]
+    ).double()
+    posterior.train()
+    seam.looped(posterior, *data(rows=6), None)
+    first, second, again_first, again_second = Recording.seen
+    assert torch.equal(first, again_first)
+    assert torch.equal(second, again_second)
+    before = torch.get_rng_state()
+    seam.looped(posterior, *data(rows=6), None)
+    assert not torch.equal(torch.get_rng_state(), before)  # and the next batch sees other masks
+
+
+def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.3), nn.Linear(64, 3)) for _ in range(4)])
+    posterior.double().train()
+    x, y = data(rows=20)
+    draws = {
+        kind: torch.stack([run(posterior, x, y, None).losses for _ in range(300)])
+        for kind, run in {"loop": seam.looped, "vectorised": seam.vectorised}.items()
+    }  # (300, M)
+    error = (draws["loop"].var(0) / 300 + draws["vectorised"].var(0) / 300).sqrt()
+    assert ((draws["loop"].mean(0) - draws["vectorised"].mean(0)).abs() < 4 * error).all()
+    ratio = draws["vectorised"].std(0) / draws["loop"].std(0)
+    assert ((ratio - 1).abs() < 4 / (2 * 300) ** 0.5 * 2**0.5).all()  # 4 standard errors of a ratio of deviations
+    # Distinct masks: losses of two members move independently. 4 standard errors of a correlation are 4/√300.
+    assert torch.corrcoef(draws["vectorised"].T).tril(-1).abs().max() < 4 / 300**0.5
+
+
+def test_functional_and_plain_gradients_of_a_member_agree() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
+    state = seam.member_state(seam.state_of(posterior), 1)
+    plain = seam.member_gradients(posterior, state, *data(rows=8), None, None)
+    functional = functional_member_gradients(posterior, state, *data(rows=8), None, None)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(functional.gradients[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def failing(*_):
+        calls.append(1)
+        raise RuntimeError("no such kernel")
+
+    posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
+    run = OrElse(failing, seam.looped)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        for _ in range(3):
+            run(posterior, *data(), None)
+    assert len(calls) == 1
+    assert [r.message for r in caplog.records] == [
+        "members run uncompiled: this network cannot be compiled (no such kernel)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("fast", 'expected engine "auto"'),
+        ("loop+vectorised", "expected one of"),
+        ("captured", "expected a GPU"),
+        ("streamed", "expected a GPU"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_one_clear_error(engine: str, message: str) -> None:
+    if torch.cuda.is_available() and "GPU" in message:
+        message = "never raised"
+    posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
+    with pytest.raises(ValueError, match=message):
+        ds.fit(posterior, Batches(*data(), batch_size=10), epochs=1, engine=engine, device="cpu", progress=False)
+
+
+def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(plans, "timed", lambda run, *_, **__: tried.append(run) or 0.01)
+    x, y = data()
+    for steps, expected in ((10, 1), (10**6, 2)):
+        tried.clear()
+        posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
+        chosen = plans.make_plan("auto", posterior, x, y, None, precision=None, steps=steps)
+        assert chosen.kind == "vectorised"
+        assert len(tried) == expected  # the second candidate is the compiled one
+
+
+def test_convolutions_run_in_a_loop_on_a_cpu_and_dense_networks_vectorised() -> None:
+    x, y = data((1, 4, 4))
+    for make, inputs, kind in ((conv, x, "loop"), (dense, data()[0], "vectorised")):
+        posterior = ds.DeepEnsemble([make() for _ in range(2)]).double()
+        assert plans.make_plan("auto", posterior, inputs, y, None, precision=None, steps=1).kind == kind
+
+
+def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(5)])
+    optimizer = torch.optim.Adam(posterior.parameters())
+    x, y = torch.randn(16, 10), torch.randint(3, (16,))
+    memory = training_memory(posterior, optimizer, x, y, None)
+    weights = 5 * (10 * 7 + 7 + 7 * 3 + 3) * 4
+    assert memory.gradients == weights
+    assert memory.optimizer == 2 * weights
+    assert memory.weights == weights + 4 + 8  # the temperature and the clock
+    # Kept: the input, tanh's output, the log-softmax of the logits; the loss may keep a few bytes and y more.
+    least = 4 * 16 * (10 + 7 + 3)
+    assert least <= memory.activations <= least + 16 * 8 + 64
+    assert memory.at_once == memory.one_at_a_time + 4 * memory.activations
+    assert "MiB" in str(memory) or "KiB" in str(memory)
+
+
+def test_the_size_of_a_prediction_is_known_before() -> None:
+    assert prediction_bytes(10, 1000, 5, keep_members=True) == 10 * 1000 * 5 * 4
+    assert prediction_bytes(10, 1000, 5, keep_members=False) == 1000 * 7 * 4
+
+
+def test_unknown_kinds_never_reach_a_strategy() -> None:
+    assert strategy("loop") is seam.looped
+    assert strategy("vectorised") is seam.automatic
+
+
+def test_mixed_gradients_reach_grad_alike_through_loss_and_backward() -> None:
+    class Averaging(ds.DeepEnsemble):
+        def mix(self, gradients):
+            return {name: gradient.mean(0, keepdim=True).expand_as(gradient) for name, gradient in gradients.items()}
+
+    torch.manual_seed(0)
+    posterior = Averaging([dense() for _ in range(3)]).double().train()
+    plain = ds.DeepEnsemble([posterior.member(i) for i in range(3)]).double().train()
+    x, y = data(rows=10)
+    losses = posterior.backward(x, y)
+    plain.backward(x, y)
+    got = {name: parameter.grad.clone() for name, parameter in posterior.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad.mean(0, keepdim=True).expand_as(parameter))
+    posterior.zero_grad()
+    total = posterior.loss(x, y)
+    total.backward()
+    torch.testing.assert_close(total.detach(), losses.sum())
+    for name, parameter in posterior.named_parameters():
+        torch.testing.assert_close(parameter.grad, got[name])

@@ -1,0 +1,221 @@
+"""The engines on a GPU: captured, streamed and compiled runs give what the plain loop gives."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+from dissensus.data import Batches
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here"),
+]
+
+ENGINES = ["loop", "vectorised", "streamed", "loop+captured", "vectorised+captured", "streamed+captured"]
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+
+
+def data(rows: int = 90) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return x.cuda(), torch.randint(5, (rows,), generator=generator).cuda()
+
+
+def trained(engine: str, optimizer: str, networks: list[nn.Module], *, epochs: int = 3, clip: float | None = None):
+    posterior = ds.DeepEnsemble(copy.deepcopy(networks)).to("cuda", torch.float64)
+    maker = {"sgd": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.9, weight_decay=1e-3, nesterov=True)}
+    maker |= {"adam": lambda p: torch.optim.Adam(p, lr=2**-7), "adamw": lambda p: torch.optim.AdamW(p, lr=2**-7)}
+    chosen = maker[optimizer](posterior.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(chosen, 1, 0.5)
+    loader = Batches(*data(), batch_size=12, shuffle=True, seed=3)  # 7 full batches and one of 6
+    history = ds.fit(
+        posterior, loader, epochs=epochs, optimizer=chosen, scheduler=schedule, engine=engine, clip=clip, progress=False
+    )
+    return posterior, history, chosen
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_every_engine_trains_as_the_loop_does(engine: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    networks = [conv_net() for _ in range(3)]
+    expected, _, _ = trained("loop", optimizer, networks, clip=0.5)
+    got, history, used = trained(engine, optimizer, networks, clip=0.5)
+    assert history.engine == engine
+    for name, tensor in expected.state_dict().items():
+        # 24 steps with batch norm and a schedule; float64 and deterministic algorithms leave summation order only. The
+        # rates are powers of two because a captured optimiser keeps its learning rate as float32 on the device.
+        torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
+    assert isinstance(used.param_groups[0]["lr"], float)
+    assert used.param_groups[0]["lr"] == (2**-4 if optimizer == "sgd" else 2**-7) / 8
+
+
+def test_captured_dropout_has_fresh_and_distinct_masks() -> None:
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Dropout(0.5), nn.Linear(64, 5)) for _ in range(4)]
+    posterior = ds.DeepEnsemble(networks).cuda()
+    x, y = data()
+    seen = []
+    loader = Batches(x.float()[:60], y[:60], batch_size=12)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
+    ds.fit(
+        posterior,
+        loader,
+        epochs=6,
+        optimizer=optimizer,
+        engine="vectorised+captured",
+        precision="float32",
+        callback=lambda epoch: seen.append(epoch.members) and None,
+        progress=False,
+    )
+    losses = torch.tensor(seen)  # the weights never move: only masks make the losses differ
+    assert (losses.std(0) > 1e-4).all()
+    assert (losses.std(1) > 1e-4).all()
+
+
+def test_a_nan_in_a_captured_run_names_the_member() -> None:
+    torch.manual_seed(0)
+    networks = [conv_net() for _ in range(3)]
+    with torch.no_grad():
+        networks[1][-1].weight.fill_(float("nan"))
+    posterior = ds.DeepEnsemble(networks)
+    x, y = data()
+    with pytest.raises(ds.Diverged) as caught:
+        ds.fit(posterior, Batches(x.float(), y, batch_size=12), epochs=2, engine="captured", progress=False)
+    assert caught.value.members == [1]
+
+
+def test_an_interrupt_leaves_whole_steps_and_the_optimiser_as_it_was() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(2)])
+    x, y = data()
+
+    class Interrupted(Batches):
+        def __iter__(self):
+            for i, batch in enumerate(super().__iter__()):
+                if i == 6:
+                    raise KeyboardInterrupt
+                yield batch
+
+    posterior.cuda()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        ds.fit(
+            posterior,
+            Interrupted(x.float(), y, batch_size=12),
+            epochs=2,
+            optimizer=optimizer,
+            engine="captured",
+            progress=False,
+        )
+    assert int(posterior.steps) == 6
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert all(parameter.isfinite().all() for parameter in posterior.parameters())
+    ds.fit(
+        posterior,
+        Batches(x.float(), y, batch_size=12),
+        epochs=1,
+        optimizer=optimizer,
+        engine="captured",
+        progress=False,
+    )
+    assert int(posterior.steps) == 14
+
+
+def test_what_cannot_be_captured_runs_plainly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(192, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.flatten(1) * (2.0 if float(x.sum()) > 0 else 1.0))
+
+    torch.manual_seed(0)
+    networks = [Looks() for _ in range(2)]
+    results = []
+    for engine in ("loop", "loop+captured"):
+        posterior = ds.DeepEnsemble(copy.deepcopy(networks)).cuda()
+        x, y = data()
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.01)
+        with caplog.at_level(logging.INFO, logger="dissensus"):
+            ds.fit(
+                posterior,
+                Batches(x.float(), y, batch_size=12),
+                epochs=2,
+                optimizer=optimizer,
+                engine=engine,
+                precision="float32",
+                progress=False,
+            )
+        results.append(posterior.state_dict())
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name])
+    assert sum("not captured" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "streamed", "streamed+captured", "vectorised+captured"])
+def test_coupled_members_train_as_in_the_loop(engine: str) -> None:
+    from dissensus.core import batch as batches
+
+    class Repelling(ds.DeepEnsemble):
+        """A toy coupling: outputs are pushed away from the members' mean."""
+
+        def member_loss(self, params, buffers, x, y, weight=None):
+            def both(member):
+                outputs = batches.call(member.network, x)
+                return member.likelihood.nll(outputs, y, weight), outputs
+
+            (value, outputs), buffers = self.particles.call(both, params, buffers)
+            return value, outputs, buffers
+
+        def couple(self, z):
+            return -1e-3 * torch.tanh(z - z.mean(0))
+
+    torch.manual_seed(0)
+    networks = [conv_net() for _ in range(3)]
+    results = []
+    for each in ("loop", engine):
+        posterior = Repelling(copy.deepcopy(networks)).to("cuda", torch.float64)
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=2**-5, momentum=0.9)
+        ds.fit(posterior, Batches(*data(), batch_size=12), epochs=3, optimizer=optimizer, engine=each, progress=False)
+        results.append(posterior.state_dict())
+    for name in results[0]:
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_auto_chooses_remembers_and_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)])
+    x, y = data()
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        first = ds.fit(posterior, Batches(x.float(), y, batch_size=12), epochs=1, progress=False)
+        second = ds.fit(posterior, Batches(x.float(), y, batch_size=12), epochs=1, progress=False)
+    assert first.engine == second.engine
+    assert first.engine.endswith("captured")
+    assert sum(record.message.startswith("members run") for record in caplog.records) == 1
