@@ -1,8 +1,9 @@
 """Prediction over whole loaders: members kept, summarised, or batch by batch; one draw for all of it."""
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +89,10 @@ def _in_parts(
     posterior: Posterior, loader: Iterable[Any], *, precision: Precision, compiled: bool, whole: bool = False
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
     if precision not in ("float32", "bf16"):
         raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}')
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -173,9 +178,9 @@ def _joined(parts: list[SummaryPredictive]) -> SummaryPredictive:
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
     described = predictive.described()
     members, inputs = described[0].shape[:2]
-    outputs = sum(tensor[0, 0].numel() for tensor in described)
-    total = inputs * len(loader) if isinstance(loader, Sized) else None
-    if total is not None:
+    outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
+    if (count := batches.length(loader)) is not None:
+        total = inputs * count
         size = prediction_bytes(
             members, total, outputs, keep_members=keep_members, itemsize=described[0].element_size()
         )

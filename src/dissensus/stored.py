@@ -29,12 +29,18 @@ def stored_members(
             return
         template = storage.build_network(config["network"], network)
         meaning = likelihood if likelihood is not None else storage.build_likelihood(config["likelihood"])
+        sources = {name.replace("particles.own.", "particles.shared.", 1): name for name in names}
         for index in range(members):
             member = MAP(template, likelihood=meaning)
             targets = {**dict(member.named_parameters()), **dict(member.named_buffers())}
+            inside = {name for name in sources if name.startswith("particles.")}
+            if (targets.keys() & member.state_dict().keys()) - sources.keys() or inside - targets.keys():
+                raise ValueError(
+                    "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as "
+                    "the saved one was"
+                )
             with torch.no_grad():
-                for name in names:
-                    mine = name.replace("particles.own.", "particles.shared.", 1)
+                for mine, name in sources.items():
                     if mine in targets:
                         stacked = name.startswith("particles.own.")
                         targets[mine].data = (

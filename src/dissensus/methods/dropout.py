@@ -123,6 +123,11 @@ class DroppedFunctions(Drawn):
             template = self.particles.template
             with torch.no_grad(), at_sites(template.network, self.sites, meet):
                 function(template, *args)
+            if not met:
+                raise ValueError(
+                    f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "
+                    "all functions would be one and the same: call the modules in forward"
+                )
             self._met[shapes] = met
         return self._met[shapes]
 

@@ -1,0 +1,70 @@
+"""Annealing of the driving force: a weight a_t on the gradient of the loss, none on the repulsion.
+
+Early in training members then spread before the data pull them together (D'Angelo & Fortuin, NeurIPS 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+SCHEDULES = ("constant", "linear", "hyper", "cyclic")
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """a_t of the optimiser step t, over T steps.
+
+        constant   weight
+        linear     weight · min(t / T, 1)
+        hyper      weight · tanh((1.3 t / T)¹⁰)
+        cyclic     weight · (τ / T_c)¹⁰, τ = t mod T_c, T_c = T / cycles
+
+    `steps`: T; None is the whole run, which `fit` (or `posterior.begin`) tells.
+    """
+
+    schedule: Literal["constant", "linear", "hyper", "cyclic"] = "constant"
+    steps: int | None = None
+    weight: float = 1.0
+    cycles: int = 5
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"expected at least one step to anneal over, got {self.steps}; None takes the whole run")
+        if not self.weight > 0:
+            raise ValueError(f"expected a positive weight of the driving force, got {self.weight}")
+        if self.cycles < 1:
+            raise ValueError(f"expected at least one cycle, got {self.cycles}")
+
+    def __call__(self, step: Tensor, run: int | None) -> Tensor | float:
+        """() a_t at the step (), of a run of so many steps. Tensor arithmetic: a captured step goes on with the clock."""
+        if self.schedule == "constant":
+            return self.weight
+        total = self.steps or run
+        if total is None:
+            raise ValueError(
+                "expected the length of the run for annealing, got none; pass Annealing(steps=...) or call "
+                "posterior.begin(steps_per_epoch, epochs)"
+            )
+        t = step.to(torch.float32)
+        if self.schedule == "linear":
+            return self.weight * (t / total).clamp(max=1.0)
+        if self.schedule == "hyper":
+            return self.weight * torch.tanh((1.3 * t / total) ** 10)
+        cycle = total / self.cycles
+        return self.weight * (torch.remainder(t, cycle) / cycle) ** 10
+
+    def config(self) -> dict[str, Any]:
+        """The keyword arguments that build this again."""
+        return asdict(self)
+
+
+def with_gradient_times(value: Tensor, factor: Tensor | float) -> Tensor:
+    """The value itself, with its gradient multiplied by factor."""
+    held = value.detach()
+    return held + (value - held) * factor

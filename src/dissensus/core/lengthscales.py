@@ -1,0 +1,185 @@
+"""Lengthscales of the FoRDE kernel: a rotation and a precision along each of its axes (Trinh et al., ICLR 2024, §3.3).
+
+The kernel compares unit vectors by (s − s')ᵀ Σ⁻¹ (s − s'). With the principal components of the training inputs,
+Σ⁻¹ = U Λ Uᵀ, members are pushed apart most in the directions in which the data vary most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
+EXTRA = 10  # directions beyond the rank that the randomised range finder carries (Halko, Martinsson & Tropp 2011)
+
+
+@dataclass(frozen=True, eq=False)
+class Lengthscales:
+    """Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors.
+
+    With as many eigenvectors as dimensions nothing remains, and `remainder` does not matter.
+    """
+
+    eigenvectors: Tensor  # (D, R), orthonormal columns
+    precision: Tensor  # (R,) ≥ 0
+    remainder: float | Tensor = 0.0  # () ≥ 0
+
+    def __post_init__(self) -> None:
+        if self.eigenvectors.ndim != 2 or self.precision.shape != self.eigenvectors.shape[1:]:
+            raise ValueError(
+                f"expected eigenvectors (D, R) and precision (R,), got {tuple(self.eigenvectors.shape)} and "
+                f"{tuple(self.precision.shape)}; one precision per column"
+            )
+
+    @property
+    def dimension(self) -> int:
+        """D, the number of input features."""
+        return self.eigenvectors.shape[0]
+
+    def scale(self, s: Tensor) -> Tensor:
+        """(..., D) or (..., R) vectors whose squared distances are (s − s')ᵀ Σ⁻¹ (s − s')."""
+        u, root = self.eigenvectors.to(s.dtype), self.precision.to(s.dtype).sqrt()
+        if u.shape[0] == u.shape[1]:
+            return (s @ u) * root
+        rest = torch.as_tensor(self.remainder, dtype=s.dtype, device=s.device).sqrt()
+        return rest * s + ((s @ u) * (root - rest)) @ u.T  # Σ^(−1/2) s
+
+
+def pca_lengthscales(
+    inputs: Tensor | Iterable[Any],
+    alpha: float = 1.0,
+    *,
+    form: Literal["poster", "paper"] = "poster",
+    rank: int | None = None,
+    passes: int = 3,
+) -> Lengthscales:
+    """Lengthscales between the identity (alpha = 0) and the principal components of the inputs (alpha = 1).
+
+    With the eigenvalues λ of the inputs' covariance,
+
+        "poster":  precision = (1 − α) + α λ            (Σ_α⁻¹ = (1 − α) I + α Λ)
+        "paper":   precision = 1 / (α/λ + (1 − α))      (Σ_α = α Λ⁻¹ + (1 − α) I, appendix D.4)
+
+    Both agree at the end points; in between the paper's form weakens directions of small variance already at a small
+    α. The poster is the later one, hence the default. `inputs`: (N, ...) or an iterable of batches (x or (x, ...)),
+    un-augmented and scaled as the network sees them: for 0 < α < 1 the scale of λ matters, α = 1 is free of it.
+
+    `rank`: eigenvectors kept; None keeps all up to 4,096 dimensions and 512 beyond. Truncated ones are found by
+    randomised subspace iteration without a D × D matrix, in `passes` over the data (one where it can be read once
+    only), and the variance that is left over is spread evenly over the remaining D − R directions.
+    """
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"expected alpha from 0 (identity) to 1 (principal components), got {alpha}")
+    if form not in ("poster", "paper"):
+        raise ValueError(f'expected form "poster" or "paper", got {form!r}')
+    if rank is not None and rank < 1:
+        raise ValueError(f"expected a rank of at least 1, got {rank}; None chooses one")
+    if passes < 1:
+        raise ValueError(f"expected at least one pass over the data, got {passes}")
+    readable_once = isinstance(inputs, Iterator)
+    first, rows = _peek(inputs)
+    dimension = first.shape[1]
+    exact = dimension <= LARGEST_EXACT
+    kept = min(rank or (dimension if exact else 512), dimension)
+    if exact:
+        moments = _Moments.of(rows, torch.eye(dimension, dtype=torch.float64, device=first.device))
+        values, vectors = torch.linalg.eigh(moments.covariance)
+        values, vectors = values.flip(0)[:kept], vectors.flip(1)[:, :kept]  # largest first
+    else:
+        again = itertools.chain([rows], (_rows(inputs) for _ in range(0 if readable_once else passes - 1)))
+        moments, values, vectors = _randomised(again, first, kept)
+        kept = values.numel()
+    values = values.clamp(min=0.0)
+    rest = (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
+    dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+    return Lengthscales(
+        vectors.to(dtype), _precision(values, alpha, form).to(dtype), _precision(rest, alpha, form).to(dtype)
+    )
+
+
+def _precision(eigenvalues: Tensor, alpha: float, form: str) -> Tensor:
+    if form == "poster":
+        return (1 - alpha) + alpha * eigenvalues
+    # 1 / (α/λ + 1 − α), written so that λ = 0 gives 0
+    below = alpha + (1 - alpha) * eigenvalues
+    return torch.where(below > 0, eigenvalues / below, 1.0) if alpha > 0 else torch.ones_like(eigenvalues)
+
+
+@dataclass
+class _Moments:
+    """What one pass over the rows gives of the covariance C: C Ω for a given Ω (D, L), and its trace."""
+
+    covariance: Tensor  # (D, L) C Ω
+    trace: Tensor  # ()
+
+    @classmethod
+    def of(cls, rows: Iterable[Tensor], omega: Tensor) -> _Moments:
+        # Shifted by the first batch's mean: E[xxᵀ] − μμᵀ loses digits where the mean is large.
+        count, shift = 0, None
+        total = squares = product = omega.new_zeros(())
+        for batch in rows:
+            x = batch.to(omega.dtype)
+            shift = x.mean(0) if shift is None else shift
+            x = x - shift
+            count += len(x)
+            total = total + x.sum(0)
+            squares = squares + x.square().sum()
+            product = product + x.T @ (x @ omega)
+        if count < 2:
+            raise ValueError(f"expected at least two inputs, got {count}; pass the training inputs")
+        mean = total / count
+        covariance = (product - count * torch.outer(mean, mean @ omega)) / (count - 1)
+        trace = (squares - count * mean.square().sum()) / (count - 1)
+        if not bool(trace.isfinite()):
+            raise ValueError("expected finite inputs, got NaN or infinity; clean the data")
+        if float(trace) <= 1e-12 * float(shift.square().sum()) / omega.shape[0]:  # type: ignore[union-attr]
+            raise ValueError("expected inputs that vary, got equal rows; pass the training inputs")
+        return cls(covariance, trace)
+
+
+def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[_Moments, Tensor, Tensor]:
+    """(moments, eigenvalues (R,), eigenvectors (D, R)), largest first, by subspace iteration and a Nyström step.
+
+    With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
+    """
+    dimension = first.shape[1]
+    generator = torch.Generator().manual_seed(0)  # of its own: the caller's random stream stays as it was
+    basis = torch.randn(dimension, min(rank + EXTRA, dimension), dtype=torch.float64, generator=generator)
+    basis, moments = basis.to(first.device), None
+    for rows in passes:
+        if moments is not None:
+            basis = moments.covariance
+        basis = torch.linalg.qr(basis).Q
+        moments = _Moments.of(rows, basis)
+    assert moments is not None
+    core = basis.T @ moments.covariance  # (L, L)
+    values, vectors = torch.linalg.eigh((core + core.T) / 2)
+    kept = values > 1e-12 * values[-1]  # directions without variance: fewer rows than directions
+    root = moments.covariance @ (vectors[:, kept] / values[kept].sqrt())  # (D, L'): C ≈ root rootᵀ
+    left, singular, _ = torch.linalg.svd(root, full_matrices=False)
+    return moments, singular.square()[:rank], left[:, :rank]
+
+
+def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
+    """Batches of flattened inputs (n, D), in float32 or more."""
+    for batch in inputs.split(1024) if isinstance(inputs, Tensor) else inputs:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"expected inputs of shape (N, ...) or batches of them, got {what}; give them a batch axis")
+        yield x.detach().reshape(len(x), math.prod(x.shape[1:])).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:
+    """(the first batch, all batches with the first one in its place)."""
+    rows = _rows(inputs)
+    first = next(rows, None)
+    if first is None or first.numel() == 0:
+        raise ValueError("expected training inputs, got none; was the loader read before?")
+    return first, itertools.chain([first], rows)

@@ -1,0 +1,138 @@
+"""Spaces: what members are compared in. Each function gives one member's point z in a space, as a pure function.
+
+    weight      its trainable tensors
+    function    its outputs on a set of inputs
+    feature     the output of a layer, with the loss's slope there
+    gradient    the derivative of its outputs with respect to the inputs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.particles import Tensors
+
+Gradient = Literal["logit", "log_prob"]
+
+
+def weights(params: Tensors, trained: Tensors) -> Tensors:
+    """A member's tensors by name, those that are trained."""
+    return {name: params[name] for name, tensor in trained.items() if tensor.requires_grad}
+
+
+def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(B, ...) outputs times √w: an example of weight two lies as far from others as the example twice."""
+    outputs = full_precision(outputs)
+    if weight is None:
+        return outputs
+    return outputs * weight.to(outputs.dtype).sqrt().reshape(-1, *[1] * (outputs.ndim - 1))
+
+
+def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
+    """() the sum over the batch of the output whose input gradient is compared.
+
+    "logit": the true class's logit (labels' mean of logits for soft labels); for other likelihoods the mean that
+    `describe` gives first, summed over outputs. "log_prob": log p(y | x).
+    """
+    outputs = full_precision(outputs)
+    if gradient == "log_prob":
+        log_prob = likelihood.log_prob(outputs, y)
+        counted = likelihood.counted(y)
+        return log_prob.sum() if counted is None else torch.where(counted, log_prob, 0.0).sum()
+    if not isinstance(likelihood, Classification):
+        return likelihood.describe(outputs)[0].sum()
+    if y.is_floating_point():
+        return (y * outputs).sum()
+    counted = likelihood.counted(y)
+    if counted is None:
+        return outputs.gather(1, y.long().unsqueeze(1)).sum()
+    chosen = outputs.gather(1, torch.where(counted, y, 0).long().unsqueeze(1)).squeeze(1)
+    return torch.where(counted, chosen, 0.0).sum()
+
+
+def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) -> tuple[Tensor, Any]:
+    """((B, D) derivative of function's scalar by x, what else function returned), both with a graph to its parameters.
+
+    x may hold several tensors: their derivatives are flattened and joined; tensors of integers have none.
+    """
+    every = batches.tensors(x)
+
+    def of_floating(*floating: Tensor) -> tuple[Tensor, Any]:
+        given = iter(floating)
+        return function(batches.apply(x, lambda t: next(given) if t.is_floating_point() else t))
+
+    floating = tuple(tensor for tensor in every if tensor.is_floating_point())
+    found, rest = torch.func.grad(of_floating, argnums=tuple(range(len(floating))), has_aux=True)(*floating)
+    return torch.cat([gradient.flatten(1) for gradient in found], dim=1), rest
+
+
+def input_dimension(x: Inputs) -> int:
+    """D: floating-point numbers per example."""
+    return sum(math.prod(tensor.shape[1:]) for tensor in batches.tensors(x) if tensor.is_floating_point())
+
+
+@contextmanager
+def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
+    """Inside, `shift` (of the layer's output's shape) is added to what the layer gives; yields the list of outputs seen.
+
+    With a shift of zeros the derivative by it is the derivative by the feature.
+    """
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"expected a layer '{layer}' that returns one tensor, got {type(output).__name__}; name another layer"
+            )
+        seen.append(output if shift is None else output + shift)
+        return seen[-1]
+
+    handle = network.get_submodule(layer).register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+    if len(seen) != 1:
+        raise ValueError(
+            f"expected a layer '{layer}' that runs once per forward pass, got {len(seen)} runs; name another layer"
+        )
+
+
+def carried(value: Tensor, by: Tensor) -> Tensor:
+    """A value without gradient as part of z: it hangs on the graph of `by`, of the same shape, with slope zero."""
+    return value.detach() + 0.0 * by
+
+
+def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
+    """N(0, 1) numbers of `like`'s shape that follow from the step () alone.
+
+    Not drawn from torch's generators: all members must see the same ones, whether they run under vmap or in a loop, and
+    a step captured in a CUDA graph must see others at every replay. Counters hashed by SplitMix64 (Steele et al. 2014)
+    and turned normal by Box and Muller.
+    """
+    count = like.numel()
+    counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)
+    uniform = _hashed_uniform(counter).reshape(2, count)
+    radius = (-2 * uniform[0].log()).sqrt()
+    return (radius * torch.cos(2 * math.pi * uniform[1])).to(like.dtype).reshape(like.shape)
+
+
+def _hashed_uniform(counter: Tensor) -> Tensor:
+    """Numbers in (0, 1) from int64 counters. Products wrap around, as they should."""
+
+    def shifted(value: Tensor, bits: int) -> Tensor:  # logical, not arithmetic: the sign bit is not copied
+        return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+    z = (counter + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    z = (z ^ shifted(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ shifted(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return (shifted(z ^ shifted(z, 31), 40).float() + 0.5) / 2**24

@@ -1,0 +1,79 @@
+"""Batches as they come from loaders."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import dissensus as ds
+from dissensus.core import batch as batches
+
+
+def test_a_batch_has_two_or_three_parts():
+    x, y, w = torch.zeros(2, 3), torch.zeros(2), torch.ones(2)
+    assert batches.unpack((x, y)) == (x, y, None)
+    assert batches.unpack([x, y, w]) == (x, y, w)
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (torch.zeros(2, 3), r"expected batches \(x, y\) or \(x, y, weight\), got Tensor of length 2"),
+        ({"x": 1, "y": 2}, "got dict of length 2"),
+        ((torch.zeros(2),), "got tuple of length 1"),
+        (5, "got int"),
+        ((torch.zeros(2), [0, 1]), "expected targets as a tensor, got list"),
+        (("text", torch.zeros(2)), "expected inputs as a tensor, tuple or dict of tensors, got str"),
+    ],
+)
+def test_other_batches_are_refused(batch, text):
+    with pytest.raises(TypeError, match=text):
+        batches.unpack(batch)
+    with pytest.raises(TypeError, match=text):
+        ds.fit(ds.MAP(nn.Linear(3, 2)), [batch], epochs=1, progress=False)
+
+
+def test_numbers_that_are_not_finite_are_found_and_named():
+    x = torch.zeros(5, 3)
+    batches.check_finite(x)
+    batches.check_finite({"a": x, "b": torch.tensor([2**62, 2**62])})
+    x[3, 1] = float("nan")
+    for inputs in (x, (torch.zeros(5), x), {"a": x}):
+        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 3 of a batch; clean"):
+            batches.check_finite(inputs)
+    batches.check_finite(torch.full((5, 3), 1e38))  # the sum overflows, the numbers do not
+
+
+def test_inputs_are_mapped_in_place_of_their_tensors():
+    x = {"a": torch.ones(2), "b": None}
+    doubled = batches.apply(x, lambda t: 2 * t)
+    assert doubled["b"] is None
+    assert doubled["a"].tolist() == [2, 2]
+    assert isinstance(batches.apply([torch.ones(2), 3], lambda t: t), tuple)
+    assert batches.size((torch.zeros(7, 2), torch.zeros(3))) == 7
+    with pytest.raises(ValueError, match="expected inputs with a batch axis first"):
+        batches.size(torch.zeros(()))
+
+
+def test_a_loader_knows_its_length_or_not():
+    assert batches.length([1, 2, 3]) == 3
+    assert batches.length(iter([1, 2, 3])) is None
+    assert batches.length(DataLoader(Endless(), batch_size=2)) is None
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(1)
+
+
+def test_a_change_of_inputs_is_noticed():
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="changes them in place"), batches.unchanged({"a": x}):
+        x.mul_(2)
+    with batches.unchanged(x):
+        x * 2
+    with torch.inference_mode():
+        y = torch.ones(3)
+        with batches.unchanged(y):  # these tensors cannot be watched, and are not
+            y.mul_(2)

@@ -1,0 +1,64 @@
+"""Clipping member by member equals clipping each member alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.clipping import clip_members
+from dissensus.core.particles import Member, Particles, TensorTree
+
+
+@pytest.mark.parametrize("largest", [1e-3, 0.5, 1e3])
+def test_each_member_is_clipped_by_its_own_norm(largest):
+    networks = [tiny.mlp().double() for _ in range(3)]
+    with torch.no_grad():
+        networks[2][0].weight.mul_(50)  # a member with large gradients does not slow the others down
+    posterior, (x, y) = ds.DeepEnsemble(networks), tiny.points()
+    posterior.backward(x, y)
+    norms = clip_members(posterior.particles, largest)
+    for i, net in enumerate(networks):
+        nn.functional.cross_entropy(net(x), y).backward()
+        norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
+        assert float(norms[i]) == pytest.approx(float(norm), rel=1e-12)
+        for name, parameter in net.named_parameters():
+            mine = posterior.particles.own_parameters()[f"network.{name}"].grad[i]
+            torch.testing.assert_close(mine, parameter.grad * min(1.0, largest / float(norm)), rtol=1e-12, atol=1e-15)
+        # torch's own function divides by norm + 1e-6
+        nn.utils.clip_grad_norm_(net.parameters(), largest)
+        after = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
+        ours = torch.cat([p.grad[i].flatten() for p in posterior.particles.own_parameters().values()]).norm()
+        assert float(ours) == pytest.approx(float(after), rel=1e-4)
+
+
+def test_a_held_network_is_clipped_as_one():
+    posterior, (x, y) = ds.MAP(tiny.mlp().double()), tiny.points()
+    posterior.backward(x, y)
+    before = torch.cat([g.flatten() for g in tiny.gradients(posterior).values()])
+    norms = clip_members(posterior.particles, 0.01)
+    after = torch.cat([g.flatten() for g in tiny.gradients(posterior).values()])
+    assert norms.shape == (1,)
+    torch.testing.assert_close(after, before * (0.01 / before.norm()), rtol=1e-12, atol=0)
+
+
+def test_own_and_shared_tensors_are_clipped_apart():
+    own, shared = TensorTree(), TensorTree()
+    own.plant("network.bias", nn.Parameter(torch.zeros(2, 3)))
+    shared.plant("network.weight", nn.Parameter(torch.zeros(3, 4)))
+    particles = Particles(Member(nn.Linear(4, 3), ds.Classification()), own=own, shared=shared, members=2)
+    bias, weight = particles.own_parameters()["network.bias"], particles.shared_parameters()["network.weight"]
+    bias.grad = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]])
+    weight.grad = torch.full((3, 4), 1.0)
+    norms = clip_members(particles, 1.0)
+    torch.testing.assert_close(norms, torch.tensor([5.0, 0.5]))
+    torch.testing.assert_close(bias.grad, torch.tensor([[0.6, 0.8, 0.0], [0.3, 0.4, 0.0]]))
+    torch.testing.assert_close(weight.grad, torch.full((3, 4), 1 / 12**0.5))
+
+
+def test_no_gradient_and_zero_gradients_are_left_alone():
+    posterior = ds.MAP(tiny.mlp())
+    for parameter in posterior.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert clip_members(posterior.particles, 1.0).tolist() == [0.0]
+    assert all(float(g.abs().max()) == 0 for g in tiny.gradients(posterior).values())

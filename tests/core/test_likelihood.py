@@ -1,0 +1,308 @@
+"""Likelihoods against torch.distributions and scipy, weights, soft labels, and what they refuse."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import torch.distributions as D
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.likelihood import full_precision, spread
+
+F64 = torch.float64
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+def test_classification_is_a_categorical():
+    logits, y = 5 * torch.randn(40, 4, dtype=F64), torch.randint(4, (40,))
+    likelihood = ds.Classification()
+    expected = D.Categorical(logits=logits).log_prob(y)
+    torch.testing.assert_close(likelihood.log_prob(logits, y), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(likelihood.nll(logits, y), -expected.mean(), rtol=0, atol=1e-12)
+    (described,) = likelihood.describe(logits)
+    torch.testing.assert_close(described.logsumexp(1), torch.zeros(40, dtype=F64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(described.gather(1, y[:, None])[:, 0], expected, rtol=0, atol=1e-12)
+    assert isinstance(likelihood.predictive(described[None]), ds.ClassificationPredictive)
+
+
+def test_soft_labels_are_the_expected_log_probability():
+    logits, soft = torch.randn(20, 4, dtype=F64), torch.rand(20, 4, dtype=F64).softmax(1)
+    each = torch.stack([D.Categorical(logits=logits).log_prob(torch.full((20,), c)) for c in range(4)], 1)
+    found = ds.Classification().log_prob(logits, soft)
+    torch.testing.assert_close(found, (soft * each).sum(1), rtol=0, atol=1e-12)
+    hard = torch.randint(4, (20,))
+    one_hot = nn.functional.one_hot(hard, 4).double()
+    expected = ds.Classification().log_prob(logits, hard)
+    torch.testing.assert_close(ds.Classification().log_prob(logits, one_hot), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_class_indices_of_any_integer_type(dtype):
+    logits, y = torch.randn(6, 3, dtype=F64), torch.arange(6) % 3
+    likelihood = ds.Classification()
+    likelihood.check(logits.shape, y.to(dtype))
+    assert torch.equal(likelihood.log_prob(logits, y.to(dtype)), likelihood.log_prob(logits, y))
+
+
+def test_positions_to_ignore_do_not_count():
+    logits, y = torch.randn(3, 4, 5, 6, dtype=F64), torch.randint(4, (3, 5, 6))
+    void = torch.rand(3, 5, 6) < 0.4
+    likelihood = ds.Classification(ignore_index=255)
+    each = D.Categorical(logits=logits.movedim(1, -1)).log_prob(y)
+    found = likelihood.nll(logits, torch.where(void, 255, y))
+    torch.testing.assert_close(found, -each[~void].mean(), rtol=0, atol=1e-12)
+    # with weights per example: Σ w log p / Σ w over what counts
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=F64)
+    w = weight[:, None, None].expand(3, 5, 6)[~void]
+    expected = -(w * each[~void]).sum() / w.sum()
+    found = likelihood.nll(logits, torch.where(void, 255, y), weight)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ignore", [-1, 255, 0, -100])
+def test_any_label_can_be_the_one_to_ignore(ignore):
+    logits, y = torch.randn(8, 3, dtype=F64), torch.tensor([1, 2, 1, 2, 1, 2, ignore, ignore])
+    likelihood = ds.Classification(ignore_index=ignore)
+    likelihood.check(logits.shape, y)
+    expected = nn.functional.cross_entropy(logits[:6], y[:6])
+    torch.testing.assert_close(likelihood.nll(logits, y), expected, rtol=0, atol=1e-12)
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
+    logits = torch.randn(4, 3, requires_grad=True)
+    loss = ds.Classification(ignore_index=-1).nll(logits, torch.full((4,), -1))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert float(logits.grad.abs().max()) == 0
+    loss = ds.Classification().nll(logits, torch.zeros(4, dtype=torch.int64), torch.zeros(4))
+    assert float(loss.detach()) == 0
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3), (7, 2, 3)])
+def test_regression_is_a_gaussian(shape):
+    mean, y = torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64)
+    expected = D.Normal(mean, 0.3).log_prob(y).reshape(7, -1).sum(1)
+    likelihood = ds.Regression(noise=0.3)
+    likelihood.check(mean.shape, y)
+    torch.testing.assert_close(likelihood.log_prob(mean, y), expected, rtol=0, atol=1e-12)
+    by_scipy = scipy.stats.norm(mean.numpy(), 0.3).logpdf(y.numpy()).reshape(7, -1).sum(1)
+    np.testing.assert_allclose(likelihood.log_prob(mean, y).numpy(), by_scipy, rtol=0, atol=1e-12)
+    means, variances = likelihood.describe(mean)
+    assert means.shape == variances.shape == shape
+    torch.testing.assert_close(variances, torch.full(shape, 0.09, dtype=F64), rtol=1e-12, atol=0)
+
+
+def test_learned_noise_goes_to_the_residuals_deviation():
+    """The maximum of the likelihood in σ is the root mean square of the residuals."""
+    likelihood = ds.Regression(initial=2.0).double()
+    residuals = 0.5 * torch.randn(1000, 1, dtype=F64)
+    assert float(likelihood.describe(residuals)[1][0].detach()) == pytest.approx(4.0, rel=1e-6)
+    optimizer = torch.optim.LBFGS(likelihood.parameters(), line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = likelihood.nll(torch.zeros_like(residuals), residuals)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    expected = float(residuals.square().mean().sqrt())
+    assert float(likelihood.log_noise.detach().exp()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_heteroscedastic_regression_is_a_gaussian_per_input():
+    outputs, y = torch.randn(9, 6, dtype=F64), torch.randn(9, 3, dtype=F64)
+    std = (nn.functional.softplus(outputs[:, 3:]) + 1e-6).sqrt()
+    expected = D.Normal(outputs[:, :3], std).log_prob(y).sum(1)
+    likelihood = ds.HeteroscedasticRegression()
+    likelihood.check(outputs.shape, y)
+    torch.testing.assert_close(likelihood.log_prob(outputs, y), expected, rtol=0, atol=1e-12)
+    means, variances = likelihood.describe(outputs)
+    assert torch.equal(means, outputs[:, :3])
+    torch.testing.assert_close(variances, std**2, rtol=1e-12, atol=0)
+    # A raw variance of −50 is no division by zero.
+    outputs[:, 3:] = -50
+    assert bool(likelihood.log_prob(outputs, y).isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_not_where_likelihoods_are_evaluated(dtype):
+    logits = torch.randn(5, 3).to(dtype)
+    assert full_precision(logits).dtype == torch.float32
+    assert full_precision(logits.double()).dtype == F64
+    assert ds.Classification().nll(logits, torch.zeros(5, dtype=torch.int64)).dtype == torch.float32
+    assert ds.Classification().describe(logits)[0].dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------- sample weights
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "y"),
+    [
+        (ds.Classification(), torch.randn(4, 3, dtype=F64), torch.tensor([0, 1, 2, 1])),
+        (ds.Classification(), torch.randn(4, 3, 2, 2, dtype=F64), torch.randint(3, (4, 2, 2))),
+        (ds.Regression(noise=0.5), torch.randn(4, 2, dtype=F64), torch.randn(4, 2, dtype=F64)),
+        (ds.HeteroscedasticRegression(), torch.randn(4, 2, dtype=F64), torch.randn(4, 1, dtype=F64)),
+    ],
+    ids=["classes", "pixels", "regression", "heteroscedastic"],
+)
+def test_a_weight_of_two_is_the_example_twice(likelihood, outputs, y):
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.0])
+    rows = torch.tensor([0, 1, 1, 2])
+    expected = likelihood.nll(outputs[rows], y[rows])
+    torch.testing.assert_close(likelihood.nll(outputs, y, weight), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(likelihood.nll(outputs, y, 10 * weight), expected, rtol=0, atol=1e-12)
+
+
+def test_weights_are_spread_over_pixels_of_their_own_example():
+    like = torch.zeros(2, 2, 2)
+    assert spread(torch.tensor([1.0, 3.0]), like)[1].tolist() == [[3, 3], [3, 3]]
+    assert spread(torch.tensor([1.0, 3.0]), like)[0].tolist() == [[1, 1], [1, 1]]
+    for weight in (torch.ones(3), torch.ones(2, 2, 2, 1)):
+        with pytest.raises(ValueError, match=r"expected sample weights of shape \(2,\), got"):
+            spread(weight, like)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("shape", "y", "text"),
+    [
+        ((4, 3), torch.tensor([0, 1, 2, 3]), "expected labels in 0…2, got 3"),
+        ((4, 3), torch.tensor([0, 1, 2, -1]), "expected labels in 0…2, got -1"),
+        ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
+        ((4, 3), torch.tensor([0, 1, 2]), r"expected targets of shape \(4,\), got torch.int64 of shape \(3,\)"),
+        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one index per example"),
+        ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
+        (
+            (4, 3),
+            torch.tensor([0.0, 1.0, 2.0, 0.0]),
+            r"got torch.float32 of shape \(4,\); pass class indices with y.long",
+        ),
+        ((4, 3), torch.ones(4, 3), "expected soft labels ≥ 0 that sum to one"),
+        ((4, 3), torch.tensor([[2.0, -1.0, 0.0]]).repeat(4, 1), "expected soft labels ≥ 0 that sum to one"),
+        ((4, 3), torch.full((4, 3), math.nan), "expected soft labels ≥ 0 that sum to one"),
+        ((4, 3), torch.zeros(4, dtype=torch.bool), "got torch.bool"),
+        ((4, 1), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4, 1\)"),
+        ((4,), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4,\)"),
+        ((2, 3, 5, 6), torch.zeros(2, dtype=torch.int64), r"expected targets of shape \(2, 5, 6\)"),
+        ((2, 3, 5, 6), torch.zeros(2, 6, 5, dtype=torch.int64), r"expected targets of shape \(2, 5, 6\)"),
+    ],
+)
+def test_labels_that_cannot_belong_to_the_logits(shape, y, text):
+    with pytest.raises(ValueError, match=text):
+        ds.Classification().check(torch.Size(shape), y)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(2, math.prod(shape[1:])), nn.Unflatten(1, shape[1:] or (1,)))
+    network = nn.Sequential(network, nn.Flatten(0)) if len(shape) == 1 else network
+    with pytest.raises(ValueError, match=text):
+        ds.MAP(network).backward(torch.zeros(shape[0], 2), y)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape", "y", "text"),
+    [
+        (ds.Regression(), (4, 1), torch.zeros(4), r"expected targets of shape \(4, 1\), got \(4,\); reshape"),
+        (ds.Regression(), (4,), torch.zeros(4, 1), r"expected targets of shape \(4,\), got \(4, 1\)"),
+        (ds.Regression(), (4, 1), torch.zeros(4, 1, dtype=torch.int64), "expected real targets, got torch.int64"),
+        (ds.Regression(), (4, 1), torch.full((4, 1), math.nan), "expected finite targets, got NaN or infinity"),
+        (ds.Regression(), (4, 1), torch.full((4, 1), math.inf), "expected finite targets"),
+        (ds.HeteroscedasticRegression(), (4, 3), torch.zeros(4, 1), r"expected outputs of shape \(B, 2D\)"),
+        (ds.HeteroscedasticRegression(), (4, 4), torch.zeros(4, 4), r"expected targets of shape \(4, 2\)"),
+    ],
+)
+def test_targets_that_cannot_belong_to_the_outputs(likelihood, shape, y, text):
+    with pytest.raises(ValueError, match=text):
+        likelihood.check(torch.Size(shape), y)
+
+
+@pytest.mark.parametrize("noise", [0, -1.0, math.nan, "learnt", None])
+def test_a_noise_that_is_none(noise):
+    with pytest.raises(ValueError, match='expected a positive noise or "learned"'):
+        ds.Regression(noise=noise)
+
+
+def test_an_initial_noise_that_is_none():
+    with pytest.raises(ValueError, match="expected a positive initial noise, got 0"):
+        ds.Regression(initial=0)
+
+
+# ---------------------------------------------------------------------------------------------------- one's own
+
+
+class Poisson(ds.Likelihood):
+    """The example of the module's docstring."""
+
+    def log_prob(self, outputs, y):
+        rate = outputs.exp()
+        return (y * outputs - rate - torch.lgamma(y + 1)).sum(1)
+
+    def describe(self, outputs):
+        rate = outputs.exp()
+        return rate, rate
+
+    def predictive(self, *described):
+        return ds.RegressionPredictive(*described)
+
+
+def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
+    outputs, y = torch.randn(5, 1, dtype=F64), torch.tensor([[0.0], [1], [2], [3], [9]], dtype=F64)
+    expected = D.Poisson(outputs.exp()).log_prob(y)[:, 0]
+    torch.testing.assert_close(Poisson().log_prob(outputs, y), expected, rtol=0, atol=1e-10)
+
+    x = torch.linspace(-1, 1, 200, dtype=F64)[:, None]
+    rate = (1 + x).exp()
+    y = torch.poisson(rate)
+    posterior = tiny.ensemble(lambda: nn.Linear(1, 1), members=2, likelihood=Poisson())
+    optimizer = torch.optim.LBFGS(posterior.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = posterior.loss(x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    # Poisson regression is convex: both members meet, and the score equations hold: Σ (y − rate) (1, x) = 0.
+    found = posterior.predict(x)
+    assert float(found.epistemic.max()) < 1e-6
+    residual = (y - found.mean).T @ torch.cat([torch.ones_like(x), x], 1)
+    assert float(residual.abs().max()) < 1e-2
+    # Standard error of the two coefficients at 200 points is below 0.1.
+    assert float((found.mean.log() - rate.log()).abs().max()) < 0.5
+    torch.testing.assert_close(found.aleatoric, found.mean, rtol=1e-6, atol=0)
+    ds.fit(posterior, [(x, y)], epochs=1, validation=[(x, y)], progress=False, engine="loop")
+
+    ds.save(posterior, tmp_path)
+    with pytest.raises(ValueError, match="expected the likelihood 'Poisson' as an argument"):
+        ds.load(tmp_path, nn.Linear(1, 1))
+    loaded = ds.load(tmp_path, nn.Linear(1, 1), likelihood=Poisson())
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_every_member_has_a_noise_of_its_own():
+    posterior = tiny.ensemble(lambda: nn.Linear(4, 1), likelihood=ds.Regression(initial=0.5))
+    noise = posterior.particles.own_parameters()["likelihood.log_noise"]
+    assert noise.shape == (3,)
+    with torch.no_grad():
+        noise.copy_(torch.tensor([0.1, 1.0, 2.0]).log())
+    found = posterior.predict(tiny.points()[0]).variances[:, 0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.01, 1.0, 4.0], dtype=F64), rtol=1e-6, atol=0)
+
+
+def test_the_callers_likelihood_is_left_alone():
+    likelihood = ds.Regression(initial=0.5)
+    before = copy.deepcopy(likelihood.state_dict())
+    posterior = ds.MAP(nn.Linear(4, 1), likelihood=likelihood)
+    x = torch.randn(8, 4)
+    ds.fit(posterior, [(x, x[:, :1])], epochs=3, progress=False, engine="loop")
+    assert torch.equal(likelihood.log_noise, before["log_noise"])

@@ -1,0 +1,522 @@
+"""Members run by vmap and by the loop alike, whatever the network does."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import dissensus as ds
+import tiny
+from dissensus.core.particles import Particles, Rows, loop, random_state
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell, self.head = cell(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[:, 0])
+
+
+class Branching(nn.Module):
+    """Two paths; which one depends on the member's own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return hidden if hidden.sum() > 0 else self.second(x)
+
+
+class Reading(nn.Module):
+    """Asks for a number in the middle of the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden / hidden.abs().max().item()
+
+
+class BranchingOnInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+class Counting(nn.Module):
+    """Reassigns one buffer, writes into another, holds one that is not saved."""
+
+    count: Tensor
+    total: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) * self.scale
+        if self.training:
+            self.count = self.count + 1
+            self.total.add_(hidden.detach().sum(0))
+        return hidden
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x).mean(1))
+
+
+class Tied(nn.Module):
+    """One matrix used twice: in and, transposed, out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.encode.weight
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.norm(torch.tanh(self.encode(x))))[:, :3]
+
+
+class Sum(nn.Module):
+    """Two parameters of one gradient: autograd hands out the same tensor for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + (self.a + self.b)
+
+
+vectors = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+sequences = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+images = torch.randn(6, 2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+words = torch.randint(10, (6, 5), generator=torch.Generator().manual_seed(4))
+
+
+def normed(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), layer, nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+# name -> (network, inputs, whether vmap can run it in training)
+NETWORKS = {
+    "batch norm": (lambda: normed(nn.BatchNorm1d(6)), vectors, True),
+    "batch norm without statistics": (lambda: normed(nn.BatchNorm1d(6, track_running_stats=False)), vectors, True),
+    "cumulative batch norm": (lambda: normed(nn.BatchNorm1d(6, momentum=None)), vectors, False),
+    "group norm": (lambda: normed(nn.GroupNorm(2, 6)), vectors, True),
+    "layer norm": (lambda: normed(nn.LayerNorm(6)), vectors, True),
+    "in-place relu": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        vectors,
+        True,
+    ),
+    "attention": (Attention, sequences, True),
+    "transformer layer": (Encoder, sequences, True),
+    "embedding": (Words, words, True),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(4, 3, 2, stride=2),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ),
+        images,
+        True,
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM), sequences, False),
+    "gru": (lambda: Recurrent(nn.GRU), sequences, False),
+    "a branch on values": (Branching, vectors, False),
+    "a branch on inputs": (BranchingOnInputs, vectors, True),
+    "item": (Reading, vectors, False),
+    "buffers of all kinds": (Counting, vectors, True),
+    "tied weights": (Tied, vectors, True),
+    "one gradient for two": (Sum, vectors, True),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)),
+        vectors,
+        True,
+    ),
+    "spectral norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)),
+        vectors,
+        False,
+    ),
+}
+
+
+@pytest.fixture(params=NETWORKS, ids=str)
+def network(request):
+    return NETWORKS[request.param]
+
+
+def both(make, *, members: int = 3) -> tuple[ds.Posterior, ds.Posterior]:
+    """The same ensemble twice: vectorised, and one member after the other."""
+    vectorised = tiny.ensemble(make, members, how="vectorised")
+    looped = copy.deepcopy(vectorised)
+    looped.particles.how = "loop"
+    return vectorised, looped
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("road", ["backward", "loss"])
+def test_vmap_equals_the_loop(network, training, road):
+    make, x, _ = network
+    vectorised, looped = both(make)
+    y = torch.arange(6) % 3
+    for posterior in (vectorised.train(training), looped.train(training)):
+        for _ in range(2):
+            posterior.backward(x, y) if road == "backward" else posterior.loss(x, y).backward()
+    assert tiny.largest_difference(tiny.gradients(vectorised), tiny.gradients(looped)) < 1e-10
+    assert tiny.largest_difference(tiny.state(vectorised), tiny.state(looped)) < 1e-10
+    torch.testing.assert_close(vectorised(x), looped(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(vectorised.predict(x).members, looped.predict(x).members, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_members_do_what_the_networks_do_alone(network):
+    """Outputs, gradients and buffers against plain modules and plain autograd, in training mode."""
+    make, x, _ = network
+    networks = [make().to(torch.float64) for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks)
+    posterior.particles.how = "vectorised"
+    y = torch.arange(6) % 3
+    losses = posterior.backward(x, y)
+    for i, net in enumerate(networks):
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        torch.testing.assert_close(losses[i], loss.detach(), rtol=0, atol=1e-10)
+        member = posterior.member(i)
+        assert tiny.largest_difference(tiny.state(member), tiny.state(net)) < 1e-10
+        stacked = dict(posterior.particles.own.named_parameters())
+        for name, parameter in net.named_parameters():
+            if parameter.grad is None:  # the path not taken
+                grad = stacked[f"network.{name}"].grad
+                assert grad is None or float(grad[i].abs().max()) == 0
+            else:
+                torch.testing.assert_close(stacked[f"network.{name}"].grad[i], parameter.grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(member.eval()(x), net.eval()(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_vmap_cannot_run_falls_back_with_one_log_line(network, caplog):
+    make, x, can = network
+    posterior = tiny.ensemble(make, how="vectorised")
+    y = torch.arange(6) % 3
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        posterior.backward(x, y)
+        posterior.backward(x, y)
+        posterior.loss(x, y)
+        posterior(x)
+    lines = [r.getMessage() for r in caplog.records if "one after the other" in r.getMessage()]
+    assert len(lines) == (0 if can else 1)
+    assert posterior.particles.how == ("vectorised" if can else "loop")
+
+
+def test_a_fallback_sees_the_same_random_numbers():
+    """The attempt that failed leaves no trace in the random stream."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.drop, self.after = nn.Linear(4, 4), nn.Dropout(0.5), Reading()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.drop(self.before(x)))
+
+    y = torch.arange(6) % 3
+    roads = (lambda p: p.backward(vectors, y), lambda p: p.loss(vectors, y), lambda p: p(vectors))
+    for road in roads:
+        results = []
+        for posterior in both(Dropping):
+            torch.manual_seed(3)
+            results.append((road(posterior), torch.rand(1)))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_an_error_of_the_network_itself_is_raised_as_it_is():
+    posterior = tiny.ensemble(lambda: nn.Linear(4, 3), how="vectorised")
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        posterior(torch.zeros(6, 5, dtype=torch.float64))
+    assert posterior.particles.how == "vectorised"
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_members_drop_different_units(how):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 3, bias=False))
+
+    networks = [make() for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks)
+    posterior.particles.how = how
+    with torch.no_grad():
+        for parameter in posterior.parameters():
+            parameter.fill_(1.0)  # the output counts the units kept, times two
+    kept = posterior(torch.ones(1, 400))[:, 0, 0].detach() / 2
+    assert len(set(kept.tolist())) == 3
+    assert bool(((kept - 200).abs() < 4 * 10).all())  # binomial: sd 10
+    assert torch.equal(posterior.eval()(torch.ones(1, 400)), torch.full((3, 1, 3), 400.0))
+
+
+# ---------------------------------------------------------------------------------------------------- tied weights
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    posterior = tiny.ensemble(Tied)
+    # encode.weight once, not twice; norm's weight and bias
+    assert sum(1 for _ in posterior.particles.own.parameters()) == 3
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
+    for _ in range(3):
+        posterior.zero_grad()
+        posterior.backward(vectors, torch.arange(6) % 3)
+        optimizer.step()
+    for i in range(3):
+        member = posterior.member(i)
+        assert member.encode.weight is member.decode.weight
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, Tied())
+    member = loaded.member(1)
+    assert member.encode.weight is member.decode.weight
+    assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
+
+
+def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
+    network = Tied().to(torch.float64)
+    posterior = ds.MAP(network)
+    assert len(list(posterior.parameters())) == 3
+    member = posterior.member(0)
+    assert member.encode.weight is member.decode.weight
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, Tied())
+    assert len(list(loaded.parameters())) == 3
+    assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
+
+
+# ---------------------------------------------------------------------------------------------------- frozen parts
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_frozen_parameters_stay_frozen(how):
+    def make() -> nn.Module:
+        net = tiny.mlp()
+        net[0].weight.requires_grad_(False)
+        return net
+
+    posterior = tiny.ensemble(make, how=how, weight_prior_std=0.1, data_size=5)
+    frozen = posterior.particles.own_parameters()["network.0.weight"]
+    before = frozen.clone()
+    assert not frozen.requires_grad
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        posterior.zero_grad()
+        posterior.backward(*tiny.points())
+        optimizer.step()
+    assert frozen.grad is None
+    assert torch.equal(frozen, before)
+    assert not posterior.member(0)[0].weight.requires_grad
+    assert posterior.member(0)[0].bias.requires_grad
+    assert all(p is not frozen for g in posterior.parameter_groups(lr=1.0) for p in g["params"])
+
+
+@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, tiny.mlp()])], ids=["held", "stacked"])
+def test_parts_set_to_eval_stay_so(build):
+    network = tiny.mlp()
+    network[1].eval()
+    posterior = build(network).to(torch.float64)
+    before = {k: v for k, v in tiny.state(posterior).items() if "running" in k or "tracked" in k}
+    assert before
+    x, y = tiny.points()
+    posterior.backward(x, y)
+    posterior.predict(x)
+    posterior.eval()
+    posterior.train()
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False, engine="loop")
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False, engine="loop")
+    after = tiny.state(posterior)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_batch_statistics_are_each_members_own():
+    posterior = tiny.ensemble(tiny.mlp, how="vectorised")
+    x, y = tiny.points()
+    posterior.backward(x, y)
+    for i in range(3):
+        net = posterior.member(i)
+        hidden = net[0](x)
+        torch.testing.assert_close(net[1].running_mean, 0.1 * hidden.mean(0), rtol=0, atol=1e-10)
+        torch.testing.assert_close(net[1].running_var, 0.9 + 0.1 * hidden.var(0), rtol=0, atol=1e-10)
+        assert int(net[1].num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, Counting()])], ids=["held", "stacked"])
+def test_buffers_are_kept_as_forward_left_them(build):
+    posterior = build(Counting())
+    x, y = vectors.float(), torch.arange(6) % 3
+    posterior.backward(x, y)
+    posterior.loss(x, y)
+    posterior(x)
+    posterior.predict(x)  # in eval mode: does not count
+    assert int(posterior.member(0).count) == 3
+    names = posterior.state_dict().keys()
+    assert any(name.endswith("count") for name in names)
+    assert not any(name.endswith("scale") for name in names)
+
+
+def test_buffers_that_are_not_saved_are_each_members_own():
+    networks = [Counting(), Counting()]
+    posterior = ds.DeepEnsemble(networks)
+    for i, net in enumerate(networks):
+        assert torch.equal(posterior.member(i).scale, net.scale)
+        torch.testing.assert_close(posterior.eval()(vectors.float())[i], net.eval()(vectors.float()))
+    assert posterior.to(torch.float64).member(0).scale.dtype == torch.float64
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_inputs_changed_in_place_are_refused():
+    """The second member would see what the first one left behind."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x /= 255
+            return self.layer(x)
+
+    for posterior in (ds.MAP(Scaling()), ds.DeepEnsemble([Scaling(), Scaling()])):
+        with pytest.raises(ValueError, match="leaves its inputs as they are"):
+            posterior.predict(vectors.float())
+        with pytest.raises(ValueError, match="leaves its inputs as they are"):
+            posterior.backward(vectors.float(), torch.arange(6) % 3)
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(ValueError, match=r"expected initialised tensors, got lazy 'weight'"):
+        ds.MAP(nn.LazyLinear(3))
+
+
+def test_something_that_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got type"):
+        ds.MAP(nn.Linear)
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got function"):
+        ds.MAP(lambda x: x)
+
+
+def test_a_network_that_returns_something_else_is_refused():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), x
+
+    with pytest.raises(TypeError, match="expected a network that returns one tensor, got tuple"):
+        ds.MAP(Two()).predict(vectors.float())
+
+
+def test_a_network_that_loses_the_batch_axis_is_refused():
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean(0)
+
+    with pytest.raises(ValueError, match=r"expected outputs with the batch axis first \(6, ...\), got \(3,\)"):
+        ds.MAP(Mean()).backward(vectors.float(), torch.arange(6) % 3)
+
+
+# ---------------------------------------------------------------------------------------------------- small pieces
+
+
+def test_the_template_of_a_stack_holds_no_memory():
+    particles = Particles.stack([tiny.mlp(), tiny.mlp()], ds.Classification())
+    assert sum(t.numel() for t in [*particles.template.parameters(), *particles.template.buffers()]) == 0
+    assert not [name for name, _ in particles.named_parameters() if "template" in name]
+
+
+def test_the_callers_networks_stay_usable_and_their_own():
+    networks = [tiny.mlp() for _ in range(2)]
+    before = [tiny.state(net) for net in networks]
+    posterior = ds.DeepEnsemble(networks)
+    x, y = tiny.points()
+    ds.fit(posterior, [(x.float(), y)], epochs=2, progress=False, engine="loop")
+    for net, saved in zip(networks, before, strict=True):
+        assert tiny.largest_difference(saved, tiny.state(net)) == 0
+        net(x.float())
+
+
+def test_a_held_network_is_the_callers_own():
+    network = tiny.mlp().to(torch.float64)
+    posterior = ds.MAP(network)
+    x, y = tiny.points()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)  # the caller's optimiser goes on working
+    before = posterior.predict(x).mean
+    posterior.backward(x, y)
+    optimizer.step()
+    assert not torch.equal(posterior.predict(x).mean, before)
+    torch.testing.assert_close(posterior.eval()(x)[0], network(x), rtol=0, atol=0)
+
+
+def test_the_loop_stacks_trees_of_tensors():
+    rows = Rows({"w": torch.arange(3.0)}, {}, {"v": torch.arange(3.0) * 10})
+    found, (sums,) = loop(lambda row: ({"w": row.own["w"]}, (row.own["w"] + row.varying["v"],)), rows, 3)
+    assert torch.equal(found["w"], torch.arange(3.0))
+    assert torch.equal(sums, torch.arange(3.0) * 11)
+
+
+def test_random_state_is_put_back():
+    restore = random_state()
+    first = torch.rand(3)
+    restore()
+    assert torch.equal(torch.rand(3), first)

@@ -1,0 +1,285 @@
+"""Predictives against brute force, exact mixture quantiles and their own samples."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+import torch
+import torch.distributions as D
+
+import dissensus as ds
+
+F64 = torch.float64
+
+
+def categorical(members=5, inputs=7, classes=4, *space, sharpness=2.0):
+    logits = sharpness * torch.randn(members, inputs, classes, *space, dtype=F64)
+    return ds.ClassificationPredictive(logits.log_softmax(2))
+
+
+def gaussian(members=4, inputs=6, outputs=2):
+    means, variances = torch.randn(members, inputs, outputs, dtype=F64), torch.rand(members, inputs, outputs, dtype=F64)
+    return ds.RegressionPredictive(means, 0.1 + variances)
+
+
+# ---------------------------------------------------------------------------------------------------- classification
+
+
+def test_entropies_split_as_brute_force_says():
+    predictive = categorical()
+    p = predictive.members.exp().numpy()  # (M, B, C)
+    for b in range(7):
+        mean = p[:, b].mean(0)
+        total = scipy.stats.entropy(mean)
+        aleatoric = np.mean([scipy.stats.entropy(row) for row in p[:, b]])
+        assert predictive.mean[b].numpy() == pytest.approx(mean, abs=1e-12)
+        assert float(predictive.total[b]) == pytest.approx(total, abs=1e-12)
+        assert float(predictive.aleatoric[b]) == pytest.approx(aleatoric, abs=1e-12)
+        assert float(predictive.epistemic[b]) == pytest.approx(total - aleatoric, abs=1e-12)
+        assert float(predictive.confidence[b]) == pytest.approx(mean.max(), abs=1e-12)
+
+
+def test_members_that_agree_have_no_epistemic_uncertainty():
+    row = torch.randn(6, 4).log_softmax(1)
+    predictive = ds.ClassificationPredictive(row.expand(5, 6, 4))
+    assert float(predictive.epistemic.abs().max()) < 1e-7
+    assert bool((predictive.epistemic >= 0).all())
+
+
+def test_members_sure_of_different_classes_disagree_by_log_m():
+    sure = torch.full((3, 1, 3), -math.inf, dtype=F64)
+    for m in range(3):
+        sure[m, 0, m] = 0
+    predictive = ds.ClassificationPredictive(sure)
+    assert float(predictive.aleatoric) == 0
+    assert float(predictive.epistemic) == pytest.approx(math.log(3), abs=1e-12)
+    assert float(predictive.total) == pytest.approx(math.log(3), abs=1e-12)
+
+
+def test_impossible_classes_make_no_nan():
+    members = categorical().members.clone()
+    members[:, :, 0] = -math.inf  # impossible for all
+    members[0, :, 1] = -math.inf  # impossible for one
+    members = members.log_softmax(2)
+    predictive = ds.ClassificationPredictive(members)
+    for each in (predictive.mean, predictive.aleatoric, predictive.epistemic, predictive.total, predictive.confidence):
+        assert bool(each.isfinite().all())
+    p = predictive.mean[0].numpy()
+    assert float(predictive.total[0]) == pytest.approx(scipy.stats.entropy(p), abs=1e-12)
+    assert bool((predictive.log_prob(torch.zeros(7, dtype=torch.int64)) == -math.inf).all())
+    assert not bool((predictive.sample(1000) == 0).any())
+    soft = torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=F64).repeat(7, 1)
+    assert bool(predictive.log_prob(soft).isfinite().all())
+    assert bool(predictive.tempered(2.0).total.isfinite().all())
+
+
+def test_log_probabilities_do_not_saturate():
+    """float32 probabilities near one tie, log-probabilities do not."""
+    logits = torch.tensor([[[0.0, -20.0]], [[0.0, -30.0]]])
+    predictive = ds.ClassificationPredictive(logits.log_softmax(2))
+    expected = math.log(0.5 * (math.exp(-20) + math.exp(-30)))
+    assert float(predictive.log_prob(torch.tensor([1]))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_log_prob_is_that_of_the_mixture():
+    predictive, y = categorical(), torch.randint(4, (7,))
+    mixture = D.Categorical(probs=predictive.members.exp().mean(0))
+    torch.testing.assert_close(predictive.log_prob(y), mixture.log_prob(y), rtol=0, atol=1e-12)
+    torch.testing.assert_close(predictive.log_prob(y.to(torch.uint8)), mixture.log_prob(y), rtol=0, atol=1e-12)
+    soft = torch.rand(7, 4, dtype=F64).softmax(1)
+    expected = (soft * mixture.probs.log()).sum(1)
+    torch.testing.assert_close(predictive.log_prob(soft), expected, rtol=0, atol=1e-12)
+
+
+def test_class_intervals_are_quantiles_over_members():
+    predictive = categorical(members=9)
+    lower, upper = predictive.interval(0.8)
+    p = predictive.members.exp()
+    torch.testing.assert_close(lower, p.quantile(0.1, dim=0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(upper, p.quantile(0.9, dim=0), rtol=0, atol=1e-12)
+    one = categorical(members=1)
+    assert all(torch.equal(bound, one.members[0].exp()) for bound in one.interval(0.5))
+
+
+def test_a_credible_set_is_the_smallest_that_holds_the_level():
+    predictive = categorical(inputs=50, sharpness=1.0)
+    for level in (0.3, 0.5, 0.9, 0.99):
+        chosen = predictive.credible_set(level)
+        assert chosen.shape == (50, 4)
+        for p, mine in zip(predictive.mean, chosen, strict=True):
+            sizes = [k for k in range(1, 5) if float(p.sort(descending=True).values[:k].sum()) >= level]
+            assert int(mine.sum()) == sizes[0]  # no smaller set does
+            assert float(p[mine].sum()) >= level
+    assert int(predictive.credible_set(1e-9).sum(1).max()) == 1
+    assert bool(predictive.credible_set(1.0).all())
+
+
+def test_class_samples_have_the_mixtures_frequencies():
+    predictive = categorical(inputs=3)
+    n = 20_000
+    draws = predictive.sample(n, generator=torch.Generator().manual_seed(1))
+    assert draws.shape == (n, 3)
+    for c in range(4):
+        p = predictive.mean[:, c]
+        error = 4 * (p * (1 - p) / n).sqrt()
+        assert bool(((draws == c).double().mean(0) - p).abs().lt(error).all())
+    again = predictive.sample(n, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(draws, again)
+
+
+def test_pixels_are_treated_one_by_one():
+    predictive = categorical(3, 2, 4, 5, 6)
+    flat = ds.ClassificationPredictive(predictive.members.movedim(2, -1).reshape(3, 60, 4))
+    for name in ("aleatoric", "epistemic", "total", "confidence"):
+        found = getattr(predictive, name)
+        assert found.shape == (2, 5, 6)
+        torch.testing.assert_close(found.flatten(), getattr(flat, name), rtol=0, atol=1e-12)
+    y = torch.randint(4, (2, 5, 6))
+    assert predictive.log_prob(y).shape == (2, 5, 6)
+    torch.testing.assert_close(predictive.log_prob(y).flatten(), flat.log_prob(y.flatten()), rtol=0, atol=1e-12)
+    assert predictive.sample(3).shape == (3, 2, 5, 6)
+    assert predictive.credible_set(0.5).shape == (2, 4, 5, 6)
+    assert torch.equal(predictive.credible_set(0.5).movedim(1, -1).reshape(60, 4), flat.credible_set(0.5))
+    n = 4000
+    frequency = (predictive.sample(n) == 1).double().mean(0)
+    p = predictive.mean[:, 1]
+    assert bool(((frequency - p).abs() < 5 * (p * (1 - p) / n).sqrt() + 1e-12).all())
+
+
+def test_tempered_members_have_divided_logits():
+    logits = torch.randn(3, 5, 4, dtype=F64)
+    predictive = ds.ClassificationPredictive(logits.log_softmax(2))
+    expected = (logits / 1.7).log_softmax(2)
+    torch.testing.assert_close(predictive.tempered(1.7).members, expected, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- regression
+
+
+def test_variances_obey_the_law_of_total_variance():
+    predictive = gaussian()
+    for b in range(6):
+        for d in range(2):
+            means, variances = predictive.members[:, b, d].numpy(), predictive.variances[:, b, d].numpy()
+            second = np.mean(means**2 + variances)  # E y² of the mixture
+            assert float(predictive.total[b, d]) == pytest.approx(second - means.mean() ** 2, abs=1e-12)
+            assert float(predictive.aleatoric[b, d]) == pytest.approx(variances.mean(), abs=1e-12)
+            assert float(predictive.epistemic[b, d]) == pytest.approx(means.var(), abs=1e-12)
+    assert torch.equal(predictive.total, predictive.aleatoric + predictive.epistemic)
+
+
+def test_one_member_has_no_epistemic_variance():
+    assert float(gaussian(members=1).epistemic.abs().max()) == 0
+
+
+def test_log_density_is_that_of_the_mixture():
+    predictive, y = gaussian(), torch.randn(6, 2, dtype=F64)
+    components = D.Independent(D.Normal(predictive.members.movedim(0, 1), predictive.variances.sqrt().movedim(0, 1)), 1)
+    mixture = D.MixtureSameFamily(D.Categorical(probs=torch.ones(6, 4, dtype=F64)), components)
+    torch.testing.assert_close(predictive.log_prob(y), mixture.log_prob(y), rtol=0, atol=1e-12)
+    assert (
+        predictive.log_prob(y + 1e3).isfinite().all()
+    )  # far out, the densities underflow but their logarithm does not
+
+
+@pytest.mark.parametrize("level", [0.01, 0.5, 0.9, 0.999])
+def test_intervals_are_exact_mixture_quantiles(level):
+    predictive = gaussian()
+    lower, upper = predictive.interval(level)
+    for b in range(6):
+        for d in range(2):
+            normal = scipy.stats.norm(predictive.members[:, b, d].numpy(), predictive.variances[:, b, d].sqrt().numpy())
+            for found, q in ((lower, (1 - level) / 2), (upper, (1 + level) / 2)):
+                expected = scipy.optimize.brentq(lambda t, q=q, n=normal: n.cdf(t).mean() - q, -50, 50, xtol=1e-13)
+                assert float(found[b, d]) == pytest.approx(expected, abs=1e-9)
+    assert bool((lower < upper).all())
+
+
+def test_quantiles_hold_for_members_far_apart_and_in_float32():
+    means, variances = torch.tensor([[[-100.0]], [[100.0]]]), torch.tensor([[[1.0]], [[1e-4]]])
+    predictive = ds.RegressionPredictive(means, variances)
+    for q in (0.01, 0.25, 0.75, 0.99):
+        expected = scipy.stats.norm(-100, 1).ppf(2 * q) if q < 0.5 else scipy.stats.norm(100, 0.01).ppf(2 * q - 1)
+        assert float(predictive.quantile(q)) == pytest.approx(expected, abs=2e-5)
+
+
+def test_samples_cover_and_have_the_mixtures_moments():
+    predictive = gaussian(inputs=3)
+    n = 40_000
+    draws = predictive.sample(n, generator=torch.Generator().manual_seed(2))
+    assert draws.shape == (n, 3, 2)
+    error = 4 * (predictive.total / n).sqrt()
+    assert bool(((draws.mean(0) - predictive.mean).abs() < error).all())
+    lower, upper = predictive.interval(0.9)
+    covered = ((draws > lower) & (draws < upper)).double().mean(0)
+    assert bool(((covered - 0.9).abs() < 4 * math.sqrt(0.9 * 0.1 / n)).all())
+    # Outputs of one draw come from one member: their covariance is that of the members' means.
+    m = predictive.members[:, 0]
+    expected = ((m[:, 0] - m[:, 0].mean()) * (m[:, 1] - m[:, 1].mean())).mean()
+    centred = draws[:, 0] - predictive.mean[0]
+    product = centred[:, 0] * centred[:, 1]
+    assert abs(float(product.mean() - expected)) < 4 * float(product.std()) / n**0.5
+
+
+def test_the_distribution_function_is_the_mean_over_members():
+    predictive, y = gaussian(), torch.randn(6, 2, dtype=F64)
+    expected = scipy.stats.norm(predictive.members.numpy(), predictive.variances.sqrt().numpy()).cdf(y.numpy()).mean(0)
+    np.testing.assert_allclose(predictive.cdf(y).numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_a_tempered_gaussian_has_a_larger_deviation():
+    predictive = gaussian()
+    tempered = predictive.tempered(3.0)
+    torch.testing.assert_close(tempered.aleatoric, 9 * predictive.aleatoric, rtol=1e-12, atol=0)
+    assert torch.equal(tempered.epistemic, predictive.epistemic)
+
+
+def test_outputs_without_an_axis_of_their_own():
+    predictive = ds.RegressionPredictive(torch.randn(4, 6, dtype=F64), torch.rand(4, 6, dtype=F64) + 0.1)
+    wide = ds.RegressionPredictive(predictive.members[..., None], predictive.variances[..., None])
+    y = torch.randn(6, dtype=F64)
+    assert predictive.mean.shape == predictive.total.shape == predictive.log_prob(y).shape == (6,)
+    torch.testing.assert_close(predictive.log_prob(y), wide.log_prob(y[:, None]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(predictive.interval()[0], wide.interval()[0][:, 0], rtol=0, atol=1e-12)
+    assert predictive.sample(5).shape == (5, 6)
+
+
+# ---------------------------------------------------------------------------------------------------- both
+
+
+@pytest.mark.parametrize("make", [categorical, gaussian])
+def test_parts_make_the_whole(make):
+    predictive = make()
+    n = len(predictive)
+    parts = [predictive[:2], predictive[torch.arange(2, 5)], predictive[torch.arange(n) >= 5]]
+    assert [len(part) for part in parts] == [2, 3, n - 5]
+    whole = ds.Predictive.cat(parts)
+    assert type(whole) is type(predictive)
+    assert all(torch.equal(a, b) for a, b in zip(whole.described(), predictive.described(), strict=True))
+    one = predictive[3]
+    assert len(one) == 1
+    torch.testing.assert_close(one.total, predictive.total[3:4], rtol=0, atol=1e-15)
+    torch.testing.assert_close(predictive[-1].mean, predictive.mean[-1:], rtol=0, atol=1e-15)
+    assert len(list(predictive)) == n
+    with pytest.raises(IndexError):
+        predictive[n]
+    moved = predictive.to("cpu")
+    assert torch.equal(moved.members, predictive.members)
+    assert f"members={predictive.members.shape[0]}" in repr(predictive)
+
+
+@pytest.mark.parametrize("level", [0, 1, -0.5, 1.5, math.nan])
+def test_a_level_outside_is_refused(level):
+    for predictive in (categorical(), gaussian()):
+        with pytest.raises(ValueError, match="expected a level strictly between 0 and 1"):
+            predictive.interval(level)
+    if level != 1:
+        with pytest.raises(ValueError, match=r"expected a level in \(0, 1\]"):
+            categorical().credible_set(level)
+
+
+def test_a_regression_has_no_confidence():
+    with pytest.raises(TypeError, match=r"use \.total, a variance, instead"):
+        _ = gaussian().confidence

@@ -1,0 +1,49 @@
+"""The Gaussian prior: on weights and biases, not on norm layers, ‖θ‖² / (2 N σ²) per member."""
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.prior import norm_parameters
+
+
+def test_norm_layers_are_found_wherever_they_are():
+    network = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True))
+    )
+    assert norm_parameters(network) == {"1.weight", "1.bias", "2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}
+    assert norm_parameters(nn.LayerNorm(3)) == {"weight", "bias"}
+    assert norm_parameters(nn.RMSNorm(3)) == {"weight"}
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_the_penalty_is_the_sum_of_squares_of_each_member(how):
+    networks = [tiny.mlp().double() for _ in range(3)]
+    x, y = tiny.points()
+    plain = ds.DeepEnsemble(networks)
+    prior = ds.DeepEnsemble(networks, weight_prior_std=0.7, data_size=50, likelihood=ds.Classification())
+    plain.particles.how = prior.particles.how = how
+    difference = prior.eval().backward(x, y) - plain.eval().backward(x, y)
+    squares = torch.stack([sum(net.get_parameter(n).square().sum() for n in WEIGHTS) for net in networks])
+    torch.testing.assert_close(difference, squares.detach() / (2 * 50 * 0.7**2), rtol=1e-12, atol=0)
+
+
+WEIGHTS = ("0.weight", "0.bias", "3.weight", "3.bias")  # not "1.*", the batch norm
+
+
+def test_learned_noise_has_no_weight_prior():
+    network = nn.Linear(4, 1).double()
+    posterior = ds.MAP(network, likelihood=ds.Regression(initial=5.0), weight_prior_std=1.0, data_size=1).double()
+    params = {**posterior.particles.shared_parameters()}
+    expected = sum(p.square().sum() for p in network.parameters()) / 2
+    torch.testing.assert_close(posterior.penalty(params), expected, rtol=1e-12, atol=0)
+
+
+def test_frozen_weights_do_not_count():
+    network = nn.Linear(4, 3).double()
+    network.weight.requires_grad_(False)
+    posterior = ds.MAP(network, weight_prior_std=1.0, data_size=1)
+    params = posterior.particles.shared_parameters()
+    torch.testing.assert_close(posterior.penalty(params), network.bias.square().sum() / 2, rtol=1e-12, atol=0)

@@ -1,0 +1,149 @@
+"""From one member's loss to everyone's gradients: coupled members against the objective written out."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+from dissensus.core import seam
+
+
+class Coupled(ds.DeepEnsemble):
+    """Members pushed about by a fixed mixing of their hidden features: z_i = features, v = A z over members."""
+
+    mixing = torch.tensor([[0.0, 0.7, -0.2], [0.3, 0.0, 0.5], [-0.4, 0.1, 0.2]], dtype=torch.float64)
+
+    def member_loss(self, params, buffers, x, y, weight=None):
+        def nll_and_features(member):
+            hidden = member.network[:3](x)
+            return member.likelihood.nll(member.network[3:](hidden), y, weight), hidden
+
+        (value, hidden), after = self.particles.call(nll_and_features, params, buffers)
+        return value, {"hidden": hidden, "mean": hidden.mean(0)}, after
+
+    def couple(self, z):
+        assert not any(tensor.requires_grad for tensor in z.values())
+        return {name: torch.einsum("ij,j...->i...", self.mixing, tensor) for name, tensor in z.items()}
+
+
+def coupled(make=tiny.mlp) -> Coupled:
+    return Coupled([make() for _ in range(3)]).to(torch.float64)
+
+
+def by_hand(posterior: Coupled, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Gradients of Σ nll_i + Σ ⟨z_i, v_i⟩ with plain modules and plain autograd."""
+    networks = [posterior.member(i) for i in range(3)]
+    hidden = [net[:3](x) for net in networks]
+    z = {"hidden": torch.stack(hidden), "mean": torch.stack([h.mean(0) for h in hidden])}
+    v = posterior.couple({name: tensor.detach() for name, tensor in z.items()})
+    nll = sum(nn.functional.cross_entropy(net[3:](h), y) for net, h in zip(networks, hidden, strict=True))
+    (nll + sum((z[name] * v[name]).sum() for name in z)).backward()
+    names = [name for name, _ in networks[0].named_parameters()]
+    return {f"particles.own.network.{n}": torch.stack([net.get_parameter(n).grad for net in networks]) for n in names}
+
+
+STRATEGIES = {
+    "vectorised": seam.vectorised,
+    "looped": seam.looped,
+    "looped, graphs kept": seam.looped_keeping_graphs,
+    "automatic": seam.automatic,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_coupled_gradients_are_those_of_the_objective(strategy):
+    posterior, (x, y) = coupled(), tiny.points()
+    expected = by_hand(posterior, x, y)
+    losses = seam.backward(posterior, x, y, None, strategy)
+    assert tiny.largest_difference(tiny.gradients(posterior), expected) < 1e-10
+    assert losses.shape == (3,)
+    # Batch statistics move once, although the loop runs coupled members twice.
+    assert posterior.particles.own_buffers()["network.1.num_batches_tracked"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_coupled_loss_has_the_same_gradients(how):
+    posterior, (x, y) = coupled(), tiny.points()
+    posterior.particles.how = how
+    expected = by_hand(posterior, x, y)
+    posterior.loss(x, y).backward()
+    assert tiny.largest_difference(tiny.gradients(posterior), expected) < 1e-10
+
+
+def test_both_passes_of_the_loop_drop_the_same_units():
+    """z and its gradient belong to the same dropout mask, and the random stream moves on as in one pass."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
+
+    twice, once = coupled(make), None
+    once = copy.deepcopy(twice)
+    x, y = tiny.points()
+    torch.manual_seed(3)
+    seam.backward(twice, x, y, None, seam.looped)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    seam.backward(once, x, y, None, seam.looped_keeping_graphs)
+    assert torch.equal(torch.rand(1), after)
+    assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", [seam.vectorised, seam.looped], ids=["vectorised", "looped"])
+def test_a_strategy_changes_nothing_by_itself(strategy):
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    before = tiny.state(posterior)
+    strategy(posterior, x, y, None)
+    assert tiny.largest_difference(before, tiny.state(posterior)) == 0
+    assert all(p.grad is None for p in posterior.parameters())
+
+
+def test_parameters_that_no_member_used_get_no_gradient():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    x, y = tiny.points()
+    for posterior in (ds.MAP(Unused().double()), tiny.ensemble(Unused, how="loop")):
+        posterior.backward(x, y)
+        for name, parameter in posterior.named_parameters():
+            expected_none = "unused" in name
+            assert (parameter.grad is None or float(parameter.grad.abs().max()) == 0) == expected_none, name
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_gradients_have_memory_and_layout_of_their_own(how):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.layer(x) + (self.a + self.b)
+
+    for posterior in (ds.MAP(Sum().double()), tiny.ensemble(Sum, how=how)):
+        posterior.backward(*tiny.points())
+        grads = [p.grad for p in posterior.parameters()]
+        assert len({g.data_ptr() for g in grads}) == len(grads)
+        assert all(p.grad.stride() == p.stride() for p in posterior.parameters())
+
+
+def test_backward_works_without_grad_mode():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    with torch.no_grad():
+        posterior.backward(x, y)
+    assert len(tiny.gradients(posterior)) == 6
+
+
+def test_an_uncoupled_method_says_so():
+    posterior = tiny.ensemble(tiny.mlp)
+    assert not posterior.coupled
+    with pytest.raises(TypeError, match="does not couple"):
+        posterior.couple(())

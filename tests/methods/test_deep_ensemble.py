@@ -1,0 +1,214 @@
+"""Deep ensembles: each member trains exactly as it would alone, and members are what the caller built."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+import dissensus as ds
+import tiny
+
+OPTIMIZERS = {
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "sgd fused": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "sgd nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.01),
+    "adam fused": lambda p: Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw fused": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adamw foreach": lambda p: AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+}
+
+
+def deep():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@pytest.fixture(params=OPTIMIZERS, ids=str)
+def optimizer(request):
+    return OPTIMIZERS[request.param]
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_stacked_training_equals_separate_training(optimizer, how):
+    networks = [deep().double() for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks)
+    posterior.particles.how = how
+    x, y = tiny.points()
+    together = optimizer(posterior.parameters())
+    apart = [optimizer(net.parameters()) for net in networks]
+    for _ in range(20):
+        posterior.zero_grad()
+        posterior.backward(x, y)
+        together.step()
+        for net, own in zip(networks, apart, strict=True):
+            own.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            own.step()
+    for i, net in enumerate(networks):
+        assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) < 1e-8
+
+
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.1, 1), (0.1, 2)], ids=["plain", "clipped", "both"])
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw fused"])
+def test_fit_trains_members_as_alone(name, clip, accumulate, engine):
+    optimizer = OPTIMIZERS[name]
+    networks = [deep().double() for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks)
+    x, y = tiny.points(24)
+    loader = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+    settings = {"epochs": 3, "clip": clip, "accumulate": accumulate, "progress": False}
+    ds.fit(posterior, loader, optimizer=optimizer(posterior.parameters()), engine=engine, **settings)
+    for i, net in enumerate(networks):
+        alone = ds.MAP(net)
+        ds.fit(alone, loader, optimizer=optimizer(net.parameters()), engine="loop", **settings)
+        assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) < 1e-8
+
+
+def test_clipping_in_fit_is_that_of_torch_up_to_its_epsilon():
+    network = deep().double()
+    alone, (x, y) = copy.deepcopy(network), tiny.points()
+    ds.fit(ds.MAP(network), [(x, y)], epochs=5, clip=0.1, optimizer=SGD(network.parameters(), lr=0.1), progress=False)
+    optimizer = SGD(alone.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+    assert tiny.largest_difference(tiny.state(network), tiny.state(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_two_half_batches_are_one_batch(clip):
+    """Without batch norm, whose statistics differ."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    whole = tiny.ensemble(make)
+    halves = copy.deepcopy(whole)
+    x, y = tiny.points()
+    settings = {"epochs": 10, "clip": clip, "progress": False, "engine": "vectorised"}
+    ds.fit(whole, [(x, y)], optimizer=SGD(whole.parameters(), lr=0.1, momentum=0.9), **settings)
+    loader = [(x[:6], y[:6]), (x[6:], y[6:])]
+    ds.fit(halves, loader, optimizer=SGD(halves.parameters(), lr=0.1, momentum=0.9), accumulate=2, **settings)
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(halves)) < 1e-10
+    assert int(whole.steps) == int(halves.steps) == 10
+
+
+def test_what_is_left_over_makes_a_step_of_its_own():
+    x, y = tiny.points(18)
+    loader = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 18, 6)]
+    posterior = tiny.ensemble(tiny.mlp)
+    ds.fit(posterior, loader, epochs=2, accumulate=2, progress=False, engine="loop")
+    assert int(posterior.steps) == 4  # two batches, then one; twice
+
+
+def test_an_ensemble_of_one_is_the_model():
+    network, (x, y) = deep().double(), tiny.points()
+    posterior = ds.DeepEnsemble([network])
+    assert torch.equal(posterior.eval()(x)[0], network.eval()(x))
+    torch.testing.assert_close(posterior.predict(x).mean, network(x).softmax(1), rtol=0, atol=1e-12)
+    assert float(posterior.predict(x).epistemic.abs().max()) < 1e-12
+    losses = posterior.train().backward(x, y)
+    loss = nn.functional.cross_entropy(network.train()(x), y)
+    loss.backward()
+    assert float(losses[0]) == pytest.approx(loss.item(), abs=1e-12)
+    grads = {f"particles.own.network.{n}": p.grad[None] for n, p in network.named_parameters()}
+    assert tiny.largest_difference(tiny.gradients(posterior), grads) < 1e-12
+
+
+def test_members_are_what_the_caller_built():
+    networks = [deep() for _ in range(3)]
+    posterior = ds.DeepEnsemble(nn.ModuleList(networks))
+    for i, net in enumerate(networks):
+        assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) == 0
+    assert len(posterior.state_dict()) == len(networks[0].state_dict()) + 2  # and temperature, steps
+
+
+def test_a_generator_of_networks_will_do():
+    assert ds.DeepEnsemble(deep() for _ in range(2)).particles.members == 2
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def activation(setting):
+    return nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(setting), nn.Linear(6, 3))
+
+
+class Tied(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def frozen():
+    network = nn.Linear(4, 3)
+    network.bias.requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("networks", "text"),
+    [
+        (
+            lambda: [nn.Linear(4, 3), nn.Linear(4, 2)],
+            "layer ''.*out_features=3.*in member 0.*out_features=2.*in member 1",
+        ),
+        (lambda: [activation(0.1), activation(0.1), activation(0.2)], "layer '1'.*0.1.*in member 0.*0.2.*in member 2"),
+        (lambda: [nn.Linear(4, 3), nn.Linear(4, 3).double()], "float32 in member 0.*float64 in member 1"),
+        (lambda: [Tied(True), Tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
+        (lambda: [nn.Linear(4, 3), frozen()], "parameter 'bias'.*frozen in member 1"),
+        (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))], "layer ''.*Linear.*in member 0, Sequential"),
+        (lambda: [nn.Linear(4, 3), nn.Linear(4, 3, bias=False)], "bias=True.*in member 0.*bias=False.*in member 1"),
+        (lambda: [nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.5)], "momentum=0.1.*momentum=0.5"),
+    ],
+    ids=["width", "activation", "dtype", "tying", "freezing", "nesting", "bias", "momentum"],
+)
+def test_networks_of_different_architecture_are_refused(networks, text):
+    with pytest.raises(
+        ValueError, match=f"expected members of one architecture, got .*{text}.*; build all members alike"
+    ):
+        ds.DeepEnsemble(networks())
+
+
+def test_one_module_twice_is_refused():
+    network = deep()
+    with pytest.raises(
+        ValueError, match="expected distinct modules, got the same object more than once; build one per"
+    ):
+        ds.DeepEnsemble([network, deep(), network])
+
+
+def test_deep_copies_are_refused():
+    network = deep()
+    with pytest.raises(ValueError, match=r"got members 0 and 2 equal; build each one afresh instead of copying"):
+        ds.DeepEnsemble([network, deep(), copy.deepcopy(network)])
+
+
+def test_a_frozen_common_backbone_with_own_heads_is_welcome():
+    backbone = nn.Linear(4, 6).requires_grad_(False)
+    networks = [nn.Sequential(copy.deepcopy(backbone), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2)]
+    assert ds.DeepEnsemble(networks).particles.members == 2
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValueError, match="expected at least one module, got none"):
+        ds.DeepEnsemble([])
+
+
+@pytest.mark.parametrize("make", [lambda: deep(), lambda: nn.Linear(4, 3)])
+def test_a_single_module_is_refused(make):
+    with pytest.raises(TypeError, match="expected a sequence of modules, got one module"):
+        ds.DeepEnsemble(make())
+
+
+def test_things_that_are_no_modules_are_refused():
+    with pytest.raises(TypeError, match="expected modules, got type"):
+        ds.DeepEnsemble([nn.Linear, nn.Linear])

@@ -1,0 +1,377 @@
+"""MC dropout: what is dropped, how often, for whom, and that nothing else changes."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+
+WIDE = 2000
+
+
+def masks(module: nn.Module, samples: int = 5, shape: tuple[int, ...] = (3, WIDE)) -> Tensor:
+    """(M, B, ...) what the drawn functions make of ones: the masks, scaled."""
+    return ds.MCDropout(nn.Sequential(module), samples=samples).draw()(torch.ones(shape))
+
+
+# ---------------------------------------------------------------------------------------------------- masks
+
+
+def test_units_are_dropped_at_the_rate_and_the_rest_scaled_up():
+    kept = masks(nn.Dropout(0.4))
+    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.6])
+    frequency = float((kept[:, 0] == 0).double().mean())
+    assert abs(frequency - 0.4) < 4 * math.sqrt(0.4 * 0.6 / (5 * WIDE))
+
+
+def test_functions_differ_and_rows_of_a_batch_do_not():
+    kept = masks(nn.Dropout(0.4))
+    assert torch.equal(kept[:, 0], kept[:, 1])
+    assert torch.equal(kept[:, 0], kept[:, 2])
+    for i in range(5):
+        for j in range(i):
+            # Independent masks agree in 0.4² + 0.6² = 0.52 of the units.
+            agreement = float((kept[i, 0] == kept[j, 0]).double().mean())
+            assert abs(agreement - 0.52) < 4 * math.sqrt(0.52 * 0.48 / WIDE)
+
+
+def test_masks_stay_for_every_batch_and_change_at_the_next_draw():
+    posterior = ds.MCDropout(nn.Sequential(nn.Dropout(0.5)), samples=2)
+    drawn = posterior.draw()
+    first = drawn(torch.ones(1, WIDE))
+    assert torch.equal(drawn(torch.ones(7, WIDE))[:, 3:4], first)
+    agreement = float((posterior.draw()(torch.ones(1, WIDE)) == first).double().mean())
+    assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (2 * WIDE))
+
+
+def test_a_module_used_twice_drops_different_units():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.drop(x), self.drop(x)], 1)
+
+    kept = ds.MCDropout(Twice(), samples=3).draw()(torch.ones(2, WIDE))  # (M, B, 2, D)
+    agreement = float((kept[:, 0, 0] == kept[:, 0, 1]).double().mean())
+    assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (3 * WIDE))
+
+
+def test_two_modules_drop_different_units():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.a(x), self.b(x)], 1)
+
+    kept = ds.MCDropout(Both(), samples=3).draw()(torch.ones(2, WIDE))
+    agreement = float((kept[:, 0, 0] == kept[:, 0, 1]).double().mean())
+    assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (3 * WIDE))
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout2d, nn.FeatureAlphaDropout])
+def test_channelwise_dropout_drops_whole_channels(layer):
+    kept = masks(layer(0.5), samples=4, shape=(2, 300, 3, 3))
+    assert torch.equal(kept, kept[..., :1, :1].expand_as(kept))
+    low = kept.unique()[0]
+    frequency = float((kept[:, 0, :, 0, 0] == low).double().mean())
+    assert abs(frequency - 0.5) < 4 * math.sqrt(0.25 / 1200)
+
+
+def test_dropout1d_drops_whole_channels_of_sequences():
+    kept = masks(nn.Dropout1d(0.5), samples=4, shape=(2, 300, 7))
+    assert torch.equal(kept, kept[..., :1].expand_as(kept))
+
+
+def test_plain_dropout_on_images_drops_pixels():
+    kept = masks(nn.Dropout(0.5), samples=1, shape=(2, 10, 9, 9))[0, 0]
+    assert 0 < int((kept[0] == 0).sum()) < 81
+
+
+def test_alpha_dropout_does_what_torch_does_and_keeps_the_moments():
+    rate, x = 0.3, torch.randn(1, 4 * WIDE, dtype=torch.float64)
+    # The two values torch turns a one into are the two of ours.
+    theirs = nn.AlphaDropout(rate)(torch.ones(1, 500, dtype=torch.float64)).unique()
+    ours = ds.MCDropout(nn.Sequential(nn.AlphaDropout(rate)), samples=3).draw()(torch.ones(1, 500, dtype=torch.float64))
+    torch.testing.assert_close(ours.unique(), theirs, rtol=0, atol=1e-6)
+    out = ds.MCDropout(nn.Sequential(nn.AlphaDropout(rate)), samples=4).draw()(x)
+    n = out.numel()
+    assert abs(float(out.mean())) < 4 / math.sqrt(n / 4)  # the four functions share x
+    assert abs(float(out.var()) - 1) < 4 * math.sqrt(3 / (n / 4))
+
+
+def test_the_mean_over_functions_of_a_linear_network_is_its_eval_output():
+    network = nn.Sequential(nn.Linear(4, 30), nn.Dropout(0.5), nn.Linear(30, 2)).double()
+    posterior, x = ds.MCDropout(network, samples=2000), tiny.points()[0]
+    outputs = posterior.draw()(x)  # (M, B, 2)
+    error = 4 * outputs.std(0) / 2000**0.5
+    assert bool(((outputs.mean(0) - network.eval()(x)).abs() < error).all())
+
+
+# ---------------------------------------------------------------------------------------------------- the rest stays
+
+
+def test_batch_norm_stays_in_eval_mode():
+    network = tiny.mlp(dropout=0.5).double()
+    posterior, x = ds.MCDropout(network, samples=3), tiny.points()[0]
+    before = tiny.state(network)
+    posterior.train()
+    drawn = posterior.draw()
+    outputs = drawn(x)
+    posterior.predict(x)
+    assert tiny.largest_difference(before, tiny.state(network)) == 0
+    torch.testing.assert_close(
+        drawn(x[:1]), outputs[:, :1], rtol=0, atol=1e-12
+    )  # a batch of one works, and is the same
+    assert network.training
+    assert network[1].training
+
+
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_the_network_is_left_without_hooks(rate):
+    network = tiny.mlp(dropout=0.0 if rate else 0.5).double()
+    posterior, (x, y) = ds.MCDropout(network, samples=3, rate=rate), tiny.points()
+    posterior.backward(x, y)
+    posterior.predict(x)
+    posterior.member(1)(x)
+    with pytest.raises(RuntimeError):
+        posterior.predict(x[:, :2])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+    assert set(posterior.sites.values()) == {rate or 0.5}
+
+
+def test_a_drawn_member_is_the_same_function_in_either_mode():
+    posterior, x = ds.MCDropout(tiny.mlp(dropout=0.5).double(), samples=3), tiny.points()[0]
+    member = posterior.draw().member(0)
+    outputs = member(x)
+    assert torch.equal(member.train()(x), outputs)
+    assert torch.equal(copy.deepcopy(member)(x), outputs)
+
+
+def test_training_with_own_modules_is_the_networks_own_training():
+    network, (x, y) = tiny.mlp(dropout=0.5).double(), tiny.points()
+    other = copy.deepcopy(network)
+    posterior = ds.MCDropout(network)
+    torch.manual_seed(4)
+    posterior.backward(x, y)
+    torch.manual_seed(4)
+    F.cross_entropy(other(x), y).backward()
+    assert tiny.largest_difference(tiny.gradients(network), tiny.gradients(other)) < 1e-12
+    assert tiny.largest_difference(tiny.state(network), tiny.state(other)) < 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------- inserted dropout
+
+
+def seen_by(layer: nn.Module, run) -> list[Tensor]:
+    """What reaches the layer while run() runs."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach().clone()))
+    run()
+    handle.remove()
+    return seen
+
+
+def test_inserted_dropout_drops_fresh_units_for_every_example_in_training():
+    network = nn.Sequential(nn.Linear(4, WIDE), nn.Softplus(), nn.Linear(WIDE, 3))
+    posterior, (x, y) = ds.MCDropout(network, rate=0.3), tiny.points(4)
+    x = x.float()
+    posterior.check_batch(x, y)  # so that its own look at the shapes is not seen below
+    (seen,) = seen_by(network[2], lambda: posterior.backward(x, y))
+    hidden = network[1](network[0](x)).detach()
+    dropped = seen == 0
+    torch.testing.assert_close(seen[~dropped], (hidden / 0.7)[~dropped])
+    assert abs(float(dropped.double().mean()) - 0.3) < 4 * math.sqrt(0.21 / dropped.numel())
+    assert not torch.equal(dropped[0], dropped[1])
+    posterior.eval()
+    (seen,) = seen_by(network[2], lambda: posterior.backward(x, y))  # in eval mode nothing is dropped
+    torch.testing.assert_close(seen, hidden)
+
+
+def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
+    network = nn.Sequential(nn.Conv2d(2, 50, 3), nn.ReLU(), nn.Conv2d(50, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+    posterior = ds.MCDropout(network, rate=0.4, samples=2)
+    assert posterior.sites == {"2": 0.4, "4": 0.4}
+    x = torch.rand(2, 2, 5, 5)
+    drawn = posterior.draw()
+    outputs = drawn(x)
+    # Before a convolution whole channels go: the function is the network with input channels of its weights removed.
+    (seen,) = seen_by((member := drawn.member(1)).network[2], lambda: member(x))
+    hidden = network[:2](x)
+    gone = (seen == 0).all(dim=(0, 2, 3))
+    assert 0 < int(gone.sum()) < 50
+    torch.testing.assert_close(seen[:, ~gone], hidden[:, ~gone] / 0.6)
+    thin = copy.deepcopy(network)
+    with torch.no_grad():
+        thin[2].weight.mul_((~gone).float()[:, None, None] / 0.6)
+    (after,) = seen_by(member.network[4], lambda: member(x))
+    kept = (after != 0).any(0)
+    with torch.no_grad():
+        thin[4].weight.mul_(kept.float() / 0.6)
+    torch.testing.assert_close(thin(x), outputs[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ValueError, match="expected a dropout rate between 0 and 1"):
+        ds.MCDropout(tiny.mlp(), rate=rate)
+
+
+def test_no_samples_are_refused():
+    with pytest.raises(ValueError, match="expected at least one sample, got 0"):
+        ds.MCDropout(tiny.mlp(0.5), samples=0)
+
+
+def test_a_rate_and_dropout_of_its_own_are_refused():
+    with pytest.raises(
+        ValueError, match="expected a network without dropout when rate is given, got 3; leave rate=None"
+    ):
+        ds.MCDropout(tiny.mlp(0.5), rate=0.1)
+
+
+def test_a_single_layer_has_no_place_for_inserted_dropout():
+    with pytest.raises(ValueError, match=r"expected at least two linear or convolutional layers .* got 1"):
+        ds.MCDropout(nn.Linear(4, 3), rate=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------- nothing to drop
+
+
+def test_functional_dropout_only_is_an_error_that_says_why():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.layer(x), 0.5, training=self.training)
+
+    with pytest.raises(
+        ValueError, match=r"functional dropout \(F.dropout\) has no module to switch on: use nn.Dropout"
+    ):
+        ds.MCDropout(Functional())
+
+
+def test_dropout_inside_a_recurrent_layer_is_named():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    with pytest.raises(ValueError, match=r"got none \(lstm drop inside their own forward\)"):
+        ds.MCDropout(Recurrent())
+
+
+def test_dropout_of_rate_zero_is_no_dropout():
+    with pytest.raises(ValueError, match="expected a network with dropout modules of positive rate, got none"):
+        ds.MCDropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)))
+
+
+def test_dropout_that_forward_never_calls_is_an_error():
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    with pytest.raises(ValueError, match=r"calls its dropout modules \(drop\), got none called"):
+        ds.MCDropout(Idle()).predict(torch.zeros(2, 4))
+
+
+# ---------------------------------------------------------------------------------------------------- stored draws
+
+
+def test_refresh_stores_the_draw(tmp_path):
+    posterior, x = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()[0]
+    free = posterior.eval()(x)
+    assert not torch.equal(posterior(x), free)
+    ds.refresh(posterior, [])
+    stored = posterior(x)
+    torch.rand(17)
+    assert torch.equal(posterior(x), stored)
+    assert torch.equal(posterior.draw()(x), stored)
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path, tiny.mlp(0.5))(x), stored)
+    other = copy.deepcopy(posterior)
+    ds.refresh(other, [])
+    assert not torch.equal(other(x), stored)
+
+
+def test_fit_stores_a_draw():
+    posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    assert torch.equal(posterior(x), posterior(x))
+
+
+# ---------------------------------------------------------------------------------------------------- other networks
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_layers_drop_too():
+    """In eval mode torch would take a road past the dropout modules; masks must not be lost on it."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x)[:, 0])
+
+    posterior = ds.MCDropout(Encoder(), samples=3)
+    assert sorted(posterior.sites) == ["layer.dropout", "layer.dropout1", "layer.dropout2"]
+    x = torch.randn(2, 5, 4)
+    with torch.no_grad():
+        drawn = posterior.draw()
+        outputs = drawn(x)
+        for i in range(3):
+            torch.testing.assert_close(drawn.member(i)(x), outputs[i])
+    assert float(outputs.std(0).min()) > 0
+
+
+def test_what_vmap_cannot_run_drops_all_the_same():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.drop, self.head = nn.LSTM(4, 5, batch_first=True), nn.Dropout(0.5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.drop(self.lstm(x)[0][:, -1]))
+
+    posterior = ds.MCDropout(Recurrent(), samples=3).eval()
+    x = torch.randn(2, 6, 4)
+    drawn = posterior.draw()
+    outputs = drawn(x)
+    for i in range(3):
+        torch.testing.assert_close(drawn.member(i)(x), outputs[i])
+    assert float(outputs.detach().std(0).max()) > 0
+
+
+def test_inputs_of_another_length_get_masks_of_their_own():
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.drop(x).mean(1))
+
+    drawn = ds.MCDropout(Pooled(), samples=3).draw()
+    short, long = torch.randn(2, 5, 4), torch.randn(2, 8, 4)
+    first = drawn(short)
+    assert drawn(long).shape == (3, 2, 3)
+    assert torch.equal(drawn(short), first)

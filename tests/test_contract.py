@@ -1,0 +1,427 @@
+"""The contract: one table of methods, one set of tests that every one of them passes."""
+
+import copy
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+
+# name -> (net(dropout=0.0) -> nn.Module, **keywords) -> posterior
+METHODS = {
+    "map": lambda net, **keywords: ds.MAP(net(), **keywords),
+    "deep_ensemble": lambda net, **keywords: ds.DeepEnsemble([net() for _ in range(3)], **keywords),
+    "mc_dropout": lambda net, **keywords: ds.MCDropout(net(dropout=0.3), samples=5, **keywords),
+    "mc_dropout_rate": lambda net, **keywords: ds.MCDropout(net(), rate=0.3, samples=5, **keywords),
+}
+
+
+@pytest.fixture(params=METHODS, ids=str)
+def build(request):
+    """Builds a posterior of the method around small networks, in float64."""
+    method = METHODS[request.param]
+
+    def make(net=tiny.mlp, **keywords):
+        return method(net, **keywords).to(torch.float64)
+
+    return make
+
+
+@pytest.fixture
+def template(request):
+    """One network as `ds.load` needs it for the method at hand."""
+    own_dropout = request.node.callspec.params["build"] == "mc_dropout"
+    return lambda net=tiny.mlp: net(dropout=0.3) if own_dropout else net()
+
+
+def test_every_method_is_in_the_table():
+    built = {make(tiny.mlp).name for make in METHODS.values()}
+    assert built == set(ds.METHODS)
+
+
+# ---------------------------------------------------------------------------------------------------- shapes and values
+
+
+def test_outputs_have_the_member_axis_first(build):
+    posterior, (x, _) = build(), tiny.points()
+    drawn = posterior.draw()
+    assert posterior(x).shape == drawn(x).shape == (drawn.members, len(x), 3)
+    posterior.eval()
+    assert posterior(x).shape == (drawn.members, len(x), 3)
+
+
+def test_predictive_has_the_shapes_of_the_design(build):
+    posterior, (x, y) = build(), tiny.points()
+    predictive = posterior.predict(x)
+    members = posterior.draw().members
+    assert isinstance(predictive, ds.Predictive)
+    assert predictive.members.shape == (members, 12, 3)
+    assert predictive.mean.shape == (12, 3)
+    for each in (predictive.aleatoric, predictive.epistemic, predictive.total, predictive.confidence):
+        assert each.shape == (12,)
+    assert predictive.log_prob(y).shape == (12,)
+    assert predictive.sample(7).shape == (7, 12)
+    assert [bound.shape for bound in predictive.interval(0.8)] == [(12, 3), (12, 3)]
+    assert len(predictive) == 12
+    torch.testing.assert_close(predictive.mean.sum(1), torch.ones(12, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_total_is_exactly_the_sum_and_the_entropy_of_the_mean(build):
+    predictive = build().predict(tiny.points()[0])
+    assert torch.equal(predictive.total, predictive.aleatoric + predictive.epistemic)
+    entropy = torch.distributions.Categorical(probs=predictive.mean).entropy()
+    torch.testing.assert_close(predictive.total, entropy, rtol=0, atol=1e-12)
+    assert bool((predictive.epistemic >= 0).all())
+
+
+def test_outputs_follow_the_dtype_of_the_posterior(build):
+    posterior, (x, _) = build(), tiny.points()
+    assert posterior.predict(x).mean.dtype == torch.float64
+    assert posterior.float().predict(x.float()).mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
+    a, y = tiny.points()
+    b = tiny.points(seed=1)[0]
+    x = (a, b) if kind is tuple else {"a": a, "b": b}
+    posterior = build(tiny.Pair).eval()
+    posterior.backward(x, y)
+    assert all(bool(g.isfinite().all()) for g in tiny.gradients(posterior).values())
+    drawn = posterior.draw()
+    torch.testing.assert_close(drawn(x)[0], drawn.member(0)(a, b), rtol=0, atol=1e-12)
+    assert posterior.predict(x).mean.shape == (12, 3)
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False, engine="loop")
+    assert ds.predict(posterior, [(x, y), (x, y)])[0].mean.shape == (24, 3)
+
+
+def test_segmentation_ignores_void_pixels(build):
+    posterior = build(tiny.segmenter, likelihood=ds.Classification(ignore_index=255)).eval()
+    x = torch.randn(2, 2, 5, 6, dtype=torch.float64)
+    y = torch.randint(3, (2, 5, 6))
+    y[:, :2] = 255
+    predictive = posterior.predict(x)
+    assert predictive.mean.shape == (2, 3, 5, 6)
+    assert predictive.total.shape == predictive.confidence.shape == (2, 5, 6)
+    losses = posterior.backward(x, y)
+    assert bool(losses.isfinite().all())
+    # In eval mode no unit is dropped: each member's loss is the mean over the pixels that count.
+    nets = [posterior.particles.member(i).eval() for i in range(len(losses))]
+    expected = torch.stack([nn.functional.cross_entropy(net(x), y, ignore_index=255) for net in nets])
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
+    ds.fit(posterior, [(x, y)], epochs=1, validation=[(x, y)], progress=False, engine="loop")
+
+
+def test_regression_learns_its_noise(build):
+    posterior = build(lambda dropout=0.0: tiny.mlp(dropout, outputs=2), likelihood=ds.Regression(initial=3.0))
+    x, _ = tiny.points(32)
+    y = 0.1 * torch.randn(32, 2, dtype=torch.float64)
+    before = posterior.predict(x).aleatoric.mean()
+    # A step on log σ is about lr: from 3 to below 1 takes log 3 / 0.1 = 11 of them.
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
+    ds.fit(posterior, [(x, y)], epochs=30, optimizer=optimizer, progress=False, engine="loop")
+    predictive = posterior.predict(x)
+    assert predictive.mean.shape == predictive.aleatoric.shape == predictive.total.shape == (32, 2)
+    assert before == pytest.approx(9.0, rel=1e-6)
+    assert float(predictive.aleatoric.mean()) < 1.0
+    names = [name for name, _ in posterior.named_parameters() if name.endswith("likelihood.log_noise")]
+    assert len(names) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- gradients
+
+
+def test_backward_leaves_the_gradients_of_loss(build):
+    posterior, (x, y) = build(), tiny.points()
+    other = copy.deepcopy(posterior)
+    torch.manual_seed(5)
+    losses = posterior.backward(x, y)
+    torch.manual_seed(5)
+    loss = other.loss(x, y)
+    loss.backward()
+    assert losses.shape == (posterior.particles.members,)
+    assert not losses.requires_grad
+    assert loss.shape == ()
+    if not posterior.coupled:
+        torch.testing.assert_close(losses.sum(), loss.detach(), rtol=0, atol=1e-10)
+    assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(other)) < 1e-10
+    assert tiny.largest_difference(tiny.state(posterior), tiny.state(other)) < 1e-10  # batch statistics
+
+
+def test_every_trainable_parameter_gets_a_finite_gradient(build):
+    posterior, (x, y) = build(), tiny.points()
+    posterior.backward(x, y)
+    for name, parameter in posterior.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+        assert parameter.grad.shape == parameter.shape
+
+
+def test_gradients_accumulate(build):
+    posterior, (x, y) = build().eval(), tiny.points()
+    posterior.backward(x, y)
+    once = tiny.gradients(posterior)
+    posterior.backward(x, y)
+    twice = tiny.gradients(posterior)
+    assert tiny.largest_difference({k: 2 * g for k, g in once.items()}, twice) < 1e-10
+
+
+def test_a_weight_of_two_is_the_example_twice(build):
+    posterior, (x, y) = build().eval(), tiny.points()
+    twice = copy.deepcopy(posterior)
+    weight = torch.ones(12, dtype=torch.float64)
+    weight[3] = 2
+    posterior.backward(x, y, weight)
+    twice.backward(torch.cat([x, x[3:4]]), torch.cat([y, y[3:4]]))
+    assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(twice)) < 1e-10
+
+
+def test_outputs_can_be_differentiated(build):
+    posterior, (x, _) = build().eval(), tiny.points()
+    x.requires_grad_()
+    posterior(x).square().sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+    assert float(x.grad.abs().max()) > 0
+    assert all(float(p.grad.abs().max()) > 0 for n, p in posterior.named_parameters() if n.endswith("weight"))
+
+
+def test_training_lowers_the_loss(build):
+    posterior, (x, y) = build(), tiny.points(30)
+    x = x + 2 * nn.functional.one_hot(y, 4)
+    optimizer = torch.optim.Adam(posterior.parameter_groups(lr=0.05))
+    history = ds.fit(posterior, [(x, y)], epochs=25, optimizer=optimizer, progress=False, engine="loop")
+    assert history[-1].loss < 0.6 * history[0].loss
+    accuracy = (posterior.predict(x).mean.argmax(1) == y).double().mean()
+    assert accuracy > 0.9
+
+
+# ---------------------------------------------------------------------------------------------------- draws and members
+
+
+def test_a_draw_is_fixed(build):
+    posterior, (x, _) = build().eval(), tiny.points()
+    drawn = posterior.draw()
+    first = drawn(x)
+    torch.rand(5)
+    posterior.draw()(x)
+    assert torch.equal(drawn(x), first)
+    torch.testing.assert_close(drawn(x[:3]), first[:, :3], rtol=0, atol=1e-12)  # whatever the batch
+    torch.testing.assert_close(drawn(x[3:]), first[:, 3:], rtol=0, atol=1e-12)
+
+
+def test_a_member_is_the_drawn_function(build):
+    posterior, (x, _) = build().eval(), tiny.points()
+    drawn = posterior.draw()
+    outputs = drawn(x)
+    for i in range(drawn.members):
+        member = drawn.member(i)
+        assert isinstance(member, nn.Module)
+        torch.testing.assert_close(member(x), outputs[i], rtol=0, atol=1e-12)
+    torch.testing.assert_close(drawn.member(-1)(x), outputs[-1], rtol=0, atol=1e-12)
+
+
+def test_a_member_shares_nothing_with_the_posterior(build):
+    posterior, (x, _) = build().eval(), tiny.points()
+    ds.refresh(posterior, [])
+    member = posterior.member(0)
+    before, outputs = posterior.predict(x).mean, member(x)
+    with torch.no_grad():
+        for parameter in member.parameters():
+            parameter.add_(1.0)
+        for buffer in member.buffers():
+            buffer.zero_()
+    assert torch.equal(posterior.predict(x).mean, before)
+    member = posterior.member(0)
+    with torch.no_grad():
+        for parameter in posterior.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(member(x), outputs)
+
+
+def test_a_member_out_of_range_is_a_clear_error(build):
+    posterior = build()
+    members = posterior.draw().members
+    with pytest.raises(ValueError, match=f"expected a member from 0 to {members - 1}, got {members}"):
+        posterior.member(members)
+    with pytest.raises(ValueError, match="expected a member from"):
+        posterior.member(-members - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- the world as found
+
+
+def test_predict_leaves_modes_and_random_streams_as_found(build):
+    posterior, (x, y) = build().train(), tiny.points()
+    template = posterior.particles.template
+    next(iter(m for m in template.modules() if isinstance(m, nn.BatchNorm1d))).eval()  # a part set aside by the caller
+    every = {id(m): m for root in (posterior, template) for m in root.modules()}.values()
+    modes, before = [m.training for m in every], tiny.state(posterior)
+    streams = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    posterior.predict(x)
+    ds.predict(posterior, [(x, y)])
+    assert [m.training for m in every] == modes
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert (np.random.get_state()[1] == streams[1]).all()  # noqa: NPY002
+    assert random.getstate() == streams[2]
+    assert tiny.largest_difference(before, tiny.state(posterior)) == 0
+    assert all(p.grad is None for p in posterior.parameters())
+
+
+def test_predict_leaves_the_world_as_found_even_when_it_fails(build):
+    posterior = build().train()
+    modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        posterior.predict(torch.zeros(3, 99, dtype=torch.float64))
+    assert [m.training for m in posterior.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_predict_does_not_depend_on_the_mode_or_on_batching(build):
+    posterior, (x, y) = build(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    trained = posterior.train().predict(x).mean
+    assert torch.equal(posterior.eval().predict(x).mean, trained)
+    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])])
+    torch.testing.assert_close(whole.mean, trained, rtol=0, atol=1e-12)
+    assert torch.equal(targets, y)
+
+
+def test_prediction_has_no_graph(build):
+    assert not build().predict(tiny.points()[0]).mean.requires_grad
+
+
+def test_seeds_reproduce_everything(build):
+    def run():
+        torch.manual_seed(7)
+        posterior, (x, y) = build(), tiny.points()
+        ds.fit(posterior, [(x, y)], epochs=2, progress=False, engine="vectorised")
+        return tiny.state(posterior), posterior.predict(x).members
+
+    (first, members), (second, again) = run(), run()
+    assert tiny.largest_difference(first, second) == 0
+    assert torch.equal(members, again)
+
+
+# ---------------------------------------------------------------------------------------------------- state and files
+
+
+def test_state_dict_round_trip(build):
+    torch.manual_seed(1)
+    posterior, (x, y) = build(), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False, engine="loop")
+    torch.manual_seed(2)
+    other = build()
+    other.load_state_dict(posterior.state_dict())
+    assert torch.equal(other.predict(x).members, posterior.predict(x).members)
+    assert int(other.steps) == int(posterior.steps) == 1
+
+
+def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, tmp_path, monkeypatch):
+    posterior, (x, y) = build(), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False, engine="vectorised")
+    posterior.temperature.fill_(1.3)
+    ds.save(posterior, tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.json", "posterior.safetensors"]
+
+    def refuse(*_, **__):
+        raise AssertionError("files are read without pickle")
+
+    for place, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(place, name, refuse)
+    network = template()
+    before = tiny.state(network)
+    loaded = ds.load(tmp_path / "run", network)
+    assert tiny.largest_difference(before, tiny.state(network)) == 0  # the template is left alone
+    saved, found = tiny.state(posterior), tiny.state(loaded)
+    assert saved.keys() == found.keys()
+    for name in saved:
+        assert saved[name].dtype == found[name].dtype, name
+        assert torch.equal(saved[name], found[name]), name
+    assert type(loaded) is type(posterior)
+    assert loaded.config() == posterior.config()
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded(x), posterior(x))
+
+
+def test_config_is_json_and_builds_a_skeleton(build, template):
+    posterior, (x, _) = build(weight_prior_std=0.5, data_size=12), tiny.points()
+    ds.refresh(posterior, [])
+    config = json.loads(json.dumps(posterior.config()))
+    assert config == posterior.config()
+    skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
+    skeleton.load_state_dict(posterior.state_dict())
+    assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
+    assert (skeleton.weight_prior_std, skeleton.data_size) == (0.5, 12)
+
+
+def test_a_deep_copy_is_independent(build):
+    posterior, (x, y) = build(), tiny.points()
+    ds.refresh(posterior, [])
+    other = copy.deepcopy(posterior)
+    before = posterior.predict(x).members
+    assert torch.equal(other.predict(x).members, before)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    other.backward(x, y)
+    optimizer.step()
+    assert torch.equal(posterior.predict(x).members, before)
+    assert not torch.equal(other.predict(x).members, before)
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+def test_observe_counts(build):
+    posterior, (x, y) = build(), tiny.points()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    posterior.begin(steps_per_epoch=3, epochs=1)
+    for _ in range(3):
+        posterior.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        posterior.observe(optimizer)
+    assert int(posterior.steps) == 3
+    assert int(copy.deepcopy(posterior).steps) == 3
+
+
+def test_parameter_groups_hold_every_trainable_parameter_once(build):
+    posterior = build(likelihood=ds.Classification())
+    next(posterior.parameters()).requires_grad_(False)
+    groups = posterior.parameter_groups(lr=0.3, weight_decay=0.01)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in posterior.parameters() if p.requires_grad)
+    assert all({"params", "lr", "weight_decay"} <= group.keys() for group in groups)
+    torch.optim.SGD(groups, lr=0.3)
+
+
+def test_temperature_one_leaves_predictions_alone(build):
+    posterior, (x, _) = build(), tiny.points()
+    before = posterior.predict(x).members
+    posterior.temperature.fill_(1.0)
+    assert torch.equal(posterior.predict(x).members, before)
+    posterior.temperature.fill_(2.0)
+    expected = (before / 2).log_softmax(2)
+    torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+
+
+def test_the_default_optimizer_and_schedule_fit(build):
+    posterior, (x, y) = build(), tiny.points()
+    history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")
+    # constant for the first half, linear to 1 % at 90 %, constant again
+    expected = [1e-3] * 6 + [1e-3 * (1 - 0.99 * (t - 0.5) / 0.4) for t in (0.6, 0.7, 0.8)] + [1e-5]
+    assert [epoch.lr for epoch in history.epochs] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_prior_needs_the_size_of_the_data(build):
+    with pytest.raises(ValueError, match="expected data_size with weight_prior_std"):
+        build(weight_prior_std=1.0)
+    with pytest.raises(ValueError, match="expected a positive weight_prior_std"):
+        build(weight_prior_std=0.0, data_size=10)
+    with pytest.raises(ValueError, match="expected a positive data_size"):
+        build(weight_prior_std=1.0, data_size=0)

@@ -1,0 +1,256 @@
+"""Prediction over loaders: whole, batch by batch, summarised, and from a folder one member at a time."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import dissensus as ds
+import tiny
+
+F64 = torch.float64
+
+
+def batches(n: int = 20):
+    x, y = tiny.points(n)
+    return [(x[i : i + 6], y[i : i + 6]) for i in range(0, n, 6)]
+
+
+def test_a_loader_gives_what_one_batch_gives():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
+    found, targets = ds.predict(posterior, batches())
+    torch.testing.assert_close(found.members, posterior.predict(x).members, rtol=0, atol=1e-12)
+    assert torch.equal(targets, y)
+    assert targets.dtype == y.dtype
+
+
+def test_weights_in_the_loader_are_passed_over():
+    posterior = tiny.ensemble(tiny.mlp)
+    weighted = [(x, y, torch.rand(len(y))) for x, y in batches()]
+    assert torch.equal(ds.predict(posterior, weighted)[0].members, ds.predict(posterior, batches())[0].members)
+
+
+def test_labels_of_other_classes_are_welcome():
+    """Out-of-distribution data brings labels the network does not know."""
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    assert torch.equal(ds.predict(posterior, [(x, y + 50)])[1], y + 50)
+
+
+def test_one_draw_serves_all_batches():
+    posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
+    found = ds.predict(posterior, [(x, y), (x, y)])[0].members
+    assert torch.equal(found[:, :12], found[:, 12:])
+    parts = [predictive.members for predictive, _ in ds.predict_batches(posterior, [(x, y), (x, y)])]
+    assert torch.equal(parts[0], parts[1])
+    assert float(found.std(0).max()) > 0
+
+
+def test_batches_come_one_by_one():
+    posterior, read = tiny.ensemble(tiny.mlp), []
+
+    def loader():
+        for i, batch in enumerate(batches()):
+            read.append(i)
+            yield batch
+
+    stream = ds.predict_batches(posterior, loader())
+    predictive, y = next(stream)
+    assert read == [0]
+    assert len(predictive) == len(y) == 6
+    assert torch.is_grad_enabled()  # nothing of the prediction's modes leaks while the stream waits
+    assert posterior.training
+    stream.close()
+
+
+def test_temperature_applies_to_loaders():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    posterior.temperature.fill_(2.0)
+    expected = posterior.predict(x)
+    assert torch.equal(ds.predict(posterior, [(x, y)])[0].members, expected.members)
+    torch.testing.assert_close(ds.summarise(posterior, [(x, y)])[0].mean, expected.mean, rtol=0, atol=1e-12)
+
+
+def test_the_world_is_left_as_found():
+    posterior, loader = ds.MCDropout(tiny.mlp(0.5).double(), samples=3), batches()
+    modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
+    ds.predict(posterior, loader)
+    ds.summarise(posterior, loader)
+    list(ds.predict_batches(posterior, loader))
+    assert [m.training for m in posterior.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_half_precision_comes_close():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp, dtype=torch.float32), tiny.points()
+    exact = ds.predict(posterior, [(x.float(), y)])[0]
+    half = ds.predict(posterior, [(x.float(), y)], precision="bf16")[0]
+    assert half.members.dtype == torch.float32
+    assert not torch.equal(half.members, exact.members)
+    torch.testing.assert_close(half.mean, exact.mean, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("call", [ds.predict, ds.summarise, lambda p, d: list(ds.predict_batches(p, d))])
+def test_bad_data_is_a_clear_error(call):
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    x[5, 1] = float("nan")
+    with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 5 of a batch"):
+        call(posterior, [(x, y)])
+    with pytest.raises(TypeError, match=r"expected batches \(x, y\)"):
+        call(posterior, [x])
+
+
+@pytest.mark.parametrize("call", [ds.predict, ds.summarise])
+def test_a_loader_may_not_know_its_length(call):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from zip(*tiny.points(20), strict=True)
+
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
+    found, targets = call(posterior, DataLoader(Stream(), batch_size=6))
+    torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
+    assert torch.equal(targets, y)
+
+
+def test_a_network_is_not_a_posterior():
+    with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
+        ds.predict(tiny.mlp(), batches())
+
+
+@pytest.mark.parametrize("call", [ds.predict, ds.summarise])
+def test_no_data_is_a_clear_error(call):
+    with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
+        call(tiny.ensemble(tiny.mlp), [])
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match='expected a precision of "float32" or "bf16", got'):
+        ds.predict(tiny.ensemble(tiny.mlp), batches(), precision="fp8")
+
+
+# ---------------------------------------------------------------------------------------------------- summaries
+
+CASES = {
+    "classes": (tiny.mlp, None, lambda y: y),
+    "regression": (
+        lambda: tiny.mlp(outputs=2),
+        ds.Regression(initial=0.5),
+        lambda y: torch.randn(len(y), 2, dtype=F64),
+    ),
+    "heteroscedastic": (
+        lambda: tiny.mlp(outputs=2),
+        ds.HeteroscedasticRegression(),
+        lambda y: torch.randn(len(y), 1, dtype=F64),
+    ),
+}
+
+
+@pytest.fixture(params=[(name, how) for name in CASES for how in ("loop", "vectorised")], ids=" ".join)
+def case(request):
+    name, how = request.param
+    make, likelihood, targets = CASES[name]
+    posterior = tiny.ensemble(make, 4, how=how, likelihood=likelihood)
+    return posterior, make, [(x, targets(y)) for x, y in batches()]
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["in memory", "from disk"])
+def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
+    posterior, make, loader = case
+    posterior.temperature.fill_(1.4)
+    whole, y = ds.predict(posterior, loader)
+    if stored:
+        ds.save(posterior, tmp_path)
+        summary, targets = ds.summarise(tmp_path, loader, network=make())
+    else:
+        summary, targets = ds.summarise(posterior, loader)
+    assert isinstance(summary, ds.SummaryPredictive)
+    assert torch.equal(targets, y)
+    for name in ("mean", "aleatoric", "epistemic", "total"):
+        torch.testing.assert_close(getattr(summary, name), getattr(whole, name), rtol=0, atol=1e-10)
+    assert torch.equal(summary.total, summary.aleatoric + summary.epistemic)
+    assert len(summary) == len(whole) == 20
+    with pytest.raises(TypeError, match="expected a predictive that kept its members"):
+        _ = summary.members
+
+
+def test_a_class_summary_scores_samples_and_sets_as_the_whole():
+    posterior = tiny.ensemble(tiny.mlp, 4)
+    whole, y = ds.predict(posterior, batches())
+    summary, _ = ds.summarise(posterior, batches())
+    torch.testing.assert_close(summary.log_prob(y), whole.log_prob(y), rtol=0, atol=1e-12)
+    torch.testing.assert_close(summary.confidence, whole.confidence, rtol=0, atol=1e-12)
+    assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
+    draws = [p.sample(50, generator=torch.Generator().manual_seed(3)) for p in (summary, whole)]
+    assert torch.equal(*draws)
+    with pytest.raises(TypeError, match="expected members for an interval"):
+        summary.interval(0.9)
+
+
+def test_a_regression_summary_is_the_gaussian_of_equal_moments():
+    posterior = tiny.ensemble(lambda: tiny.mlp(outputs=1), 4, likelihood=ds.Regression(noise=0.5))
+    x, _ = tiny.points()
+    y = torch.randn(12, 1, dtype=F64)
+    summary, _ = ds.summarise(posterior, [(x, y)])
+    normal = torch.distributions.Normal(summary.mean, summary.total.sqrt())
+    torch.testing.assert_close(summary.log_prob(y), normal.log_prob(y)[:, 0], rtol=0, atol=1e-10)
+    lower, upper = summary.interval(0.9)
+    torch.testing.assert_close(upper, normal.icdf(torch.tensor(0.95, dtype=F64)), rtol=0, atol=1e-8)
+    torch.testing.assert_close(lower, normal.icdf(torch.tensor(0.05, dtype=F64)), rtol=0, atol=1e-8)
+
+
+def test_stored_members_need_the_same_data_each_time(tmp_path):
+    ds.save(tiny.ensemble(tiny.mlp), tmp_path)
+
+    class Shuffled:
+        def __iter__(self):
+            x, y = tiny.points()
+            order = torch.randperm(12)
+            yield x[order], y[order]
+
+    with pytest.raises(ValueError, match="expected the same batches for every member"):
+        ds.summarise(tmp_path, Shuffled(), network=tiny.mlp())
+    with pytest.raises(ValueError, match="expected the same batches for every member"):
+        ds.summarise(tmp_path, iter(batches()), network=tiny.mlp())  # read once, by the first member
+
+
+@pytest.mark.parametrize(("saved", "given"), [(True, False), (False, True)])
+def test_stored_members_need_the_same_ties(saved, given, tmp_path):
+    def make(tied: bool) -> nn.Module:
+        network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        if tied:
+            network[2].weight = network[0].weight
+        return network
+
+    posterior = tiny.ensemble(lambda: make(saved))
+    ds.save(posterior, tmp_path)
+    loader = batches()
+    with pytest.raises(ValueError, match="expected a network whose tensors are tied as in the saved one"):
+        ds.summarise(tmp_path, loader, network=make(given))
+    found, _ = ds.summarise(tmp_path, loader, network=make(saved))
+    torch.testing.assert_close(found.mean, ds.predict(posterior, loader)[0].mean, rtol=0, atol=1e-12)
+
+
+def test_a_stored_posterior_without_members_is_summarised_whole(tmp_path):
+    posterior = ds.MCDropout(tiny.mlp(0.5).double(), samples=4)
+    ds.refresh(posterior, [])
+    ds.save(posterior, tmp_path)
+    found, _ = ds.summarise(tmp_path, batches(), network=tiny.mlp(0.5))
+    expected, _ = ds.summarise(posterior, batches())
+    assert torch.equal(found.mean, expected.mean)
+
+
+def test_the_memory_of_a_prediction_is_said_beforehand(caplog):
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        ds.predict(tiny.ensemble(tiny.mlp), batches())
+    assert any("the prediction of about" in record.getMessage() for record in caplog.records)
+
+
+def test_networks_with_buffers_are_read_from_disk_whole(tmp_path):
+    """Batch statistics belong to each member."""
+    posterior = tiny.ensemble(tiny.mlp)
+    x, y = tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=3, progress=False, engine="loop")
+    ds.save(posterior, tmp_path)
+    found, _ = ds.summarise(tmp_path, [(x, y)], network=tiny.mlp())
+    torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)

@@ -1,0 +1,44 @@
+"""What the README and the documentation show runs as it stands, file by file, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE)
+
+
+def python_blocks(text: str) -> list[tuple[int, str]]:
+    """(first line, code) of every block that says it is Python."""
+    blocks = []
+    for match in FENCE.finditer(text):
+        info = match["info"].strip()
+        if re.match(r"(python|py|pycon)\b", info, re.IGNORECASE):
+            line = text.count("\n", 0, match.start("code")) + 1
+            assert info == "python", (
+                f"line {line}: a block is ```python and nothing else: every one is run, got {info!r}"
+            )
+            indent = len(match["indent"])
+            blocks.append((line, "".join(row[indent:] for row in match["code"].splitlines(keepends=True))))
+    return blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(page.read_text())
+    if page.name == "README.md":
+        assert blocks, "the README shows no Python"
+    names: dict[str, object] = {"__name__": "__main__"}
+    for line, code in blocks:
+        # Empty lines in front, so that a traceback names the line of the page.
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+
+
+def test_blocks_are_found_and_marks_are_refused():
+    text = "Text\n\n```python\na = 1\n```\n\n```bash\nls\n```\n\n  ```python\n  b = 2\n  ```\n"
+    assert python_blocks(text) == [(4, "a = 1\n"), (12, "b = 2\n")]
+    with pytest.raises(AssertionError, match="every one is run"):
+        python_blocks("```python no-run\na = 1\n```\n")

@@ -1,0 +1,352 @@
+"""Files: whole or not there, the same bit for bit, and one clear error for each way to be damaged."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.storage import write_whole
+
+x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def mlp(**keywords) -> nn.Module:
+    return ds.nets.MLP(4, 3, hidden=(6,), **keywords)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved ensemble of two."""
+    ds.save(ds.DeepEnsemble([mlp(), mlp()]), tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---------------------------------------------------------------------------------------------------- what is written
+
+
+def test_two_plain_files_are_written(folder):
+    assert sorted(os.listdir(folder)) == ["config.json", "posterior.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"] == "deep_ensemble"
+    assert config["arguments"] == {"members": 2, "weight_prior_std": None, "data_size": None}
+    assert config["network"]["name"] == "MLP"
+    with safe_open(folder / "posterior.safetensors", framework="pt") as file:
+        assert file.get_tensor("particles.own.network.layers.0.weight").shape == (2, 6, 4)
+    for name in os.listdir(folder):
+        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, KeyError, UnicodeDecodeError)):
+            pickle.loads((folder / name).read_bytes())
+
+
+def test_saving_again_replaces_what_was_there(folder):
+    posterior = ds.MAP(mlp())
+    ds.save(posterior, folder)
+    loaded = ds.load(folder)
+    assert isinstance(loaded, ds.MAP)
+    assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
+
+
+def test_saving_to_a_folder_in_a_folder_that_is_not_there(tmp_path):
+    ds.save(ds.MAP(mlp()), str(tmp_path / "a" / "b" / "c"))
+    assert isinstance(ds.load(str(tmp_path / "a" / "b" / "c")), ds.MAP)
+
+
+def test_parameters_in_one_piece_of_memory_can_be_saved(tmp_path):
+    network = mlp()
+    flat = nn.utils.parameters_to_vector(network.parameters())
+    nn.utils.vector_to_parameters(flat, network.parameters())
+    posterior = ds.MAP(network)
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path).predict(x).mean, posterior.predict(x).mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_dtype_comes_from_the_file(dtype, tmp_path):
+    posterior = ds.DeepEnsemble([mlp(), mlp()]).to(dtype)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert torch.equal(loaded.predict(x.to(dtype)).members, posterior.predict(x.to(dtype)).members)
+
+
+def test_a_loaded_posterior_is_in_eval_mode_and_can_be_trained_on(tmp_path):
+    posterior = ds.DeepEnsemble([mlp(batch_norm=True), mlp(batch_norm=True)])
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert not any(module.training for module in [*loaded.modules(), *loaded.particles.template.modules()])
+    y = torch.arange(5) % 3
+    states = []
+    for each in (posterior, loaded):
+        ds.fit(each, [(x, y)], epochs=3, progress=False, engine="loop")
+        states.append(tiny.state(each))
+    assert tiny.largest_difference(*states) == 0
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        ds.Classification(ignore_index=255),
+        ds.Regression(noise=0.3),
+        ds.Regression(initial=2.0),
+        ds.HeteroscedasticRegression(),
+    ],
+    ids=["ignore_index", "fixed noise", "learned noise", "heteroscedastic"],
+)
+def test_likelihoods_come_back(likelihood, tmp_path):
+    posterior = ds.MAP(ds.nets.MLP(4, 2, hidden=(3,)), likelihood=likelihood)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert type(loaded.likelihood) is type(likelihood)
+    assert loaded.likelihood.config() == likelihood.config()
+    found, expected = loaded.predict(x), posterior.predict(x)
+    assert all(torch.equal(a, b) for a, b in zip(found.described(), expected.described(), strict=True))
+
+
+def test_a_layer_that_describes_itself_by_its_tensors_can_be_loaded(tmp_path):
+    class Own(nn.Linear):
+        def extra_repr(self):
+            return f"weight of shape {tuple(self.weight.shape)}"
+
+    posterior = ds.DeepEnsemble([Own(4, 3), Own(4, 3)])
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path, Own(4, 3)).predict(x).members, posterior.predict(x).members)
+
+
+# ---------------------------------------------------------------------------------------------------- writing fails
+
+
+def test_a_path_that_is_a_file_is_an_os_error(tmp_path):
+    (tmp_path / "run").write_text("precious")
+    with pytest.raises(OSError, match="run"):
+        ds.save(ds.MAP(mlp()), tmp_path / "run")
+    with pytest.raises(OSError, match="run"):
+        ds.save(ds.MAP(mlp()), tmp_path / "run" / "below")
+    assert (tmp_path / "run").read_text() == "precious"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(folder, monkeypatch):
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+    def full(self, data):
+        with open(self, "wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        ds.save(ds.MAP(mlp()), folder)
+    monkeypatch.undo()
+    assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+
+
+def test_files_are_renamed_into_place_only_when_all_are_written(tmp_path):
+    with pytest.raises(TypeError):
+        write_whole({tmp_path / "a": b"1", tmp_path / "b": "not bytes"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_posterior_cannot_be_saved(tmp_path):
+    with pytest.raises(TypeError, match="expected a posterior, got MLP"):
+        ds.save(mlp(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
+    class Odd(ds.Regression):
+        def config(self):
+            return {"noise": torch.ones(1)}
+
+    with pytest.raises(TypeError):
+        ds.save(ds.MAP(ds.nets.MLP(4, 1), likelihood=Odd(noise=1.0)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- damaged files
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected .*config\.json, got no such file"):
+        ds.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "posterior.safetensors"])
+def test_a_missing_file(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"expected .*{name}, got no such file; pass a folder that save"):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit flip", "empty", "longer"])
+def test_damaged_tensors(folder, damage):
+    path = folder / "posterior.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        del data[-7:]
+    elif damage == "bit flip":
+        data[-20] ^= 4
+    elif damage == "empty":
+        data.clear()
+    else:
+        data += b"\0"
+    path.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match=r"with the checksum in config\.json, got another; the file is truncated or"):
+        ds.load(folder)
+    with pytest.raises(ValueError, match=r"with the checksum in config\.json"):
+        ds.summarise(folder, [(x, torch.zeros(5))])
+
+
+def test_tensors_that_are_none_though_the_checksum_fits(folder):
+    import hashlib
+
+    (folder / "posterior.safetensors").write_bytes(b"\xff" * 100)
+    tamper(folder, "sha256", hashlib.sha256(b"\xff" * 100).hexdigest())
+    with pytest.raises(ValueError, match=r"expected a whole .*posterior\.safetensors, got a damaged one"):
+        ds.load(folder)
+
+
+def tamper(folder, keys: str, value) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    *above, last = keys.split(".")
+    place = config
+    for key in above:
+        place = place[key]
+    place[last] = value
+    path.write_text(json.dumps(config))
+
+
+DAMAGED = r"expected a whole .*config\.json, got a damaged one \(.*\); save the posterior again"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1', "[]", "5", "null", "{}", "[" * 100_000, "\xff\xfe"])
+def test_a_config_that_is_no_config(folder, text):
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("arguments", 5),
+        ("arguments", []),
+        ("arguments", {}),
+        ("arguments", {"members": "2"}),
+        ("arguments.members", 1.5),
+        ("arguments.members", None),
+        ("arguments.unheard_of", 1),
+        ("arguments.weight_prior_std", "wide"),
+        ("arguments.data_size", [1]),
+        ("method", []),
+        ("method", None),
+        ("tied", 5),
+        ("tied", None),
+        ("network", 5),
+        ("network", {}),
+        ("network.structure", 5),
+        ("network.structure", None),
+        ("network.name", []),
+        ("network.arguments", 5),
+        ("network.arguments", {"inputs": 4}),
+        ("network.arguments.inputs", "four"),
+        ("likelihood", "Classification"),
+        ("likelihood", {}),
+        ("likelihood.name", {}),
+        ("likelihood.arguments", 5),
+        ("likelihood.arguments", {"unheard_of": 1}),
+        ("sha256", 5),
+        ("format", "1"),
+        ("format", None),
+    ],
+)
+def test_wrong_types_in_the_config(folder, keys, value):
+    tamper(folder, keys, value)
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "text"),
+    [
+        ("format", 2, "expected format 1, got 2; load it with the version that wrote it"),
+        ("method", "forde2", "expected a method of .*map.*, got 'forde2'"),
+        ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
+        ("arguments.members", 0, "expected at least one module, got none"),
+        ("network.name", None, "expected a network to load into, got none; pass network="),
+        ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+        (
+            "network.arguments.activation",
+            "tanh",
+            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
+        ),
+        ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
+        ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
+        ("sha256", "0", "with the checksum in config.json, got another"),
+    ],
+)
+def test_wrong_values_in_the_config(folder, keys, value, text):
+    tamper(folder, keys, value)
+    with pytest.raises(ValueError, match=text):
+        ds.load(folder)
+
+
+# ---------------------------------------------------------------------------------------------------- other networks
+
+
+@pytest.mark.parametrize(
+    ("network", "text"),
+    [
+        (
+            lambda: mlp(activation="tanh"),
+            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
+        ),
+        (
+            lambda: ds.nets.MLP(4, 3, hidden=(7,)),
+            "expected a network with layer .*out_features=6.* got .*out_features=7",
+        ),
+        (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
+        (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
+        (lambda: mlp().layers, "expected a network with layer"),
+    ],
+    ids=["activation", "width", "deeper", "shallower", "the inside"],
+)
+def test_another_network_is_refused(folder, network, text):
+    with pytest.raises(ValueError, match=text):
+        ds.load(folder, network())
+
+
+def test_what_is_no_network_is_refused(folder):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module as network, got type"):
+        ds.load(folder, ds.nets.MLP)
+
+
+@pytest.mark.parametrize(("saved", "given"), [(True, False), (False, True)])
+@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net])], ids=["held", "stacked"])
+def test_other_ties_are_refused(build, saved, given, tmp_path):
+    def make(tied: bool) -> nn.Module:
+        network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        if tied:
+            network[2].weight = network[0].weight
+        return network
+
+    ds.save(build(make(saved)), tmp_path)
+    with pytest.raises(ValueError, match=r"tied as in the saved one|expected a tensor|expected no tensor"):
+        ds.load(tmp_path, make(given))
+    ds.load(tmp_path, make(saved))
+
+
+def test_the_template_is_left_as_it_was(folder):
+    template = mlp()
+    before, training = tiny.state(template), template.training
+    loaded = ds.load(folder, template)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    assert tiny.largest_difference(before, tiny.state(template)) == 0
+    assert template.training == training

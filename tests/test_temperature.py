@@ -1,0 +1,129 @@
+"""Temperature scaling against scipy, a closed form, and what it must leave alone."""
+
+import math
+
+import pytest
+import scipy.optimize
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.temperature import minimise
+
+F64 = torch.float64
+
+
+class Scaled(nn.Module):
+    """Logits = k · x."""
+
+    def __init__(self, k: float = 1.0) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(k, dtype=F64))
+
+    def forward(self, x):
+        return self.k * x
+
+
+def calibrated(n: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels drawn from exactly those logits."""
+    x = torch.randn(n, 3, dtype=F64)
+    return x, torch.distributions.Categorical(logits=x).sample()
+
+
+@pytest.mark.parametrize("k", [0.5, 1.0, 4.0])
+def test_an_overconfidence_of_k_is_undone(k):
+    x, y = calibrated()
+    posterior = ds.MAP(Scaled(k)).double()
+    temperature = ds.temperature_scale(posterior, [(x[:1000], y[:1000]), (x[1000:], y[1000:])])
+    # The maximum-likelihood slope β = k / T on 4,000 points has a standard error 1/√(Σ Var_p[x]).
+    p = x.softmax(1)
+    information = ((p * x**2).sum(1) - (p * x).sum(1) ** 2).sum()
+    assert abs(k / temperature - 1) < 4 / float(information) ** 0.5
+    assert float(posterior.temperature) == temperature
+    torch.testing.assert_close(
+        posterior.predict(x).members[0], (k * x / temperature).log_softmax(1), rtol=0, atol=1e-10
+    )
+
+
+def test_the_temperature_minimises_the_mixtures_nll():
+    posterior, (x, y) = ds.DeepEnsemble([Scaled(2.0), Scaled(5.0)]).double(), calibrated(500)
+    before = posterior.predict(x)
+    found = ds.temperature_scale(posterior, [(x, y)])
+    assert 2 < found < 5
+
+    def nll(log_t):
+        return -float(before.tempered(math.exp(log_t)).log_prob(y).mean())
+
+    best = scipy.optimize.minimize_scalar(nll, bounds=(math.log(1 / 50), math.log(50)), method="bounded")
+    assert nll(math.log(found)) <= best.fun + 1e-10
+    assert -float(posterior.predict(x).log_prob(y).mean()) == pytest.approx(nll(math.log(found)), abs=1e-12)
+    # Done again it gives the same: it starts from the untempered members, not from the last result.
+    assert ds.temperature_scale(posterior, [(x, y)]) == found
+
+
+def test_regression_scales_the_deviation_in_closed_form():
+    """For one Gaussian T² = mean residual² / noise²."""
+    posterior = ds.MAP(Scaled(), likelihood=ds.Regression(noise=0.2)).double()
+    x = torch.randn(300, 1, dtype=F64)
+    y = x + 0.7 * torch.randn(300, 1, dtype=F64)
+    expected = float((y - x).square().mean().sqrt()) / 0.2
+    assert ds.temperature_scale(posterior, [(x, y)]) == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(
+        posterior.predict(x).aleatoric, torch.full((300, 1), (0.2 * expected) ** 2, dtype=F64), rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("likelihood", [ds.Regression(), ds.HeteroscedasticRegression()])
+def test_every_likelihood_can_be_scaled(likelihood):
+    posterior = tiny.ensemble(lambda: tiny.mlp(outputs=2), likelihood=likelihood)
+    x, _ = tiny.points()
+    y = torch.randn(12, 2 if isinstance(likelihood, ds.Regression) else 1, dtype=F64)
+    before = float(posterior.predict(x).log_prob(y).mean())
+    ds.temperature_scale(posterior, [(x, y)])
+    assert float(posterior.predict(x).log_prob(y).mean()) >= before - 1e-12
+
+
+def test_positions_to_ignore_do_not_count():
+    x, y = calibrated(500)
+    void = torch.rand(500) < 0.5
+    plain, masked = (ds.MAP(Scaled(2.0), likelihood=ds.Classification(ignore_index=-1)).double() for _ in range(2))
+    expected = ds.temperature_scale(plain, [(x[~void], y[~void])])
+    assert ds.temperature_scale(masked, [(x, torch.where(void, -1, y))]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_soft_labels_will_do():
+    x, _ = calibrated(500)
+    posterior = ds.MAP(Scaled(3.0)).double()
+    # Soft labels that are the truth: the minimum of the cross-entropy is at exactly k.
+    assert ds.temperature_scale(posterior, [(x, x.softmax(1))]) == pytest.approx(3.0, rel=1e-4)
+
+
+def test_the_temperature_is_saved_with_the_posterior(tmp_path):
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    ds.temperature_scale(posterior, [(x, y)])
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert torch.equal(loaded.temperature, posterior.temperature)
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+@pytest.mark.parametrize("bad", ["labels", "nothing", "nan"])
+def test_bad_data_leaves_the_temperature_as_it_was(bad):
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    posterior.temperature.fill_(1.7)
+    loaders = {"labels": [(x, y), (x, y + 1)], "nothing": [], "nan": [(x * math.nan, y)]}
+    texts = {
+        "labels": "expected labels in 0…2, got 3",
+        "nothing": "expected at least one batch",
+        "nan": "expected finite",
+    }
+    with pytest.raises(ValueError, match=texts[bad]):
+        ds.temperature_scale(posterior, loaders[bad])
+    assert float(posterior.temperature) == pytest.approx(1.7)
+
+
+@pytest.mark.parametrize("at", [-3.0, 0.3, 2.0])
+def test_the_minimum_of_a_function_is_found(at):
+    assert minimise(lambda t: (t - at) ** 2, -3, 2) == pytest.approx(at, abs=1e-5)
+    assert minimise(lambda t: abs(t - at), -3, 2) == pytest.approx(at, abs=1e-5)

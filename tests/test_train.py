@@ -1,0 +1,520 @@
+"""fit: what it keeps, when it stops, that it can go on where it stopped, and what it refuses."""
+
+import copy
+import math
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import dissensus as ds
+import tiny
+from dissensus.train import mixture_nll
+
+QUIET = {"progress": False, "engine": "vectorised"}
+
+
+def data(n: int = 24, *, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three batches."""
+    x, y = tiny.points(n, seed=seed)
+    return list(zip(x.chunk(3), y.chunk(3), strict=True))
+
+
+def noisy_validation():
+    """The training data with a quarter of the labels changed: the score falls while it fits, rises when it is too sure."""
+    x, y = tiny.points(24)
+    return [(x, torch.where(torch.arange(24) % 4 == 0, (y + 1) % 3, y))]
+
+
+# ---------------------------------------------------------------------------------------------------- what is kept
+
+
+def test_the_best_state_by_validation_is_kept():
+    posterior, validation = tiny.ensemble(tiny.mlp), noisy_validation()
+    states = []
+    history = ds.fit(
+        posterior,
+        data(),
+        epochs=8,
+        validation=validation,
+        optimizer=SGD(posterior.parameters(), lr=0.5, momentum=0.9),
+        callback=lambda epoch: states.append(tiny.state(posterior)),
+        **QUIET,
+    )
+    scores = [epoch.validation for epoch in history.epochs]
+    best = min(range(8), key=scores.__getitem__)
+    assert 0 < best < 7, "choose data where the best epoch is neither the first nor the last"
+    assert history.best == best
+    assert tiny.largest_difference(tiny.state(posterior), states[best]) == 0
+    assert mixture_nll(posterior, validation) == scores[best]
+    assert int(posterior.steps) == 3 * (best + 1)
+
+
+def test_the_score_is_the_mixtures_negative_log_likelihood():
+    posterior, ((x, y),) = tiny.ensemble(tiny.mlp), noisy_validation()
+    expected = -float(posterior.predict(x).log_prob(y).mean())
+    assert mixture_nll(posterior, [(x, y)]) == pytest.approx(expected, abs=1e-12)
+    assert mixture_nll(posterior, [(x[:7], y[:7]), (x[7:], y[7:])]) == pytest.approx(expected, abs=1e-12)
+    weight = torch.ones(24)
+    weight[10:] = 0
+    expected = -float(posterior.predict(x[:10]).log_prob(y[:10]).mean())
+    assert mixture_nll(posterior, [(x, y, weight)]) == pytest.approx(expected, abs=1e-12)
+    posterior.temperature.fill_(3.0)
+    assert mixture_nll(posterior, [(x, y)]) == pytest.approx(-float(posterior.predict(x).log_prob(y).mean()), abs=1e-12)
+
+
+def test_validation_of_pixels_weighs_images_and_skips_void():
+    posterior = ds.MAP(tiny.segmenter().double(), likelihood=ds.Classification(ignore_index=255))
+    x, y = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randint(3, (3, 3, 3))
+    void = torch.rand(3, 3, 3) < 0.3
+    weight = torch.tensor([0.0, 1.0, 3.0])
+    log_prob = posterior.predict(x).log_prob(y)
+    w = (weight[:, None, None] * ~void).double()
+    expected = -float((w * log_prob).sum() / w.sum())
+    assert mixture_nll(posterior, [(x, torch.where(void, 255, y), weight)]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_validation_the_last_state_is_kept():
+    posterior = tiny.ensemble(tiny.mlp)
+    states = []
+    history = ds.fit(posterior, data(), epochs=3, callback=lambda e: states.append(tiny.state(posterior)), **QUIET)
+    assert history.best is None
+    assert tiny.largest_difference(tiny.state(posterior), states[-1]) == 0
+
+
+def test_history_tells_of_every_epoch():
+    posterior = tiny.ensemble(tiny.mlp)
+    other = copy.deepcopy(posterior)
+    optimizer, same = SGD(posterior.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    history = ds.fit(posterior, data(), epochs=2, optimizer=optimizer, **QUIET)
+    assert len(history) == 2
+    other.particles.how = "vectorised"
+    for epoch in history.epochs:
+        losses = []
+        for x, y in data():
+            other.zero_grad()
+            losses.append(other.backward(x, y))
+            same.step()
+        expected = torch.stack(losses).mean(0)
+        assert epoch.members == pytest.approx(expected.tolist(), abs=1e-12)
+        assert epoch.loss == pytest.approx(float(expected.mean()), abs=1e-12)
+        assert (epoch.lr, epoch.validation) == (0.1, None)
+        assert epoch.seconds > 0
+    assert [e.epoch for e in history.epochs] == [0, 1]
+    assert not posterior.training
+
+
+# ---------------------------------------------------------------------------------------------------- when it stops
+
+
+def test_patience_stops_training():
+    posterior, validation = tiny.ensemble(tiny.mlp), noisy_validation()
+    optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
+    history = ds.fit(posterior, data(), epochs=50, validation=validation, patience=3, optimizer=optimizer, **QUIET)
+    assert len(history) < 50
+    assert len(history) == history.best + 1 + 3
+    scores = [epoch.validation for epoch in history.epochs]
+    assert min(scores[history.best + 1 :]) >= scores[history.best]
+
+
+def test_a_callback_that_returns_true_stops_training():
+    posterior = ds.MAP(tiny.mlp().double())
+    history = ds.fit(posterior, data(), epochs=50, callback=lambda epoch: epoch.epoch == 3, **QUIET)
+    assert len(history) == 4
+    assert int(posterior.steps) == 12
+
+
+# ---------------------------------------------------------------------------------------------------- schedules
+
+
+def test_a_scheduler_steps_once_an_epoch():
+    posterior = ds.MAP(tiny.mlp().double())
+    optimizer = SGD(posterior.parameters(), lr=1.0)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    history = ds.fit(posterior, data(), epochs=4, optimizer=optimizer, scheduler=scheduler, **QUIET)
+    assert [epoch.lr for epoch in history.epochs] == [1.0, 0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_plateau_scheduler_sees_the_score_or_the_loss(validated):
+    posterior = ds.MAP(tiny.mlp().double())
+    optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.0)
+    validation = noisy_validation() if validated else None
+    history = ds.fit(
+        posterior, data(), epochs=8, optimizer=optimizer, scheduler=scheduler, validation=validation, **QUIET
+    )
+    lr, best = 0.5, math.inf
+    for epoch in history.epochs:
+        assert epoch.lr == pytest.approx(lr)
+        seen = epoch.validation if validated else epoch.loss
+        lr, best = (lr, seen) if seen < best else (lr * 0.1, best)
+
+
+# ---------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_off_a_terminal_is_one_line_an_epoch(capsys):
+    ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, validation=noisy_validation())
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert len(lines) == 3
+    assert [line.split("  ")[:2] for line in lines] == [["map", f"epoch {i}/3"] for i in (1, 2, 3)]
+    assert all("loss " in line and "validation " in line for line in lines)
+
+
+def test_no_progress_says_nothing(capsys):
+    ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Interrupted(Exception):
+    pass
+
+
+SCHEDULERS = {
+    "none": lambda o: None,
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.8**epoch),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "warm-up then cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+}
+POSTERIORS = {
+    "map": lambda: ds.MAP(tiny.mlp(0.3)),
+    "deep_ensemble": lambda: ds.DeepEnsemble([tiny.mlp(0.3) for _ in range(3)]),
+    "mc_dropout": lambda: ds.MCDropout(tiny.mlp(), rate=0.3, samples=3),
+}
+
+
+def run(make, schedule, checkpoint=None, *, stop_after=None, epochs=6):
+    """(posterior, history) of a run with dropout, shuffling from the global stream, validation and a schedule."""
+    torch.manual_seed(11)
+    posterior = make()
+    x, y = tiny.points(24)
+    loader = DataLoader(TensorDataset(x.float(), y), batch_size=8, shuffle=True)
+    validation = [(a.float(), b) for a, b in noisy_validation()]
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=0.05)
+
+    def callback(epoch):
+        if epoch.epoch == stop_after:
+            raise Interrupted
+
+    history = ds.fit(
+        posterior,
+        loader,
+        epochs=epochs,
+        validation=validation,
+        optimizer=optimizer,
+        scheduler=schedule(optimizer),
+        checkpoint=checkpoint,
+        callback=callback,
+        **QUIET,
+    )
+    return posterior, history
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [(make, SCHEDULERS["lambda"]) for make in POSTERIORS.values()]
+    + [(POSTERIORS["deep_ensemble"], schedule) for schedule in SCHEDULERS.values()],
+    ids=[*POSTERIORS, *SCHEDULERS],
+)
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_path):
+    whole, history = run(make, schedule)
+    stream = torch.get_rng_state()
+    checkpoint = tmp_path / "deep" / "checkpoint.pt"
+    for stop_after in (0, 3):
+        with pytest.raises(Interrupted):
+            run(make, schedule, checkpoint, stop_after=stop_after)
+    resumed, again = run(make, schedule, checkpoint)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert again.best == history.best
+    for a, b in zip(history.epochs, again.epochs, strict=True):
+        assert (a.epoch, a.loss, a.members, a.lr, a.validation) == (b.epoch, b.loss, b.members, b.lr, b.validation)
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
+    x = tiny.points()[0].float()
+    assert torch.equal(whole.predict(x).members, resumed.predict(x).members)
+    assert [p.name for p in checkpoint.parent.iterdir()] == ["checkpoint.pt"]  # nothing temporary is left
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    first, history = run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "c.pt")
+    second, again = run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "c.pt")
+    assert tiny.largest_difference(tiny.state(first), tiny.state(second)) == 0
+    assert again.epochs == history.epochs
+
+
+def test_a_run_stopped_by_patience_stays_stopped(tmp_path):
+    def go():
+        torch.manual_seed(3)
+        posterior = ds.MAP(tiny.mlp().double())
+        optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
+        settings = {"validation": noisy_validation(), "patience": 2, "checkpoint": tmp_path / "c.pt"}
+        return posterior, ds.fit(posterior, data(), epochs=50, optimizer=optimizer, **settings, **QUIET)
+
+    first, history = go()
+    second, again = go()
+    assert len(again) == len(history) < 50
+    assert tiny.largest_difference(tiny.state(first), tiny.state(second)) == 0
+
+
+def test_an_interrupted_run_can_go_on_for_longer(tmp_path):
+    _, short = run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "c.pt", epochs=2)
+    _, long = run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "c.pt", epochs=4)
+    assert (len(short), len(long)) == (2, 4)
+    assert long.epochs[:2] == short.epochs
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "garbage", "half", "last byte", "bit flip", "another posterior", "no dict"]
+)
+def test_a_damaged_checkpoint_is_a_value_error(damage, tmp_path):
+    path = tmp_path / "c.pt"
+    run(POSTERIORS["map"], SCHEDULERS["none"], path, epochs=1)
+    whole = path.read_bytes()
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "garbage":
+        path.write_bytes(os.urandom(500))
+    elif damage == "half":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "last byte":
+        path.write_bytes(whole[:-1])
+    elif damage == "bit flip":
+        weight = run(POSTERIORS["map"], SCHEDULERS["none"], path, epochs=1)[0].state_dict()["temperature"]
+        at = whole.index(weight.numpy().tobytes())  # inside a stored tensor
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    elif damage == "another posterior":
+        other = ds.MAP(nn.Linear(4, 3))
+        ds.fit(other, [(torch.zeros(3, 4), torch.arange(3))], epochs=1, checkpoint=tmp_path / "o.pt", **QUIET)
+        os.replace(tmp_path / "o.pt", path)
+    else:
+        torch.save([1, 2], path)
+    with pytest.raises(
+        ValueError, match=r"expected a checkpoint of this posterior in .*c\.pt, got another file.*remove it"
+    ):
+        run(POSTERIORS["map"], SCHEDULERS["none"], path, epochs=2)
+
+
+def test_a_checkpoint_holds_no_code(tmp_path):
+    run(POSTERIORS["map"], SCHEDULERS["lambda"], tmp_path / "c.pt", epochs=1)
+    torch.load(tmp_path / "c.pt", weights_only=True)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_os_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "file" / "c.pt", epochs=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# ---------------------------------------------------------------------------------------------------- loaders
+
+
+def test_a_loader_may_not_know_its_length():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            x, y = tiny.points(6)
+            yield from zip(x, y, strict=True)
+
+    class Unsized:
+        def __iter__(self):
+            yield from data()
+
+    for loader in (DataLoader(Stream(), batch_size=2), Unsized()):
+        posterior = ds.MAP(tiny.mlp().double())
+        told = []
+        posterior.begin = lambda steps, epochs, told=told: told.append((steps, epochs))
+        ds.fit(posterior, loader, epochs=2, **QUIET)
+        ds.fit(posterior, loader, epochs=2, **QUIET)
+        assert int(posterior.steps) == 12
+        assert told == [(3, 2), (3, 2)]  # known after the first epoch, whatever was trained before
+
+
+def test_the_method_is_told_how_long_the_run_will_be():
+    posterior = ds.MAP(tiny.mlp().double())
+    ds.fit(posterior, data(), epochs=5, accumulate=2, **QUIET)
+    assert (posterior.steps_per_epoch, posterior.epochs) == (2, 5)
+
+
+def test_sample_weights_reach_the_loss():
+    x, y = tiny.points()
+    weight = torch.ones(12)
+    weight[4] = 3
+    weighted = ds.MAP(nn.Linear(4, 3).double())
+    repeated = copy.deepcopy(weighted)
+    ds.fit(weighted, [(x, y, weight)], epochs=5, optimizer=SGD(weighted.parameters(), lr=0.5), **QUIET)
+    rows = torch.tensor([*range(12), 4, 4])
+    ds.fit(repeated, [(x[rows], y[rows])], epochs=5, optimizer=SGD(repeated.parameters(), lr=0.5), **QUIET)
+    assert tiny.largest_difference(tiny.state(weighted), tiny.state(repeated)) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_mixed_precision_comes_close(engine):
+    losses = []
+    for precision in ("float32", "bf16"):
+        torch.manual_seed(0)
+        posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(3)])
+        loader = [(x.float(), y) for x, y in data()]
+        optimizer = SGD(posterior.parameters(), lr=0.1)
+        history = ds.fit(
+            posterior, loader, epochs=5, precision=precision, optimizer=optimizer, engine=engine, progress=False
+        )
+        assert all(p.dtype == torch.float32 for p in posterior.parameters())
+        losses.append([epoch.loss for epoch in history.epochs])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)  # bf16 keeps 8 bits: 0.4 %
+
+
+def test_an_optimizer_over_a_part_trains_that_part_and_gathers_nothing():
+    """Gradients of what the optimiser does not hold must not pile up from step to step and enter the clipping."""
+    network, (x, y) = tiny.mlp().double().eval(), tiny.points()
+    alone = copy.deepcopy(network)
+    posterior = ds.MAP(network)
+    body = tiny.state(network[0])
+    posterior.train(False)
+    optimizer, by_hand = SGD(network[3].parameters(), lr=0.1), SGD(alone[3].parameters(), lr=0.1)
+    loader = [(x, y)]
+    for _ in range(6):
+        alone.train()
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(x), y).backward()
+        norm = torch.cat([p.grad.flatten() for p in alone.parameters()]).norm()
+        for parameter in alone.parameters():
+            parameter.grad.mul_(min(1.0, 0.05 / float(norm)))
+        by_hand.step()
+    ds.fit(posterior, loader, epochs=6, clip=0.05, optimizer=optimizer, **QUIET)
+    assert tiny.largest_difference(tiny.state(network[3]), tiny.state(alone[3])) < 1e-12
+    assert tiny.largest_difference(tiny.state(network[0]), body) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def classes():
+    return ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)])
+
+
+def reals():
+    return ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression())
+
+
+x32 = torch.zeros(6, 4)
+labels = torch.arange(6) % 3
+with_nan = torch.zeros(6, 4)
+with_nan[4, 2] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("make", "loader", "text"),
+    [
+        (classes, [(x32, labels + 1)], "expected labels in 0…2, got 3"),
+        (classes, [(x32, labels), (x32, labels - 1)], "expected labels in 0…2, got -1"),
+        (classes, [(x32, labels[:5])], r"expected targets of shape \(6,\), got torch.int64 of shape \(5,\)"),
+        (classes, [(x32, torch.eye(3, dtype=torch.int64)[labels])], "pass class indices, not one-hot rows"),
+        (classes, [(x32, labels.float())], "pass class indices with y.long"),
+        (classes, [(with_nan, labels)], "expected finite inputs, got NaN or infinity in row 4 of a batch"),
+        (classes, [(x32 / 0, labels)], "expected finite inputs"),
+        (classes, [], "expected at least one batch from the loader, got none"),
+        (reals, [(x32, torch.zeros(6))], r"expected targets of shape \(6, 1\), got \(6,\)"),
+        (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
+        (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
+    ],
+)
+def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):
+    with pytest.raises(ValueError, match=text) as error:
+        ds.fit(make(), loader, epochs=2, checkpoint=tmp_path / "c.pt", progress=False)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_generator_that_is_used_up_is_an_error_in_the_second_epoch():
+    posterior = classes()
+    with pytest.raises(ValueError, match="generator"):
+        ds.fit(posterior, ((x32, labels) for _ in range(3)), epochs=2, **QUIET)
+    assert int(posterior.steps) == 3
+    ds.fit(posterior, ((x32, labels) for _ in range(3)), epochs=1, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("validation", "text"),
+    [
+        ([], "expected at least one example to validate on, got none"),
+        ([(x32, labels + 7)], "expected labels in 0…2, got"),
+        ([(with_nan, labels)], "expected finite inputs"),
+    ],
+)
+def test_bad_validation_data_is_a_clear_error(validation, text):
+    with pytest.raises(ValueError, match=text):
+        ds.fit(classes(), [(x32, labels)], epochs=1, validation=validation, **QUIET)
+
+
+def test_a_member_that_diverges_is_named():
+    networks = [nn.Linear(4, 3) for _ in range(3)]
+    with torch.no_grad():
+        networks[1].weight.fill_(3e38)
+    posterior = ds.DeepEnsemble(networks)
+    before = tiny.state(posterior)
+    with pytest.raises(ds.Diverged, match=r"not finite in member 1 at step 1; lower the learning rate") as error:
+        ds.fit(posterior, [(torch.ones(6, 4), labels)], epochs=2, **QUIET)
+    assert isinstance(error.value, ValueError)
+    assert (error.value.members, error.value.step) == ([1], 1)
+    after = tiny.state(posterior)["particles.own.network.weight"]
+    assert bool(after[[0, 2]].isfinite().all())  # the others are not drawn along
+    assert not torch.equal(after[0], before["particles.own.network.weight"][0])
+
+
+def test_members_that_diverge_in_training_are_named():
+    posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression(noise=1.0))
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ds.Diverged) as error:
+        ds.fit(posterior, [(x, x[:, :1])], epochs=500, optimizer=SGD(posterior.parameters(), lr=100.0), **QUIET)
+    assert error.value.members == [0, 1]
+    assert error.value.step > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"epochs": 0}, "expected at least one epoch, got 0"),
+        ({"accumulate": 0}, "expected to accumulate at least one batch, got 0"),
+        ({"clip": 0.0}, "expected a positive gradient norm to clip at, got 0.0"),
+        ({"clip": -1.0}, "expected a positive gradient norm"),
+        ({"patience": 3}, "expected validation data with patience"),
+        ({"precision": "fp8"}, "expected a precision of"),
+        ({"engine": "warp"}, "expected engine .*got 'warp'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, text):
+    with pytest.raises(ValueError, match=text):
+        ds.fit(classes(), [(x32, labels)], **{"epochs": 1, "progress": False, **settings})
+
+
+def test_a_scheduler_needs_its_optimizer():
+    posterior = classes()
+    scheduler = lr_scheduler.ExponentialLR(SGD(posterior.parameters(), lr=1.0), 0.5)
+    with pytest.raises(ValueError, match="expected an optimizer with the scheduler, got none"):
+        ds.fit(posterior, [(x32, labels)], epochs=1, scheduler=scheduler)
+
+
+def test_an_optimizer_over_the_callers_networks_is_refused():
+    """An ensemble copies the networks: such an optimiser would train nothing, silently."""
+    networks = [nn.Linear(4, 3) for _ in range(2)]
+    optimizer = SGD([p for net in networks for p in net.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="expected an optimizer over the posterior's parameters, got one over other"):
+        ds.fit(ds.DeepEnsemble(networks), [(x32, labels)], epochs=1, optimizer=optimizer)
+
+
+def test_a_network_is_not_a_posterior():
+    with pytest.raises(TypeError, match="expected a posterior, got Linear; wrap the network"):
+        ds.fit(nn.Linear(4, 3), [(x32, labels)], epochs=1)

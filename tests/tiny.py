@@ -1,0 +1,61 @@
+"""Small networks, small data and comparisons that many tests need."""
+
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+
+
+def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(x (n, inputs) in float64, class indices (n,)), every class present."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, inputs, dtype=torch.float64, generator=generator)
+    return x, torch.arange(n) % classes
+
+
+def mlp(dropout: float = 0.0, *, outputs: int = 3) -> nn.Module:
+    """4 inputs, one hidden layer of 6 with batch norm."""
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), *drop, nn.Linear(6, outputs))
+
+
+class Pair(nn.Module):
+    """Two inputs of 4 features: called with a tuple or with the names a and b."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.left(a) + self.right(b))))
+
+
+def segmenter(dropout: float = 0.0) -> nn.Module:
+    """(B, 2, H, W) -> (B, 3, H, W)."""
+    drop = [nn.Dropout2d(dropout)] if dropout else []
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), *drop, nn.Conv2d(4, 3, 1))
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest absolute difference over two dicts of tensors with the same keys."""
+    assert a.keys() == b.keys()
+    assert a
+    return max(float((a[name].double() - b[name].double()).abs().max()) if a[name].numel() else 0.0 for name in a)
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def ensemble(make, members: int = 3, *, how: str | None = None, dtype: torch.dtype = torch.float64, **keywords):
+    """A deep ensemble of make() in float64, run as `how` says."""
+    posterior = ds.DeepEnsemble([make() for _ in range(members)], **keywords).to(dtype)
+    if how is not None:
+        posterior.particles.how = how
+    return posterior
