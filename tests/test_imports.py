@@ -24,7 +24,9 @@ ALLOWED = {
     "theory": {"core", "theory"},
     "storage": {"core", "methods", "nets"},  # a posterior is built again when it is loaded
     "stored": {"core", "methods", "storage"},
-    "train": {"core", "engine", "metrics", "data", "progress"},
+    "history": {"engine"},
+    "checkpoint": {"core", "history"},
+    "train": {"core", "engine", "metrics", "data", "progress", "history", "checkpoint"},
     "predict": {"core", "engine", "metrics", "data", "progress", "stored"},
     "temperature": {"core", "engine", "metrics", "data", "progress", "predict"},
     "evaluation": {"core", "engine", "metrics", "data", "progress", "predict", "evaluation"},

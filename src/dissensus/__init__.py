@@ -6,11 +6,12 @@ from dissensus.core.likelihood import Classification, HeteroscedasticRegression,
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.core.summary import SummaryPredictive
+from dissensus.history import Epoch, History
 from dissensus.methods import MAP, METHODS, DeepEnsemble, MCDropout
 from dissensus.predict import predict, predict_batches, summarise
 from dissensus.storage import load, save
 from dissensus.temperature import temperature_scale
-from dissensus.train import Epoch, History, fit
+from dissensus.train import fit
 
 __version__ = "0.1.0"
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
+from dissensus.core.drawn import Drawn
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.posterior import Drawn, Posterior, evaluation
+from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.eager import autocast

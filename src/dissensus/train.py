@@ -3,9 +3,7 @@
 import math
 import os
 import time
-import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,43 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from dissensus.checkpoint import resume, write_checkpoint
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.engine import Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
+from dissensus.history import Best, Epoch, History
 from dissensus.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
-
-
-@dataclass
-class Epoch:
-    """What one epoch of training gave."""
-
-    epoch: int
-    loss: float  # mean over members and batches
-    members: list[float]  # mean over batches, one per member
-    lr: float
-    seconds: float
-    validation: float | None = None  # negative log-likelihood of the mixture
-
-
-@dataclass
-class History:
-    """What `fit` returns: one entry per epoch, and which one was kept."""
-
-    epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None without validation
-    engine: str | None = None  # how members ran
-    memory: Memory | None = None  # what training was expected to need
-
-    def __len__(self) -> int:
-        return len(self.epochs)
-
-    def __getitem__(self, index: int) -> Epoch:
-        return self.epochs[index]
 
 
 def fit(
@@ -94,9 +66,9 @@ def fit(
     steps_per_epoch = batches.length(loader)
     if steps_per_epoch is not None:
         posterior.begin(max(1, math.ceil(steps_per_epoch / accumulate)), epochs)
-    history, best = History(), _Best()
+    history, best = History(), Best()
     if checkpoint is not None and Path(checkpoint).exists():
-        history, best = _resume(Path(checkpoint), posterior, optimizer, scheduler)
+        history, best = resume(Path(checkpoint), posterior, optimizer, scheduler)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
     run = _Run(posterior, optimizer, engine, settings, steps=(steps_per_epoch or 1) * epochs)
 
@@ -118,11 +90,11 @@ def fit(
             elif scheduler is not None:
                 scheduler.step()
             if score is not None and best.better(score):
-                best = _Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+                best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))
             if checkpoint is not None:
-                _write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
+                write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
             if callback is not None and callback(epoch):
                 break
             if steps_per_epoch is None:  # now it is known
@@ -226,16 +198,6 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
     return -total / count
 
 
-@dataclass
-class _Best:
-    score: float = math.inf
-    epoch: int = 0
-    state: dict[str, Tensor] | None = None
-
-    def better(self, score: float) -> bool:
-        return score < self.score
-
-
 def _check_finite_losses(losses: Tensor, *, step: int) -> None:
     if not losses.isfinite().all():
         raise Diverged((~losses.isfinite()).nonzero().flatten().tolist(), step)
@@ -292,54 +254,3 @@ def _line(epoch: Epoch) -> str:
     if epoch.validation is not None:
         text += f"  validation {epoch.validation:.4f}"
     return f"{text}  {epoch.seconds:.1f} s"
-
-
-def _write_checkpoint(
-    path: Path,
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    history: History,
-    best: _Best,
-) -> None:
-    """Everything needed to go on, under a temporary name first."""
-    state = {
-        "posterior": posterior.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "history": [asdict(epoch) for epoch in history.epochs],
-        "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
-        "random": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if posterior.device.type == "cuda" else None,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
-
-
-def _resume(
-    path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
-) -> tuple[History, _Best]:
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums it writes
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"{damaged} is damaged")
-        state = torch.load(path, map_location=posterior.device, weights_only=True)
-        posterior.load_state_dict(state["posterior"])
-        optimizer.load_state_dict(state["optimizer"])
-        if scheduler is not None and state["scheduler"] is not None:
-            scheduler.load_state_dict(state["scheduler"])
-        best, kept = state["best"], state["best"].pop("kept")
-        history = History([Epoch(**epoch) for epoch in state["history"]], kept)
-    except OSError:
-        raise
-    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ValueError(
-            f"expected a checkpoint of this posterior in {path}, got another file ({reason}); remove it"
-        ) from error
-    torch.set_rng_state(state["random"].cpu())
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-    return history, _Best(**best)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import seam
+from dissensus.core import gradients, seam
 
 
 class Coupled(ds.DeepEnsemble):
@@ -46,9 +46,9 @@ def by_hand(posterior: Coupled, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 STRATEGIES = {
-    "vectorised": seam.vectorised,
-    "looped": seam.looped,
-    "looped, graphs kept": seam.looped_keeping_graphs,
+    "vectorised": gradients.vectorised,
+    "looped": gradients.looped,
+    "looped, graphs kept": gradients.looped_keeping_graphs,
     "automatic": seam.automatic,
 }
 
@@ -83,15 +83,15 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     once = copy.deepcopy(twice)
     x, y = tiny.points()
     torch.manual_seed(3)
-    seam.backward(twice, x, y, None, seam.looped)
+    seam.backward(twice, x, y, None, gradients.looped)
     after = torch.rand(1)
     torch.manual_seed(3)
-    seam.backward(once, x, y, None, seam.looped_keeping_graphs)
+    seam.backward(once, x, y, None, gradients.looped_keeping_graphs)
     assert torch.equal(torch.rand(1), after)
     assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", [seam.vectorised, seam.looped], ids=["vectorised", "looped"])
+@pytest.mark.parametrize("strategy", [gradients.vectorised, gradients.looped], ids=["vectorised", "looped"])
 def test_a_strategy_changes_nothing_by_itself(strategy):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     before = tiny.state(posterior)

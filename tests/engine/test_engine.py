@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core import batch as batches
-from dissensus.core import seam
+from dissensus.core import gradients, seam
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine.memory import prediction_bytes, training_memory
@@ -92,9 +92,9 @@ def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:
     torch.manual_seed(0)
     posterior = Repelling([dense() for _ in range(3)]).double().train()
     x, y = data(rows=10)
-    two = seam.looped(posterior, x, y, None)
-    one = seam.looped_keeping_graphs(posterior, x, y, None)
-    all_at_once = seam.vectorised(posterior, x, y, None)
+    two = gradients.looped(posterior, x, y, None)
+    one = gradients.looped_keeping_graphs(posterior, x, y, None)
+    all_at_once = gradients.vectorised(posterior, x, y, None)
     posterior.loss(x, y).backward()
     for name, parameter in posterior.particles.own_parameters().items():
         for found in (two, one, all_at_once):
@@ -116,12 +116,12 @@ def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:
         [nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)) for _ in range(2)]
     ).double()
     posterior.train()
-    seam.looped(posterior, *data(rows=6), None)
+    gradients.looped(posterior, *data(rows=6), None)
     first, second, again_first, again_second = Recording.seen
     assert torch.equal(first, again_first)
     assert torch.equal(second, again_second)
     before = torch.get_rng_state()
-    seam.looped(posterior, *data(rows=6), None)
+    gradients.looped(posterior, *data(rows=6), None)
     assert not torch.equal(torch.get_rng_state(), before)  # and the next batch sees other masks
 
 
@@ -132,7 +132,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
     x, y = data(rows=20)
     draws = {
         kind: torch.stack([run(posterior, x, y, None).losses for _ in range(300)])
-        for kind, run in {"loop": seam.looped, "vectorised": seam.vectorised}.items()
+        for kind, run in {"loop": gradients.looped, "vectorised": gradients.vectorised}.items()
     }  # (300, M)
     error = (draws["loop"].var(0) / 300 + draws["vectorised"].var(0) / 300).sqrt()
     assert ((draws["loop"].mean(0) - draws["vectorised"].mean(0)).abs() < 4 * error).all()
@@ -145,8 +145,8 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
 def test_functional_and_plain_gradients_of_a_member_agree() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
-    state = seam.member_state(seam.state_of(posterior), 1)
-    plain = seam.member_gradients(posterior, state, *data(rows=8), None, None)
+    state = gradients.member_state(gradients.state_of(posterior), 1)
+    plain = gradients.member_gradients(posterior, state, *data(rows=8), None, None)
     functional = functional_member_gradients(posterior, state, *data(rows=8), None, None)
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(functional.gradients[name], gradient, rtol=1e-12, atol=1e-14)
@@ -160,7 +160,7 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.Log
         raise RuntimeError("no such kernel")
 
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-    run = OrElse(failing, seam.looped)
+    run = OrElse(failing, gradients.looped)
     with caplog.at_level(logging.INFO, logger="dissensus"):
         for _ in range(3):
             run(posterior, *data(), None)
@@ -228,7 +228,7 @@ def test_the_size_of_a_prediction_is_known_before() -> None:
 
 
 def test_unknown_kinds_never_reach_a_strategy() -> None:
-    assert strategy("loop") is seam.looped
+    assert strategy("loop") is gradients.looped
     assert strategy("vectorised") is seam.automatic
 
 

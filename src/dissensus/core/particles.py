@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
 
 log = logging.getLogger("dissensus")
@@ -73,7 +74,7 @@ class Particles(nn.Module):
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
         """One member whose tensors are those of the caller's module itself: nothing is copied."""
-        _check_initialised(network)
+        check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood))
         member.training = network.training  # not member.train(): parts the caller has frozen in eval mode stay so
         return cls(member, own=TensorTree(), shared=member, members=1)
@@ -82,7 +83,7 @@ class Particles(nn.Module):
     def stack(cls, networks: Sequence[nn.Module], likelihood: Likelihood) -> "Particles":
         """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity)."""
         for network in networks:
-            _check_initialised(network)
+            check_initialised(network)
         template = Member(copy.deepcopy(networks[0]), copy.deepcopy(likelihood))
         template.training = networks[0].training
         members = [Member(network, likelihood) for network in networks]
@@ -257,62 +258,6 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def check_same_architecture(networks: Sequence[nn.Module]) -> None:
-    """Raises where the networks are not M distinct modules of one architecture."""
-    if len({id(network) for network in networks}) < len(networks):
-        raise ValueError(
-            "expected distinct modules, got the same object more than once; build one per member: [make() for _ in range(M)]"
-        )
-    first = _signature(networks[0])
-    for i, network in enumerate(networks[1:], start=1):
-        if (other := _signature(network)) != first:
-            difference = next(
-                (f"{name}: {first.get(name, 'absent')} in member 0, {other.get(name, 'absent')} in member {i}")
-                for name in {**first, **other}
-                if first.get(name) != other.get(name)
-            )
-            raise ValueError(f"expected members of one architecture, got {difference}; build all members alike")
-
-
-def _signature(network: nn.Module) -> dict[str, str]:
-    """What must agree between members: layers with their settings, tensors with shape, dtype, tying and freezing."""
-    described = {f"layer '{name}'": f"{type(m).__name__}({m.extra_repr()})" for name, m in network.named_modules()}
-    first_name: dict[int, str] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        tied = first_name.setdefault(id(parameter), name)
-        described[f"parameter '{name}'"] = (
-            f"{tuple(parameter.shape)} {parameter.dtype}"
-            + ("" if parameter.requires_grad else " frozen")
-            + ("" if tied == name else f" tied to {tied}")
-        )
-    for name, buffer in network.named_buffers():
-        described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
-    return described
-
-
-def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
-    """Raises where two members start at exactly the same trainable weights: they would stay one member."""
-    flat = [
-        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
-        for n in networks
-    ]
-    for i in range(len(flat)):
-        for j in range(i):
-            if flat[i].numel() and torch.equal(flat[i], flat[j]):
-                raise ValueError(
-                    f"expected members that start at different weights, got members {j} and {i} equal; "
-                    "build each one afresh instead of copying one"
-                )
-
-
-def _check_initialised(network: nn.Module) -> None:
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")
 
 
 def _empty(template: nn.Module) -> None:

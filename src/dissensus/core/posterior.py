@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import seam
 from dissensus.core.batch import Inputs
+from dissensus.core.drawn import Drawn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode, same_random_state
 from dissensus.core.particles import Member, Particles, Tensors
@@ -206,84 +207,6 @@ class Posterior(nn.Module, ABC):
                 )
             self._output_shapes[key] = outputs.shape[1:]
         return torch.Size((size, *self._output_shapes[key]))
-
-
-class Drawn(nn.Module, ABC):
-    """Functions drawn from a posterior, fixed: (B, *in) -> (M, B, *out)."""
-
-    members: int
-
-    @abstractmethod
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(member, *args) of each drawn function, stacked along a new first axis."""
-
-    @abstractmethod
-    def member(self, index: int) -> nn.Module:
-        """One function as an ordinary module."""
-
-    @property
-    @abstractmethod
-    def likelihood(self) -> Likelihood:
-        """What the functions' outputs mean."""
-
-    def forward(self, x: Inputs) -> Tensor:
-        with batches.unchanged(x):
-            outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
-        return outputs
-
-    def predict(self, x: Inputs) -> Predictive:
-        """The mixture of the functions."""
-        with batches.unchanged(x):
-            return self.likelihood.predictive(*self.describe(x))
-
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        """The mixture in parts, a few functions at a time: nothing grows with their number where they run in a loop."""
-        yield self.predict(x)
-
-    def describe(self, x: Inputs) -> tuple[Tensor, ...]:
-        """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(_described, x)
-        return described
-
-
-class DrawnParticles(Drawn):
-    """The stored members themselves."""
-
-    def __init__(self, particles: Particles) -> None:
-        super().__init__()
-        self.particles = particles
-        self.members = particles.members
-        self.training = particles.training
-
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.particles.each(function, *args)
-
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        if self.particles.how == "vectorised":
-            yield from super().predict_parts(x)
-            return
-        rows, shared = self.particles.rows(), self.particles.shared_parameters()
-        common = self.particles.shared_buffers()
-        for i in range(self.members):
-            row = rows.at(i)
-            with batches.unchanged(x):
-                described, _ = self.particles.call(_described, {**shared, **row.own}, {**common, **row.buffers}, x)
-            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
-
-    def member(self, index: int) -> nn.Module:
-        return self.particles.member(index)
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
-
-
-def _outputs(member: Member, x: Inputs) -> Tensor:
-    return batches.call(member.network, x)
-
-
-def _described(member: Member, x: Inputs) -> tuple[Tensor, ...]:
-    return member.likelihood.describe(batches.call(member.network, x))
 
 
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:

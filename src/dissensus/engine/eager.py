@@ -8,8 +8,8 @@ from torch import Tensor
 from dissensus.core import seam
 from dissensus.core.batch import Inputs
 from dissensus.core.clipping import clip_members
+from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
-from dissensus.core.seam import Strategy
 
 
 class EagerStep:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dissensus.core import seam
+from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
@@ -89,7 +89,7 @@ def _activations(
     posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
 ) -> int:
     """Bytes that autograd keeps for one member's backward pass, its weights and the batch aside."""
-    state = seam.member_state(seam.state_of(posterior), 0)
+    state = gradients.member_state(gradients.state_of(posterior), 0)
     own = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     params = {**state.shared_frozen, **state.own_frozen, **own}
     buffers = {**state.shared_buffers, **state.own_buffers}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
-from dissensus.core.seam import Gradients, Strategy
 from dissensus.engine.eager import autocast
 from dissensus.engine.strategies import Kind, strategy
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.core import seam
+from dissensus.core import gradients, seam
 from dissensus.core.batch import Inputs
+from dissensus.core.gradients import Gradients, State, Strategy
 from dissensus.core.particles import Tensors, random_state
 from dissensus.core.posterior import Posterior
-from dissensus.core.seam import Gradients, State, Strategy
 
 log = logging.getLogger("dissensus")
 
@@ -31,7 +31,7 @@ def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strate
     if kind == "vectorised":
         return OrElse(Compiled(), seam.automatic) if compiled else seam.automatic
     if kind == "loop":
-        return OrElse(CompiledLoop(), seam.looped) if compiled else seam.looped
+        return OrElse(CompiledLoop(), gradients.looped) if compiled else gradients.looped
     return OrElse(Streamed(streams, compiled=True), Streamed(streams)) if compiled else Streamed(streams)
 
 
@@ -66,7 +66,8 @@ class Compiled:
         self.function = _compile(_contiguous_vectorised_gradients)
 
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        return self.function(posterior, seam.state_of(posterior), x, y, weight)
+        found: Gradients = self.function(posterior, gradients.state_of(posterior), x, y, weight)
+        return found
 
 
 class CompiledLoop:
@@ -76,7 +77,7 @@ class CompiledLoop:
         self.member = _compile(functional_member_gradients)
 
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        return seam.looped(posterior, x, y, weight, member=self.member)
+        return gradients.looped(posterior, x, y, weight, member=self.member)
 
 
 class Streamed:
@@ -84,7 +85,7 @@ class Streamed:
 
     def __init__(self, streams: int, *, compiled: bool = False) -> None:
         self.compiled = compiled
-        self.member = _compile(functional_member_gradients) if compiled else seam.member_gradients
+        self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
         self.forward: Callable[..., Any] | None = None
         self.count = streams
         self.streams: list[torch.cuda.Stream] = []
@@ -107,19 +108,19 @@ class Streamed:
             # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
             if self.forward is None:
                 self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
-            return seam.looped_keeping_graphs(posterior, x, y, weight, forward=self.forward, lane=lane, join=join)
-        return seam.looped(posterior, x, y, weight, member=self.member, lane=lane, join=join)
+            return gradients.looped_keeping_graphs(posterior, x, y, weight, forward=self.forward, lane=lane, join=join)
+        return gradients.looped(posterior, x, y, weight, member=self.member, lane=lane, join=join)
 
 
 def functional_member_gradients(
     posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
-    """`seam.member_gradients` by function transforms, which the compiler can follow."""
+    """`gradients.member_gradients` by function transforms, which the compiler can follow."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
         value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, x, y, weight)
-        return value if cotangent is None else value + seam.inner(z, cotangent), (value, buffers)
+        return value if cotangent is None else value + gradients.inner(z, cotangent), (value, buffers)
 
     (own, shared), (value, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
     return Gradients(value, {**shared, **own}, buffers)
@@ -128,10 +129,10 @@ def functional_member_gradients(
 def _contiguous_vectorised_gradients(
     posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    found = seam.vectorised_gradients(posterior, state, x, y, weight)
+    found = gradients.vectorised_gradients(posterior, state, x, y, weight)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
-    gradients = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
-    return Gradients(found.losses, gradients, found.buffers)
+    contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
+    return Gradients(found.losses, contiguous, found.buffers)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:

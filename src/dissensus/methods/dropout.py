@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.drawn import Drawn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Tensors, member_index
-from dissensus.core.posterior import Drawn, Posterior
+from dissensus.core.posterior import Posterior
 
 
 class MCDropout(Posterior):

@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import nn
 
+from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Drawn, DrawnParticles, Posterior
+from dissensus.core.posterior import Posterior
 
 
 class MAP(Posterior):

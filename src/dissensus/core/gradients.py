@@ -1,0 +1,229 @@
+"""Gradients of all members on one batch, found without changing anything: all at once by vmap, or one after the other.
+
+A strategy is a function `(posterior, x, y, weight) -> Gradients`. The two here work everywhere and give the same results;
+the engines add compiled, streamed and captured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dissensus.core.batch import Inputs
+from dissensus.core.particles import Rows, Tensors, plain_attention, random_state
+
+if TYPE_CHECKING:
+    from dissensus.core.posterior import Posterior
+
+
+class Gradients(NamedTuple):
+    """What one batch gives: losses (M,), the gradient of each trainable tensor by name, and buffers afterwards."""
+
+    losses: Tensor
+    gradients: Tensors
+    buffers: Tensors
+
+
+class State(NamedTuple):
+    """All tensors of the members: trained ones apart from frozen ones, own ones (M, ...) apart from shared ones."""
+
+    own: Tensors
+    shared: Tensors
+    own_frozen: Tensors
+    shared_frozen: Tensors
+    own_buffers: Tensors
+    shared_buffers: Tensors
+
+
+Strategy = Callable[["Posterior", Inputs, Tensor, Tensor | None], Gradients]
+Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
+
+
+def vectorised(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    """All members at once by vmap."""
+    with plain_attention():
+        return vectorised_gradients(posterior, state_of(posterior), x, y, weight)
+
+
+def vectorised_gradients(posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    """A pure function of tensors: the gradient of the sum over members, so that shared tensors need no copy per member."""
+
+    def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
+        def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
+            params = {**shared, **state.shared_frozen, **row.own}
+            return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, x, y, weight)
+
+        rows = Rows({**own, **state.own_frozen}, state.own_buffers, {})
+        losses, z, buffers = torch.func.vmap(one, randomness="different")(rows)
+        total = losses.sum()
+        if posterior.coupled:
+            total = total + inner(z, posterior.couple(detached(z)))
+        return total, (losses, buffers)
+
+    (own, shared), (losses, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
+    return Gradients(losses, {**shared, **own}, buffers)
+
+
+def looped(
+    posterior: Posterior,
+    x: Inputs,
+    y: Tensor,
+    weight: Tensor | None,
+    *,
+    member: Callable[..., Gradients] | None = None,
+    lane: Lane = lambda index: nullcontext(),
+    join: Callable[[], None] = lambda: None,
+) -> Gradients:
+    """Member after member, one graph alive at a time.
+
+    Coupled members run twice: once without a graph for z, then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
+    Random layers see the same random numbers in both passes. `member`: how one member's gradients are found. `join()`:
+    waits for all lanes.
+    """
+    member = member or member_gradients
+    state, members = state_of(posterior), posterior.particles.members
+    streams, cotangents = [], None
+    if posterior.coupled:
+        seen = []
+        for i in range(members):
+            streams.append(random_state())
+            with lane(i), torch.no_grad():
+                params, buffers = member_tensors(state, i)
+                seen.append(posterior.member_loss(params, buffers, x, y, weight)[1])
+        join()
+        streams.append(random_state())
+        cotangents = posterior.couple(pytree.tree_map(lambda *each: torch.stack(each), *seen))
+
+    found = []
+    for i in range(members):
+        if streams:
+            streams[i]()
+        with lane(i):
+            mine = None if cotangents is None else pytree.tree_map(lambda v, i=i: v[i], cotangents)
+            found.append(member(posterior, member_state(state, i), x, y, weight, mine))
+    join()
+    if streams:
+        streams[-1]()
+    return gathered(state, found)
+
+
+def looped_keeping_graphs(
+    posterior: Posterior,
+    x: Inputs,
+    y: Tensor,
+    weight: Tensor | None,
+    *,
+    forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
+    lane: Lane = lambda index: nullcontext(),
+    join: Callable[[], None] = lambda: None,
+) -> Gradients:
+    """Coupled members in one pass: all graphs are kept until v is known. Faster than `looped`, M times its memory."""
+    forward = forward or posterior.member_loss
+    state, members = state_of(posterior), posterior.particles.members
+    leaves, results = [], []
+    for i in range(members):
+        mine = member_state(state, i)
+        wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**mine.shared, **mine.own}.items()}
+        with lane(i), torch.enable_grad():
+            params = {**mine.shared_frozen, **mine.own_frozen, **wanted}
+            results.append(forward(params, {**mine.shared_buffers, **mine.own_buffers}, x, y, weight))
+        leaves.append(wanted)
+    join()
+    cotangents = posterior.couple(
+        pytree.tree_map(lambda *each: torch.stack(each), *(detached(z) for _, z, _ in results))
+    )
+    found = []
+    for i, (wanted, (value, z, buffers)) in enumerate(zip(leaves, results, strict=True)):
+        with lane(i):
+            pulled = [v[i] for v in pytree.tree_leaves(cotangents)]
+            outputs = [value, *pytree.tree_leaves(z)]
+            gradients = torch.autograd.grad(
+                outputs, list(wanted.values()), [torch.ones_like(value), *pulled], allow_unused=True
+            )
+        used = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+        found.append(Gradients(value.detach(), used, detached(buffers)))
+    join()
+    return gathered(state, found)
+
+
+def gathered(state: State, found: list[Gradients]) -> Gradients:
+    """Members' results as one: own gradients stacked, in their parameter's memory layout; shared ones summed."""
+    gradients: Tensors = {}
+    targets, sources = [], []
+    for name in dict.fromkeys(name for each in found for name in each.gradients):
+        each = [one.gradients.get(name) for one in found]
+        if name in state.own:
+            # A member may not have used a tensor that others did.
+            gradients[name] = torch.empty_like(state.own[name])
+            targets += list(gradients[name].unbind())
+            sources += [torch.zeros_like(t) if g is None else g for t, g in zip(gradients[name], each, strict=True)]
+        else:
+            given = [g for g in each if g is not None]
+            gradients[name] = sum(given[1:], given[0])
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
+    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
+
+
+def member_gradients(
+    posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+) -> Gradients:
+    """Loss (), gradients and buffers of one member by plain autograd, which every module knows."""
+    own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
+    shared = {name: tensor.detach().requires_grad_() for name, tensor in state.shared.items()}
+    params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
+    with torch.enable_grad():
+        value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, x, y, weight)
+        total = value if cotangent is None else value + inner(z, cotangent)
+    wanted = {**shared, **own}
+    if not wanted or not total.requires_grad:
+        return Gradients(value.detach(), {}, detached(buffers))
+    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+    return Gradients(value.detach(), found, detached(buffers))
+
+
+def state_of(posterior: Posterior) -> State:
+    """The posterior's tensors, detached."""
+    particles = posterior.particles
+    own, shared = particles.own_parameters(), particles.shared_parameters()
+    return State(
+        {name: tensor.detach() for name, tensor in own.items() if tensor.requires_grad},
+        {name: tensor.detach() for name, tensor in shared.items() if tensor.requires_grad},
+        {name: tensor.detach() for name, tensor in own.items() if not tensor.requires_grad},
+        {name: tensor.detach() for name, tensor in shared.items() if not tensor.requires_grad},
+        particles.own_buffers(),
+        particles.shared_buffers(),
+    )
+
+
+def member_state(state: State, index: int) -> State:
+    """One member's tensors."""
+
+    def row(part: Tensors) -> Tensors:
+        return {name: tensor[index] for name, tensor in part.items()}
+
+    return state._replace(own=row(state.own), own_frozen=row(state.own_frozen), own_buffers=row(state.own_buffers))
+
+
+def member_tensors(state: State, index: int) -> tuple[Tensors, Tensors]:
+    """(params, buffers) of one member."""
+    mine = member_state(state, index)
+    params = {**mine.shared, **mine.shared_frozen, **mine.own, **mine.own_frozen}
+    return params, {**mine.shared_buffers, **mine.own_buffers}
+
+
+def inner(a: Any, b: Any) -> Tensor:
+    """⟨a, b⟩ over two equal trees of tensors."""
+    terms = [(p * q).sum() for p, q in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)]
+    return torch.stack(terms).sum()
+
+
+def detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda tensor: tensor.detach(), tree)

@@ -1,0 +1,48 @@
+"""What training gave: one entry per epoch."""
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dissensus.engine.memory import Memory
+
+
+@dataclass
+class Epoch:
+    """What one epoch of training gave."""
+
+    epoch: int
+    loss: float  # mean over members and batches
+    members: list[float]  # mean over batches, one per member
+    lr: float
+    seconds: float
+    validation: float | None = None  # negative log-likelihood of the mixture
+
+
+@dataclass
+class History:
+    """What `fit` returns: one entry per epoch, and which one was kept."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    best: int | None = None  # the epoch kept by validation; None without validation
+    engine: str | None = None  # how members ran
+    memory: Memory | None = None  # what training was expected to need
+
+    def __len__(self) -> int:
+        return len(self.epochs)
+
+    def __getitem__(self, index: int) -> Epoch:
+        return self.epochs[index]
+
+
+@dataclass
+class Best:
+    """The best state so far, by validation."""
+
+    score: float = math.inf
+    epoch: int = 0
+    state: dict[str, Tensor] | None = None
+
+    def better(self, score: float) -> bool:
+        return score < self.score
