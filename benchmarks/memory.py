@@ -81,7 +81,16 @@ def main() -> None:
         return
     curves: dict[str, list[tuple[int, float]]] = {}
     for way in WAYS:
-        command = [sys.executable, __file__, "--way", way, "--inputs", str(options.inputs), "--members", str(options.members)]
+        command = [
+            sys.executable,
+            __file__,
+            "--way",
+            way,
+            "--inputs",
+            str(options.inputs),
+            "--members",
+            str(options.members),
+        ]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         curves[way] = [(int(line.split()[0]), float(line.split()[1])) for line in lines]
         start = curves[way][0][1]
@@ -97,7 +106,7 @@ def main() -> None:
         figure(curves, options.members).savefig(options.figure, dpi=110)
 
 
-def figure(curves: dict[str, list[tuple[int, float]]], members: int):  # noqa: ANN201 - matplotlib is imported below
+def figure(curves: dict[str, list[tuple[int, float]]], members: int):
     """Resident memory over inputs seen."""
     import matplotlib
 
@@ -105,10 +114,16 @@ def figure(curves: dict[str, list[tuple[int, float]]], members: int):  # noqa: A
     import matplotlib.pyplot as plt
 
     picture, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    names = {"batches": "predict_batches + streaming metrics", "summarise": "summarise", "predict": "predict (members kept)"}
+    names = {
+        "batches": "predict_batches + streaming metrics",
+        "summarise": "summarise",
+        "predict": "predict (members kept)",
+    }
     for way, curve in curves.items():
         axis.plot([seen / 1e6 for seen, _ in curve], [size - curve[0][1] for _, size in curve], label=names[way])
-    axis.set(xlabel="inputs seen (millions)", ylabel="memory above the start (MiB)", title=f"Prediction with M = {members}")
+    axis.set(
+        xlabel="inputs seen (millions)", ylabel="memory above the start (MiB)", title=f"Prediction with M = {members}"
+    )
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     return picture

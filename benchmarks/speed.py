@@ -8,8 +8,6 @@ over the same members, each with its own optimiser, eager, in the same precision
 
 import argparse
 import csv
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dissensus as ds
+from dissensus.bench.provenance import commit, device_name
 from dissensus.data import Batches
 
 CUDA = torch.cuda.is_available()
@@ -200,14 +199,7 @@ def spread(values: list[float]) -> float:
 
 
 def provenance() -> dict[str, str]:
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
-    device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"commit": commit, "torch": torch.__version__, "device": device}
+    return {"commit": commit(), "torch": torch.__version__, "device": device_name(DEVICE)}
 
 
 if __name__ == "__main__":
