@@ -14,8 +14,8 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.engine.capturable import can_be_captured, make_capturable
 from dissensus.engine.eager import EagerStep
+from dissensus.engine.optimisers import can_be_captured, make_capturable
 
 log = logging.getLogger("dissensus")
 
@@ -73,6 +73,7 @@ class CapturedStep:
         self.graphs.clear()
         if self.restore is not None:
             self.restore()
+        self.step.close()
 
     def _plain(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
         # On a stream of its own: what is allocated on the way to a capture must not be tied to the default stream.

@@ -10,6 +10,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.clipping import clip_members
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.engine.optimisers import fuse
 
 
 class EagerStep:
@@ -32,6 +33,7 @@ class EagerStep:
         self.precision = precision
         self.accumulate = accumulate
         self.pending = 0  # batches whose gradients wait for a step
+        self._restore = fuse(optimizer)
 
     def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses on the batch; steps once `accumulate` batches are in."""
@@ -67,7 +69,8 @@ class EagerStep:
         self.pending = 0
 
     def close(self) -> None:
-        return None
+        """Gives the optimiser its settings back."""
+        self._restore()
 
     def _backward(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
         with autocast(self.posterior.device, self.precision):

@@ -1,0 +1,73 @@
+"""Optimisers at the speed of memory: fused kernels, and inside a CUDA graph learning rates and counters on the device."""
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+
+def can_be_captured(optimizer: Optimizer) -> bool:
+    """Whether the optimiser's step can be part of a CUDA graph."""
+    return type(optimizer) in (SGD, Adam, AdamW)
+
+
+def fuse(optimizer: Optimizer) -> Callable[[], None]:
+    """Lets SGD, Adam and AdamW update in one pass over memory where the caller left the choice open.
+
+    The function returned puts the settings back. Results are the same to rounding.
+    """
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if type(optimizer) in (SGD, Adam, AdamW)
+        and group.get("fused") is None
+        and group.get("foreach") is None
+        and not group.get("differentiable")
+        and all(parameter.is_floating_point() for parameter in group["params"])
+    ]
+    for group in groups:
+        group["fused"], group["foreach"] = True, False
+    _lay_out(optimizer)
+
+    def restore() -> None:
+        for group in groups:
+            group["fused"], group["foreach"] = None, None
+
+    return restore
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
+    """Prepares the optimiser for capture; the function returned puts its settings back.
+
+    Schedulers go on working: torch's write into a learning rate that is a tensor in place, which the graph then reads.
+    """
+    settings = [{key: group.get(key) for key in ("fused", "foreach", "capturable")} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        # float32 is what fused kernels read.
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
+        group["fused"], group["foreach"] = True, False
+        if "capturable" in group:
+            group["capturable"] = True
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
+    _lay_out(optimizer)
+
+    def restore() -> None:
+        for group, saved in zip(optimizer.param_groups, settings, strict=True):
+            group.update({key: value for key, value in saved.items() if key in group})
+            group["lr"] = float(group["lr"])
+
+    return restore
+
+
+def _lay_out(optimizer: Optimizer) -> None:
+    """Fused kernels go through memory in order: states must lie as their parameter does."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                state[key] = torch.empty_like(parameter).copy_(value)
