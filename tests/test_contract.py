@@ -13,12 +13,50 @@ from torch import nn
 import dissensus as ds
 import tiny
 
+
+def three(name, net, *, sized=False, **keywords):
+    """A method of three networks; `sized`: one that always asks for data_size."""
+    if sized and "weight_prior_std" not in keywords:
+        keywords.setdefault("data_size", 12)
+    elif sized:
+        keywords.setdefault("data_size", None)
+    return ds.METHODS[name]([net() for _ in range(3)], **keywords)
+
+
+def feature_rde(net, **keywords):
+    *_, layer, head = (name for name, _ in net().named_modules())  # of every small network here
+    return three("feature_rde", net, layer=layer, head=head, **keywords)
+
+
+def observed(name, net, **keywords):
+    """A tracker that has seen one step, its clock at 0: before that it has nothing to draw from."""
+    posterior = ds.METHODS[name](net(), **keywords)
+    for parameter in posterior.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    posterior.observe(torch.optim.SGD(posterior.parameters(), lr=0.01))
+    posterior.zero_grad()
+    posterior.steps.zero_()
+    return posterior
+
+
 # name -> (net(dropout=0.0) -> nn.Module, **keywords) -> posterior
 METHODS = {
     "map": lambda net, **keywords: ds.MAP(net(), **keywords),
     "deep_ensemble": lambda net, **keywords: ds.DeepEnsemble([net() for _ in range(3)], **keywords),
     "mc_dropout": lambda net, **keywords: ds.MCDropout(net(dropout=0.3), samples=5, **keywords),
     "mc_dropout_rate": lambda net, **keywords: ds.MCDropout(net(), rate=0.3, samples=5, **keywords),
+    "weight_rde": lambda net, **keywords: three("weight_rde", net, sized=True, **keywords),
+    "function_rde": lambda net, **keywords: three("function_rde", net, sized=True, **keywords),
+    "feature_rde": feature_rde,
+    "forde": lambda net, **keywords: three("forde", net, **keywords),
+    "svgd": lambda net, **keywords: three("svgd", net, sized=True, **keywords),
+    "svgd_function": lambda net, **keywords: three("svgd", net, sized=True, space="function", **keywords),
+    "lit": lambda net, **keywords: three("lit", net, strength=0.5, **keywords),
+    "tradi": lambda net, **keywords: observed("tradi", net, samples=3, state_noise=(1.0, 0.5), **keywords),
+    "swag": lambda net, **keywords: observed("swag", net, rank=3, samples=4, **keywords),
+    "swa": lambda net, **keywords: observed("swa", net, **keywords),
+    "gaussian_perturbation": lambda net, **keywords: ds.METHODS["gaussian_perturbation"](net(), samples=3, **keywords),
+    "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
 }
 
 
@@ -189,6 +227,8 @@ def test_outputs_can_be_differentiated(build):
     assert x.grad is not None
     assert bool(x.grad.isfinite().all())
     assert float(x.grad.abs().max()) > 0
+    posterior.zero_grad()
+    posterior.current()(x).square().sum().backward()  # sampled weights are no function of the trained ones
     assert all(float(p.grad.abs().max()) > 0 for n, p in posterior.named_parameters() if n.endswith("weight"))
 
 
@@ -228,8 +268,8 @@ def test_a_member_is_the_drawn_function(build):
 
 
 def test_a_member_shares_nothing_with_the_posterior(build):
-    posterior, (x, _) = build().eval(), tiny.points()
-    ds.refresh(posterior, [])
+    posterior, (x, y) = build().eval(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
     member = posterior.member(0)
     before, outputs = posterior.predict(x).mean, member(x)
     with torch.no_grad():
@@ -351,8 +391,8 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, tmp_path, mon
 
 
 def test_config_is_json_and_builds_a_skeleton(build, template):
-    posterior, (x, _) = build(weight_prior_std=0.5, data_size=12), tiny.points()
-    ds.refresh(posterior, [])
+    posterior, (x, y) = build(weight_prior_std=0.5, data_size=12), tiny.points()
+    ds.refresh(posterior, [(x, y)])
     config = json.loads(json.dumps(posterior.config()))
     assert config == posterior.config()
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
@@ -363,7 +403,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
 
 def test_a_deep_copy_is_independent(build):
     posterior, (x, y) = build(), tiny.points()
-    ds.refresh(posterior, [])
+    ds.refresh(posterior, [(x, y)])
     other = copy.deepcopy(posterior)
     before = posterior.predict(x).members
     assert torch.equal(other.predict(x).members, before)
@@ -371,7 +411,7 @@ def test_a_deep_copy_is_independent(build):
     other.backward(x, y)
     optimizer.step()
     assert torch.equal(posterior.predict(x).members, before)
-    assert not torch.equal(other.predict(x).members, before)
+    assert not torch.equal(other.eval().current()(x), posterior.eval().current()(x))
 
 
 # ---------------------------------------------------------------------------------------------------- the rest
@@ -414,7 +454,9 @@ def test_the_default_optimizer_and_schedule_fit(build):
     posterior, (x, y) = build(), tiny.points()
     history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")
     # constant for the first half, linear to 1 % at 90 %, constant again
-    expected = [1e-3] * 6 + [1e-3 * (1 - 0.99 * (t - 0.5) / 0.4) for t in (0.6, 0.7, 0.8)] + [1e-5]
+    plain = [1e-3] * 6 + [1e-3 * (1 - 0.99 * (t - 0.5) / 0.4) for t in (0.6, 0.7, 0.8)] + [1e-5]
+    own = type(posterior).default_schedule is not ds.Posterior.default_schedule
+    expected = [1e-3 * posterior.default_schedule(10)(epoch) for epoch in range(10)] if own else plain
     assert [epoch.lr for epoch in history.epochs] == pytest.approx(expected, rel=1e-9)
 
 

@@ -1,14 +1,38 @@
 """dissensus: turn any network into a distribution over networks, and say how sure it is."""
 
 from dissensus import data, metrics, nets
+from dissensus.core.annealing import Annealing
+from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import Diverged
+from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.core.summary import SummaryPredictive
+from dissensus.evaluate import Evaluation, evaluate
+from dissensus.evaluation.corrupted import Corruptions
 from dissensus.history import Epoch, History
-from dissensus.methods import MAP, METHODS, DeepEnsemble, MCDropout
+from dissensus.methods import (
+    LIT,
+    MAP,
+    METHODS,
+    SVGD,
+    SWA,
+    SWAG,
+    TRADI,
+    DeepEnsemble,
+    FeatureRDE,
+    FoRDE,
+    FunctionRDE,
+    GaussianPerturbation,
+    MCDropout,
+    SnapshotEnsemble,
+    WeightRDE,
+    branch,
+    track,
+)
 from dissensus.predict import predict, predict_batches, summarise
+from dissensus.report import report
 from dissensus.storage import load, save
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
@@ -16,31 +40,52 @@ from dissensus.train import fit
 __version__ = "0.1.0"
 
 __all__ = [
+    "LIT",
     "MAP",
     "METHODS",
+    "SVGD",
+    "SWA",
+    "SWAG",
+    "TRADI",
+    "Annealing",
     "Classification",
     "ClassificationPredictive",
+    "Corruptions",
     "DeepEnsemble",
     "Diverged",
+    "EmpCov",
     "Epoch",
+    "Evaluation",
+    "FeatureRDE",
+    "FoRDE",
+    "FunctionRDE",
+    "GaussianPerturbation",
     "HeteroscedasticRegression",
     "History",
+    "Lengthscales",
     "Likelihood",
     "MCDropout",
     "Posterior",
     "Predictive",
     "Regression",
     "RegressionPredictive",
+    "SnapshotEnsemble",
     "SummaryPredictive",
+    "WeightRDE",
+    "branch",
     "data",
+    "evaluate",
     "fit",
     "load",
     "metrics",
     "nets",
+    "pca_lengthscales",
     "predict",
     "predict_batches",
     "refresh",
+    "report",
     "save",
     "summarise",
     "temperature_scale",
+    "track",
 ]

@@ -29,7 +29,7 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
     sizes = [tensor.numel() for tensor in like.values()]
     if sum(sizes) != flat.shape[-1]:
         raise ValueError(f"expected a vector of {sum(sizes)} entries, got {flat.shape[-1]}; flatten the same tensors")
-    parts = flat.split(sizes, dim=-1)
+    parts = torch.split(flat, sizes, dim=-1)
     return {
         name: part.reshape(*flat.shape[:-1], *tensor.shape).to(tensor.dtype)
         for (name, tensor), part in zip(like.items(), parts, strict=True)
@@ -45,12 +45,13 @@ class Block:
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.flat = torch.zeros(sum(tensor.numel() for tensor in like), dtype=dtype, device=like[0].device)
         self.views: list[Tensor] = []
-        parts = self.flat.split([tensor.numel() for tensor in like])
+        self.strides = [tensor.stride() for tensor in like]
+        parts = torch.split(self.flat, [tensor.numel() for tensor in like])
         for tensor, part in zip(like, parts, strict=True):
             # Tensors with holes or overlaps in memory have no dense twin: theirs lies in rows.
             dense = torch.empty_like(tensor, device="meta").stride()
             self.views.append(part.as_strided(tensor.shape, dense))
 
     def fits(self, like: Sequence[Tensor]) -> bool:
-        """Whether the views still lie as the tensors do (a layout may be changed in the middle of a run)."""
-        return all(view.stride() == tensor.stride() for view, tensor in zip(self.views, like, strict=True))
+        """Whether the tensors still lie as they did (a layout may be changed in the middle of a run)."""
+        return self.strides == [tensor.stride() for tensor in like]

@@ -25,8 +25,8 @@ BANDWIDTHS = ("reference", "sample", "algorithm")
 
 def squared_distances(z: Any, other: Any = None) -> Tensor:
     """(M, M) ‖z_i − z_j‖² between the rows of z, a tensor (M, ...) or a tree of them; (M, n) to the rows of `other`."""
-    rows = [working(tensor.detach()).flatten(1) for tensor in pytree.tree_leaves(z)]
-    columns = rows if other is None else [working(t.detach()).flatten(1) for t in pytree.tree_leaves(other)]
+    rows = [as_rows(tensor) for tensor in pytree.tree_leaves(z)]
+    columns = rows if other is None else [as_rows(tensor) for tensor in pytree.tree_leaves(other)]
     total: Tensor | float = 0.0
     for a, b in zip(rows, columns, strict=True):
         # Centred: ‖a‖² + ‖b‖² − 2 a·b loses digits only where the spread, not the mean, is large.
@@ -117,6 +117,11 @@ def batch_log_density(s: Tensor, bandwidth: Bandwidth = "reference", weight: Ten
         share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs where nothing counts
         log_weight = (share / share.sum()).log()[:, None, None]
     return torch.logsumexp((exponent + log_weight).transpose(0, 1).flatten(1), dim=1)  # over b and j
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """(M, P) one row per member, without a graph, in the precision kernels are evaluated in."""
+    return working(tensor.detach()).reshape(len(tensor), -1)
 
 
 def working(tensor: Tensor) -> Tensor:

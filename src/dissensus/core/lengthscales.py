@@ -88,7 +88,7 @@ def pca_lengthscales(
     exact = dimension <= LARGEST_EXACT
     kept = min(rank or (dimension if exact else 512), dimension)
     if exact:
-        moments = _Moments.of(rows, torch.eye(dimension, dtype=torch.float64, device=first.device))
+        moments = Moments.of(rows, torch.eye(dimension, dtype=torch.float64, device=first.device))
         values, vectors = torch.linalg.eigh(moments.covariance)
         values, vectors = values.flip(0)[:kept], vectors.flip(1)[:, :kept]  # largest first
     else:
@@ -96,7 +96,9 @@ def pca_lengthscales(
         moments, values, vectors = _randomised(again, first, kept)
         kept = values.numel()
     values = values.clamp(min=0.0)
-    rest = (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
+    rest = (
+        (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
+    )
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return Lengthscales(
         vectors.to(dtype), _precision(values, alpha, form).to(dtype), _precision(rest, alpha, form).to(dtype)
@@ -112,14 +114,14 @@ def _precision(eigenvalues: Tensor, alpha: float, form: str) -> Tensor:
 
 
 @dataclass
-class _Moments:
+class Moments:
     """What one pass over the rows gives of the covariance C: C Ω for a given Ω (D, L), and its trace."""
 
     covariance: Tensor  # (D, L) C Ω
     trace: Tensor  # ()
 
     @classmethod
-    def of(cls, rows: Iterable[Tensor], omega: Tensor) -> _Moments:
+    def of(cls, rows: Iterable[Tensor], omega: Tensor) -> Moments:
         # Shifted by the first batch's mean: E[xxᵀ] − μμᵀ loses digits where the mean is large.
         count, shift = 0, None
         total = squares = product = omega.new_zeros(())
@@ -143,7 +145,7 @@ class _Moments:
         return cls(covariance, trace)
 
 
-def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[_Moments, Tensor, Tensor]:
+def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[Moments, Tensor, Tensor]:
     """(moments, eigenvalues (R,), eigenvectors (D, R)), largest first, by subspace iteration and a Nyström step.
 
     With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
@@ -156,7 +158,7 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
         if moments is not None:
             basis = moments.covariance
         basis = torch.linalg.qr(basis).Q
-        moments = _Moments.of(rows, basis)
+        moments = Moments.of(rows, basis)
     assert moments is not None
     core = basis.T @ moments.covariance  # (L, L)
     values, vectors = torch.linalg.eigh((core + core.T) / 2)
@@ -168,11 +170,13 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
 
 def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Batches of flattened inputs (n, D), in float32 or more."""
-    for batch in inputs.split(1024) if isinstance(inputs, Tensor) else inputs:
+    for batch in torch.split(inputs, 1024) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(x, Tensor) or x.ndim < 2:
             what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"expected inputs of shape (N, ...) or batches of them, got {what}; give them a batch axis")
+            raise ValueError(
+                f"expected inputs of shape (N, ...) or batches of them, got {what}; give them a batch axis"
+            )
         yield x.detach().reshape(len(x), math.prod(x.shape[1:])).to(torch.promote_types(x.dtype, torch.float32))
 
 

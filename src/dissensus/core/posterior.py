@@ -19,6 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core import seam
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
+from dissensus.core.empcov import EmpCov
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode, same_random_state
 from dissensus.core.particles import Member, Particles, Tensors
@@ -50,6 +51,7 @@ class Posterior(nn.Module, ABC):
         self.training = particles.training
         norms = norm_parameters(particles.template.network)
         self._without_prior = {f"network.{name}" for name in norms}
+        self.first_layer_prior: nn.Module | None = None
         self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     # ------------------------------------------------------------------ what a method declares
@@ -67,8 +69,9 @@ class Posterior(nn.Module, ABC):
 
     def penalty(self, params: Tensors) -> Tensor | float:
         """() −log prior of one member over N. Shared tensors count 1/M, so that over members they count once."""
+        first: Tensor | float = 0.0 if self.first_layer_prior is None else self.first_layer_prior(params)
         if self.weight_prior_std is None or self.data_size is None:
-            return 0.0
+            return first
         # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
         own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
         weights = {
@@ -76,7 +79,7 @@ class Posterior(nn.Module, ABC):
             for name, stored in {**shared, **own}.items()
             if name.startswith("network.") and name not in self._without_prior and stored.requires_grad
         }
-        return negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else 0.0
+        return first + negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else first
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
@@ -128,6 +131,11 @@ class Posterior(nn.Module, ABC):
     @property
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
+
+    def use_first_layer_prior(self, prior: EmpCov) -> None:
+        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on."""
+        self.first_layer_prior = prior
+        self._without_prior.add(prior.parameter)
 
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms, with a graph."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core.kernels import median_bandwidth, rbf, squared_distances, working
+from dissensus.core.kernels import as_rows, median_bandwidth, rbf, squared_distances
 
 RIDGE = 0.01  # η
 
@@ -49,7 +49,7 @@ def spectral_stein_at(points: Tensor, samples: Tensor) -> Tensor:
     h = median_bandwidth(squared)
     kernel = rbf(squared, h)
     inner = _solve(kernel, _solve(kernel, slopes(kernel, h)))  # (n, n)
-    values = rbf(squared_distances(points, samples), h) @ inner @ working(samples).flatten(1)
+    values = rbf(squared_distances(points, samples), h) @ inner @ as_rows(samples)
     return values.to(points.dtype).reshape(points.shape)
 
 
@@ -60,7 +60,8 @@ def svgd(z: Tensor, score: Tensor, *, bandwidth: float | None = None) -> Tensor:
     """
     _check_particles(z)
     kernel, h = kernel_and_bandwidth(squared_distances(z), bandwidth)
-    return apply((kernel / len(z)), score) - apply(slopes(kernel, h) / len(z), z)
+    direction: Tensor = apply(kernel / len(z), score) - apply(slopes(kernel, h) / len(z), z - z.mean(0))
+    return direction
 
 
 def kde_matrix(squared: Tensor, bandwidth: float | None = None) -> Tensor:
@@ -103,7 +104,7 @@ def apply(matrix: Tensor, z: Any) -> Any:
     """A z over the member axis of every tensor (M, ...) in a tree, in each tensor's own dtype."""
 
     def one(tensor: Tensor) -> Tensor:
-        return (matrix @ working(tensor.detach()).flatten(1)).to(tensor.dtype).reshape(tensor.shape)
+        return (matrix @ as_rows(tensor)).to(tensor.dtype).reshape(tensor.shape)
 
     return pytree.tree_map(one, z)
 

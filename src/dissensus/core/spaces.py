@@ -1,9 +1,7 @@
 """Spaces: what members are compared in. Each function gives one member's point z in a space, as a pure function.
 
-    weight      its trainable tensors
-    function    its outputs on a set of inputs
-    feature     the output of a layer, with the loss's slope there
-    gradient    the derivative of its outputs with respect to the inputs
+Weight space: its trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a layer,
+with the loss's slope there. Input-gradient space: the derivative of its outputs with respect to the inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -70,9 +69,28 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
         given = iter(floating)
         return function(batches.apply(x, lambda t: next(given) if t.is_floating_point() else t))
 
-    floating = tuple(tensor for tensor in every if tensor.is_floating_point())
-    found, rest = torch.func.grad(of_floating, argnums=tuple(range(len(floating))), has_aux=True)(*floating)
+    found, rest = differentiate(of_floating, *(tensor for tensor in every if tensor.is_floating_point()))
     return torch.cat([gradient.flatten(1) for gradient in found], dim=1), rest
+
+
+def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """(derivatives of function's scalar by each tensor of `at`, what else function returned), with a graph to parameters.
+
+    Inside vmap and the compiler by `torch.func.grad`; elsewhere by plain autograd, which knows every module and lets itself
+    be looked at (custom functions without `setup_context`, hooks on saved tensors).
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
+        return tuple(found), rest
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in at]
+        value, rest = function(*leaves)
+        if not value.requires_grad:  # the output does not depend on what is differentiated by, nor on parameters
+            return tuple(torch.zeros_like(tensor) for tensor in at), rest
+        slopes = torch.autograd.grad(value, leaves, create_graph=recorded, retain_graph=True, allow_unused=True)
+    found = tuple(torch.zeros_like(t) if slope is None else slope for t, slope in zip(at, slopes, strict=True))
+    return found, rest if recorded else pytree.tree_map(lambda tensor: tensor.detach(), rest)
 
 
 def input_dimension(x: Inputs) -> int:

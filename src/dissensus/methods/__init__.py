@@ -3,8 +3,55 @@
 from dissensus.core.posterior import Posterior
 from dissensus.methods.deep_ensemble import DeepEnsemble
 from dissensus.methods.dropout import MCDropout
+from dissensus.methods.feature_rde import FeatureRDE
+from dissensus.methods.forde import FoRDE
+from dissensus.methods.function_rde import FunctionRDE
+from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
+from dissensus.methods.perturbation import GaussianPerturbation
+from dissensus.methods.snapshots import SnapshotEnsemble
+from dissensus.methods.svgd import SVGD
+from dissensus.methods.swag import SWA, SWAG
+from dissensus.methods.track import branch, track
+from dissensus.methods.tradi import TRADI
+from dissensus.methods.weight_rde import WeightRDE
 
-METHODS: dict[str, type[Posterior]] = {method.name: method for method in (MAP, DeepEnsemble, MCDropout)}
+METHODS: dict[str, type[Posterior]] = {
+    method.name: method
+    for method in (
+        MAP,
+        DeepEnsemble,
+        MCDropout,
+        WeightRDE,
+        FunctionRDE,
+        FeatureRDE,
+        FoRDE,
+        SVGD,
+        LIT,
+        TRADI,
+        SWAG,
+        SWA,
+        GaussianPerturbation,
+        SnapshotEnsemble,
+    )
+}
 
-__all__ = ["MAP", "METHODS", "DeepEnsemble", "MCDropout"]
+__all__ = [
+    "LIT",
+    "MAP",
+    "METHODS",
+    "SVGD",
+    "SWA",
+    "SWAG",
+    "TRADI",
+    "DeepEnsemble",
+    "FeatureRDE",
+    "FoRDE",
+    "FunctionRDE",
+    "GaussianPerturbation",
+    "MCDropout",
+    "SnapshotEnsemble",
+    "WeightRDE",
+    "branch",
+    "track",
+]

@@ -1,0 +1,86 @@
+"""EmpCov: a prior on the first layer's weights that follows the inputs (Izmailov, Nicholson, Lotfi & Wilson, NeurIPS 2021).
+
+Directions in which the training inputs do not vary leave the weights along them to the prior. An isotropic prior keeps
+those weights at random values, and inputs that vary there at test time are met by noise; this one draws them to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core.lengthscales import Moments
+from dissensus.core.particles import Tensors
+
+
+class EmpCov(nn.Module):
+    """−log p(w) / N of first-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
+
+    `network`: the architecture; `layer`: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d
+    (C over the patches it sees). `inputs`: (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
+    A function of one member's tensors by name; it replaces the isotropic prior, or weight decay, on this one tensor.
+    """
+
+    root: Tensor
+
+    def __init__(
+        self,
+        inputs: Tensor | Iterable[Any],
+        network: nn.Module,
+        layer: str,
+        *,
+        data_size: int,
+        alpha: float = 1.0,
+        epsilon: float = 1e-4,
+    ) -> None:
+        super().__init__()
+        known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
+        if layer not in known:
+            raise ValueError(f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}")
+        for keyword, value in (("data_size", data_size), ("alpha", alpha), ("epsilon", epsilon)):
+            if not value > 0:
+                raise ValueError(f"expected a positive {keyword}, got {value}")
+        first = known[layer]
+        if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
+            raise ValueError(
+                f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
+            )
+        self.parameter = f"network.{layer}.weight" if layer else "network.weight"
+        self.data_size = data_size
+        dimension = first.weight[0].numel()
+        covariance = Moments.of(
+            _seen(inputs, first), torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
+        ).covariance
+        values, vectors = torch.linalg.eigh(covariance)
+        # w Σ⁻¹ wᵀ = ‖w root‖²; not saved with a posterior: it is part of training, not of what was learned
+        root = vectors / (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D, D)
+        self.register_buffer("root", root.to(first.weight.dtype), persistent=False)
+
+    def forward(self, params: Tensors) -> Tensor:
+        """() Σ_o w_o Σ⁻¹ w_oᵀ / (2 N) over the layer's outputs o, up to a constant −log p(w) / N."""
+        if self.parameter not in params:
+            raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
+        weight = params[self.parameter].flatten(1)  # (O, D)
+        return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
+
+
+def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
+    """Batches of the vectors (n, D) that one output of the layer is a product with."""
+    for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        x = x.detach().to(first.weight.device, torch.promote_types(x.dtype, torch.float32))
+        if isinstance(first, nn.Conv2d):
+            patches = F.unfold(x, first.kernel_size, first.dilation, first.padding, first.stride)  # type: ignore[arg-type]
+            rows = patches.transpose(1, 2).flatten(0, 1)  # (B·places, D)
+        else:
+            rows = x.flatten(1)
+        if rows.shape[1] != first.weight[0].numel():
+            raise ValueError(
+                f"expected inputs of {first.weight[0].numel()} numbers for this layer, got {rows.shape[1]}; "
+                "name the layer that sees the inputs"
+            )
+        yield rows

@@ -1,0 +1,107 @@
+"""Batch statistics: normalisation layers that keep running means and variances, and how to estimate them anew.
+
+Weights that no optimiser step has produced (samples, averages) come with no statistics of their own: those of the trained
+network belong to other weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.particles import Member, Particles, Rows, Tensors
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def statistics_layers(network: nn.Module) -> dict[str, nn.Module]:
+    """Name -> layer, for every layer that keeps running statistics and averages them with a `momentum`."""
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if isinstance(getattr(layer, "running_mean", None), Tensor) and hasattr(layer, "momentum")
+    }
+
+
+def statistics_names(network: nn.Module) -> list[str]:
+    """Names of the buffers that hold running statistics."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in statistics_layers(network).items()
+        for name in STATISTICS
+        if isinstance(getattr(layer, name, None), Tensor)
+    ]
+
+
+@torch.no_grad()
+def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
+    """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
+
+    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and so for the (unbiased) variances. Dropout
+    is off, momenta and modes are put back, and layers that the caller has frozen in eval mode keep what they have. A
+    network without such layers does not read the loader at all.
+    """
+    own = set(particles.own_buffers())
+    layers = {
+        name: layer
+        for name, layer in statistics_layers(particles.template).items()
+        if name not in particles._always_eval and f"{name}.running_mean" in own
+    }
+    if not layers:
+        return
+    kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
+    seen = 0
+    with _training(particles, layers):
+        for batch in loader:
+            x, _, _ = batches.unpack(batch)
+            batches.check_finite(x)
+            x = batches.to(x, device)
+            seen += batches.size(x)
+            for layer in layers.values():
+                # r ← (1 − m) r + m s with m = n_b / Σ n is the running mean by size; the first batch overwrites r.
+                layer.momentum = batches.size(x) / seen  # type: ignore[assignment]
+            with batches.unchanged(x):
+                particles.write_buffers(_statistics(particles, x, kept))
+    if not seen:
+        raise ValueError(
+            "expected at least one batch to estimate batch statistics from, got none; pass the training loader"
+        )
+
+
+def _statistics(particles: Particles, x: batches.Inputs, kept: list[str]) -> Tensors:
+    """Buffers (M, ...) of these names after each member has seen the batch."""
+    shared = {**particles.shared_parameters(), **particles.shared_buffers()}
+
+    def outputs(member: Member) -> Tensor:
+        return batches.call(member.network, x)
+
+    def one(row: Rows) -> Tensors:
+        tensors = {**shared, **row.own, **row.buffers}
+        copies = {name: tensors[name].clone() for name in kept}  # layers write in place
+        _, after = torch.func.functional_call(particles.template, {**tensors, **copies}, (outputs,))
+        return {name: after[name] for name in kept}
+
+    found: Tensors = particles.run(one, particles.rows(), particles.members)
+    return found
+
+
+@contextmanager
+def _training(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
+    """Only these layers in training mode; modes and momenta are put back afterwards."""
+    template = particles.template
+    modes = {part: part.training for part in template.modules()}
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    try:
+        template.eval()
+        template.training = True  # only the shell, which then gives its buffers back
+        for layer in layers.values():
+            layer.training = True
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum

@@ -1,0 +1,163 @@
+"""Sampled: one network is trained as ever, functions are drawn by sampling its weights.
+
+A method says only how weights are sampled (`sample`). Drawing, refreshing batch statistics, storing the draw with the
+posterior and finding it again in a file are derived here.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.modes import eval_mode
+from dissensus.core.normalization import refresh_statistics, statistics_names
+from dissensus.core.particles import Particles, Tensors, TensorTree
+from dissensus.core.posterior import Posterior
+
+
+class Sampled(Posterior):
+    """A posterior around the caller's module itself. `samples`: how many functions a draw has.
+
+    Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the network as it
+    was trained.
+    """
+
+    stored: Particles | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        samples: int,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        if samples < 1:
+            raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
+        particles = Particles.hold(module, likelihood or Classification())
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.samples = samples
+        self.stored = None
+        self._built_with = dict(module.named_parameters())
+
+    @abstractmethod
+    def sample(self) -> Tensors:
+        """Name of a tensor of the network -> (S, ...) samples, without a graph. The other tensors stay as they are."""
+
+    @property
+    def network(self) -> nn.Module:
+        """The caller's module."""
+        return self.particles.template.network
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything to sample from yet."""
+        return True
+
+    def draw(self) -> Drawn:
+        return SampledFunctions(self._around(self.sample()) if self.stored is None else self.stored)
+
+    def current(self) -> Drawn:
+        return DrawnParticles(self.particles)
+
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        with torch.no_grad():
+            drawn = self._around(self.sample())
+        refresh_statistics(drawn, loader, self.device)
+        self.stored = drawn
+
+    def _around(self, samples: Tensors) -> Particles:
+        """The sampled tensors and copies of the others as a stack of functions; batch statistics are own."""
+        self.check_network()
+        held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
+        kept = set(self.particles.shared.state_dict())
+        statistics = {f"network.{name}" for name in statistics_names(self.network)}
+        own, shared = TensorTree(), TensorTree()
+        count = len(next(iter(samples.values()))) if samples else self.samples
+        for name, tensor in held.items():
+            inner = name.removeprefix("network.")
+            value = tensor.detach()
+            persistent = name in kept
+            if name.startswith("network.") and inner in samples:
+                own.plant(name, samples[inner].detach(), persistent=persistent)
+            elif name in statistics:
+                own.plant(name, value.expand(count, *value.shape).clone(), persistent=persistent)
+            else:
+                shared.plant(name, value.clone(), persistent=persistent)
+        particles = Particles(self.particles.template, own=own, shared=shared, members=count)
+        particles._always_eval = self.particles._always_eval
+        return particles
+
+    def check_network(self) -> None:
+        """Raises where the network has other parameters than those it was built with."""
+        found, known = dict(self.network.named_parameters()), self._built_with
+        changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
+        if changed:
+            raise ValueError(
+                f"expected the parameters that {type(self).__name__} was built with, got '{changed[0]}' added, removed or "
+                "replaced since; change the network first, then build the posterior"
+            )
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+            "stored": self.stored is not None,
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Sampled":
+        keywords = {key: value for key, value in config.items() if key != "stored"}
+        posterior = cls(network, likelihood=likelihood, **keywords)
+        if config.get("stored"):
+            posterior.stored = posterior._blank()
+        return posterior
+
+    def sampled_names(self) -> list[str]:
+        """Names of the network's tensors that `sample` gives."""
+        return [name for name, parameter in self.network.named_parameters() if parameter.requires_grad]
+
+    def _blank(self) -> Particles:
+        """A stored draw of the right shapes, to be filled from a file."""
+        tensors = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        return self._around(
+            {
+                name: tensors[name].detach().new_zeros(self.samples, *tensors[name].shape)
+                for name in self.sampled_names()
+            }
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """A state with a stored draw brings it along, one without takes it away."""
+        if not any(key.startswith(f"{prefix}stored.") for key in state_dict):
+            self.stored = None
+        elif self.stored is None:
+            self.stored = self._blank()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class SampledFunctions(Drawn):
+    """Sampled networks in eval mode, whatever the mode of the network that is being trained: the functions are fixed."""
+
+    def __init__(self, particles: Particles) -> None:
+        super().__init__()
+        self.particles = particles
+        self.members = particles.members
+        self.training = False
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        with eval_mode(self.particles, self.particles.template):
+            return self.particles.each(function, *args)
+
+    def member(self, index: int) -> nn.Module:
+        return self.particles.member(index).eval()
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood

@@ -1,0 +1,99 @@
+"""The trajectory of one network in training: how far it is, when it is recorded, and learning rates that suit recording."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TAIL = 0.75  # recording starts after this share of a run, where the trajectory has settled
+
+
+class Count(nn.Module):
+    """A number kept twice: as a tensor that is saved with the state, and on the host, so that nobody waits for a device."""
+
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros((), dtype=torch.int64))
+        self._host: int | None = None  # None: to be read from the tensor, which a file may have filled
+
+    def __int__(self) -> int:
+        if self._host is None:
+            self._host = int(self.value)
+        return self._host
+
+    def add(self) -> int:
+        """The number after adding one."""
+        self._host = int(self) + 1
+        self.value += 1
+        return self._host
+
+    def reset(self) -> None:
+        self.value.zero_()
+        self._host = None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._host = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class Snapshots(nn.Module):
+    """When the trajectory is recorded: after the observe calls start, start + every, …, counted from 0.
+
+    Where one of the two is None, `begin` spreads `wanted` snapshots over the last quarter of the run, the last one on its
+    last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every step.
+    """
+
+    def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
+        super().__init__()
+        if start is not None and start < 0:
+            raise ValueError(f"expected start of 0 or more, got {start}; it counts observe calls from 0")
+        if every is not None and every < 1:
+            raise ValueError(f"expected every of 1 or more, got {every}; it counts observe calls between snapshots")
+        self.given = (start, every)
+        self.wanted = wanted
+        self.start, self.every = start or 0, every or 1
+        self.observed = Count()
+        self.taken = Count()
+
+    def begin(self, steps: int, *, tail: float = TAIL) -> None:
+        """Lays the snapshots out over what follows the share `tail` of a run of this many steps that starts now."""
+        start, every = self.given
+        now, (first, between) = int(self.observed), spread(steps, self.wanted, tail=tail)
+        if start is None:
+            self.start = now + (first if every is None else math.floor(tail * steps))
+            self.every = every or between
+            self.taken.reset()
+        elif every is None:
+            self.every = max(1, (now + steps - start) // self.wanted)
+
+    def due(self) -> bool:
+        """Whether the step just taken is one to record; to be asked once a step."""
+        step = self.observed.add() - 1
+        return step >= self.start and (step - self.start) % self.every == 0
+
+
+def spread(steps: int, wanted: int, *, tail: float = TAIL) -> tuple[int, int]:
+    """(first, every): up to `wanted` steps, evenly spaced after the share `tail` of a run, ending with its last step."""
+    length = max(1, steps - math.floor(tail * steps))
+    count = min(wanted, length)
+    every = length // count
+    return steps - 1 - every * (count - 1), every
+
+
+def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
+    """Factor of the learning rate at the share t of a run: 1, linear to `floor`, constant from before `tail` on.
+
+    The shape of Maddox et al. 2019: linear between 50 % and 90 % of the time before the tail.
+    """
+    return 1.0 + (floor - 1.0) * min(max((t / tail - 0.5) / 0.4, 0.0), 1.0)
+
+
+def cosine_cycles(t: float, *, cycles: int) -> float:
+    """Factor of the learning rate at the share t of a run: from 1 down to 0 along a cosine, `cycles` times over.
+
+    Huang et al. 2017, eq. (2).
+    """
+    return 0.5 * (1.0 + math.cos(math.pi * ((t * cycles) % 1.0)))

@@ -1,0 +1,151 @@
+"""FoRDE: first-order repulsive deep ensembles, "Input-gradient space particle inference" (Trinh et al., ICLR 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
+from dissensus.core.lengthscales import Lengthscales
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.spaces import Gradient
+from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.input_gradients import InputGradients
+
+
+class FoRDE(InputGradients):
+    """Members that repel each other by the direction of their input gradients: they agree on labels for other reasons.
+
+        loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
+
+    with g_ib the derivative of member i's true-class logit at input b (`core.kernels.input_gradient_log_density`).
+
+    `lengthscales`: of the kernel, None (the identity) or what `pca_lengthscales` gives. `bandwidth`: "reference" (the
+    authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1). `gradient`: of the "logit" (the authors' code; the mean
+    for regression) or of the "log_prob", which does not change when a function is added to all logits. `repulsion`, c: "1/B"
+    (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch counts no more than others),
+    "1/N" (what the posterior asks for; needs `data_size`) or a number. `every`: repels at each such optimiser step only,
+    with the same c; the training step is then not captured in a CUDA graph. `examples`: repels on so many examples of each
+    batch, in a second forward pass over them; None is all of them.
+    """
+
+    name = "forde"
+    eigenvectors: Tensor | None
+    precision: Tensor | None
+    remainder: Tensor | None
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        lengthscales: Lengthscales | None = None,
+        bandwidth: Bandwidth = "reference",
+        gradient: Gradient = "logit",
+        repulsion: Literal["1/B", "1/N"] | float = "1/B",
+        every: int = 1,
+        examples: int | None = None,
+        batch_size: int | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
+            raise TypeError(
+                f"expected Lengthscales, got {type(lengthscales).__name__}; make them with pca_lengthscales(inputs)"
+            )
+        if bandwidth not in BANDWIDTHS:
+            raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}")
+        if repulsion not in ("1/B", "1/N") and (isinstance(repulsion, str) or not repulsion >= 0):
+            raise ValueError(f'expected repulsion "1/B", "1/N" or a number of at least 0, got {repulsion!r}')
+        for keyword, value in (("every", every), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"expected {keyword} of at least 1, got {value}")
+        super().__init__(
+            stack_members(modules, likelihood),
+            gradient=gradient,
+            examples=examples,
+            weight_prior_std=weight_prior_std,
+            data_size=data_size,
+        )
+        if repulsion == "1/N" and data_size is None:
+            raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
+        self.bandwidth = bandwidth
+        self.repulsion = repulsion
+        self.every = every
+        self.batch_size = batch_size
+        self.capturable = every == 1
+        self.largest_batch = 0  # seen in training
+        self.repels = True  # at this step
+        self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
+        self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
+        remainder = None if lengthscales is None else torch.as_tensor(lengthscales.remainder).to(lengthscales.precision)
+        self.register_buffer("remainder", remainder)
+
+    @property
+    def lengthscales(self) -> Lengthscales | None:
+        if self.eigenvectors is None or self.precision is None or self.remainder is None:
+            return None
+        return Lengthscales(self.eigenvectors, self.precision, self.remainder)
+
+    @property
+    def coupled(self) -> bool:
+        return super().coupled and self.repels
+
+    def couple(self, z: Any) -> Any:
+        """c ∂r_i/∂g_i for every member."""
+        g = z["gradients"]  # (M, B, D)
+        weight = z["weight"][0] if "weight" in z else None  # (B,)
+
+        def total(gradients: Tensor) -> Tensor:
+            return input_gradient_log_density(gradients, self.lengthscales, self.bandwidth, weight=weight).sum()
+
+        force = self.strength(g.shape[1], weight) * torch.func.grad(total)(g)
+        return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
+
+    def strength(self, size: int, weight: Tensor | None = None) -> Tensor | float:
+        """c for a batch of this size."""
+        if self.repulsion == "1/N":
+            return 1 / (self.data_size or 1)
+        if self.repulsion != "1/B":
+            return float(self.repulsion)
+        nominal = self.batch_size or self.largest_batch or size
+        return 1 / nominal if weight is None else 1 / (nominal * weight.mean())  # a weight of two is two examples
+
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        if self.every > 1:
+            # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
+            self.repels = int(self.steps) % self.every == 0
+        super().check_batch(x, y)
+        if self.training:
+            self.largest_batch = max(self.largest_batch, batches.size(x))
+
+    def check_dimension(self, dimension: int) -> None:
+        super().check_dimension(dimension)
+        if self.eigenvectors is not None and len(self.eigenvectors) != dimension:
+            raise ValueError(
+                f"expected lengthscales of {dimension} dimensions for these inputs, got {len(self.eigenvectors)}; "
+                "make them from inputs of the same shape: pca_lengthscales(inputs)"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "lengthscales": None if self.eigenvectors is None else list(self.eigenvectors.shape),
+            "bandwidth": self.bandwidth,
+            "gradient": self.gradient,
+            "repulsion": self.repulsion,
+            "every": self.every,
+            "examples": self.examples,
+            "batch_size": self.batch_size,
+        }
+
+    @classmethod
+    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if config["lengthscales"] is None:
+            return config
+        dimension, rank = config["lengthscales"]
+        return config | {"lengthscales": Lengthscales(torch.zeros(dimension, rank), torch.zeros(rank))}

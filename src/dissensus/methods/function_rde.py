@@ -1,0 +1,164 @@
+"""Repulsive deep ensembles in function space (D'Angelo & Fortuin, NeurIPS 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core import scores
+from dissensus.core.annealing import Annealing, with_gradient_times
+from dissensus.core.batch import Inputs
+from dissensus.core.kernels import squared_distances
+from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.particles import Member, Tensors
+from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
+from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.repulsive import Repulsive, check_data_size
+
+
+class FunctionRDE(Repulsive):
+    """Members that repel each other by their outputs. With F_i the outputs of member i on the batch,
+
+        F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
+
+    pulled back to the weights, both terms divided by N = `data_size`. `score`: "kde", "stein" or "spectral_stein".
+
+    `repel_at`: where members are compared: "batch", the training batch; "noise", the batch plus normal noise of standard
+    deviation `noise`; or inputs of one's own, a tensor (n, ...). `outputs`: compare "logits" (any likelihood's outputs as
+    they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the flow is that
+    of the functions themselves and holds for every likelihood. `prior`: "weight" is the weight prior or the optimiser's
+    decay, as everywhere; "functional" takes ∇ log p(F) from networks freshly drawn from N(0, weight_prior_std²) at every
+    step, by spectral Stein, in place of the weight prior.
+    """
+
+    name = "function_rde"
+    points: Tensor | None
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        data_size: int,
+        score: scores.Score = "kde",
+        repel_at: Literal["batch", "noise"] | Tensor = "batch",
+        noise: float = 0.25,
+        outputs: Literal["logits", "probabilities"] = "logits",
+        prior: Literal["weight", "functional"] = "weight",
+        annealing: Annealing | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+    ) -> None:
+        scores.check_score(score)
+        check_data_size(data_size, weight_prior_std)
+        if isinstance(repel_at, str) and repel_at not in ("batch", "noise"):
+            raise ValueError(f'expected repel_at "batch", "noise" or a tensor of inputs, got {repel_at!r}')
+        if not isinstance(repel_at, str | Tensor):
+            raise TypeError(f'expected repel_at "batch", "noise" or a tensor of inputs, got {type(repel_at).__name__}')
+        if isinstance(repel_at, Tensor) and (repel_at.ndim == 0 or len(repel_at) == 0):
+            raise ValueError(f"expected inputs (n, ...) to repel at, got shape {tuple(repel_at.shape)}; pass some rows")
+        if not noise > 0:
+            raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
+        if outputs not in ("logits", "probabilities"):
+            raise ValueError(f'expected outputs "logits" or "probabilities", got {outputs!r}')
+        if outputs == "probabilities" and not isinstance(likelihood or Classification(), Classification):
+            raise ValueError(
+                'expected outputs="logits" with this likelihood, got "probabilities"; only classes have them'
+            )
+        if prior not in ("weight", "functional"):
+            raise ValueError(f'expected prior "weight" or "functional", got {prior!r}')
+        if prior == "functional" and weight_prior_std is None:
+            raise ValueError(
+                "expected weight_prior_std with the functional prior, got none; prior networks are drawn from it"
+            )
+        particles = stack_members(modules, likelihood)
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.score = score
+        self.repel_at = repel_at if isinstance(repel_at, str) else "inputs"
+        self.register_buffer("points", repel_at.detach().clone() if isinstance(repel_at, Tensor) else None)
+        self.noise = noise
+        self.outputs = outputs
+        self.prior = prior
+        self.annealing = annealing or Annealing()
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        if not self.coupled:
+            return super().member_loss(params, buffers, x, y, weight)
+
+        def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
+            outputs = batches.call(member.network, x)
+            return member.likelihood.nll(outputs, y, weight), self._compared(outputs)
+
+        (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
+        z = {"outputs": outputs_as_points(outputs, weight)}
+        if self.repel_at != "batch":  # in training mode batch norm sees these inputs, but does not count them
+            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(x))
+            if self.repel_at == "noise":
+                z["elsewhere"] = outputs_as_points(z["elsewhere"], weight)
+        if self.prior == "functional":
+            prior = self._outputs(self._prior_draw(params), buffers, x)
+            z["prior"] = carried(outputs_as_points(prior, weight), z["outputs"])
+        loss = nll if self.prior == "functional" else nll + self.penalty(params)
+        return with_gradient_times(loss, self.annealing(self.steps, self.run_length)), z, after
+
+    def couple(self, z: Any) -> Any:
+        """(∇ log q − a_t ∇ log p) / N at the outputs."""
+        where = "elsewhere" if "elsewhere" in z else "outputs"
+        repelled, size = z[where], self.data_size or 1
+        matrix = scores.MATRICES[self.score](squared_distances(repelled)) / size
+        v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
+        v[where] = scores.apply(matrix, repelled - repelled.mean(0))
+        if "prior" in z:
+            slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
+            v["outputs"] = v["outputs"] - slope * self.annealing(self.steps, self.run_length) / size
+        return v
+
+    def _compared(self, outputs: Tensor) -> Tensor:
+        outputs = full_precision(outputs)
+        return outputs.softmax(1) if self.outputs == "probabilities" else outputs
+
+    def _outputs(self, params: Tensors, buffers: Tensors, x: Inputs) -> Tensor:
+        outputs, _ = self.particles.call(lambda member: batches.call(member.network, x), params, buffers)
+        return self._compared(outputs)
+
+    def _elsewhere(self, x: Inputs) -> Inputs:
+        if self.points is not None:
+            return self.points
+
+        def noisy(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor + self.noise * normal_of_step(tensor, self.steps)
+
+        return batches.apply(x, noisy)
+
+    def _prior_draw(self, params: Tensors) -> Tensors:
+        """Weights and biases from N(0, σ²); norm layers and frozen tensors as they are."""
+        stored = self.particles.own_parameters()
+        return {
+            name: (self.weight_prior_std or 1.0) * torch.randn_like(tensor)
+            if name.startswith("network.") and name not in self._without_prior and stored[name].requires_grad
+            else tensor.detach()
+            for name, tensor in params.items()
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "score": self.score,
+            "repel_at": self.repel_at if self.points is None else list(self.points.shape),
+            "noise": self.noise,
+            "outputs": self.outputs,
+            "prior": self.prior,
+            "annealing": self.annealing.config(),
+        }
+
+    @classmethod
+    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
+        where = config["repel_at"]
+        where = where if isinstance(where, str) else torch.zeros(where)
+        return config | {"repel_at": where, "annealing": Annealing(**config["annealing"])}

@@ -1,0 +1,120 @@
+"""What FoRDE and LIT have in common: members compared by the derivative of their outputs with respect to the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.gradients import member_tensors, state_of
+from dissensus.core.modes import same_random_state
+from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
+from dissensus.methods.repulsive import Repulsive
+
+
+class InputGradients(Repulsive):
+    """Abstract: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
+
+    One forward pass gives loss and gradient; batch norm is in the mode of training, so an example's gradient holds what it
+    does to the others through the batch statistics, as in the authors' code of FoRDE.
+    """
+
+    def __init__(
+        self,
+        particles: Particles,
+        *,
+        gradient: Gradient,
+        examples: int | None,
+        weight_prior_std: float | None,
+        data_size: int | None,
+    ) -> None:
+        if gradient not in ("logit", "log_prob"):
+            raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}')
+        if examples is not None and examples < 1:
+            raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.gradient = gradient
+        self.examples = examples
+        self._known_to_be_differentiable = False
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        if not self.coupled:
+            return super().member_loss(params, buffers, x, y, weight)
+
+        def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
+            outputs = batches.call(member.network, x)
+            chosen = selected_output(member.likelihood, outputs, y, self.gradient)
+            return chosen, member.likelihood.nll(outputs, y, weight)
+
+        def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
+            (chosen, nll), after = self.particles.call(selected, params, buffers, x)
+            return chosen, (nll, after)
+
+        if self.examples is not None and self.examples < batches.size(x):
+            value, _, after = super().member_loss(params, buffers, x, y, weight)
+            x = batches.apply(x, lambda tensor: tensor[: self.examples])
+            y, weight = y[: self.examples], None if weight is None else weight[: self.examples]
+            g, _ = self._differentiated(of_inputs, x)
+        else:
+            g, (nll, after) = self._differentiated(of_inputs, x)
+            value = nll + self.penalty(params)
+        z = {"gradients": g}
+        if weight is not None:
+            z["weight"] = carried(weight.to(g.dtype), g.sum(1))
+        return value, z, after
+
+    @staticmethod
+    def _differentiated(function: Any, x: Inputs) -> tuple[Tensor, Any]:
+        with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
+            return input_gradient(function, x)
+
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        super().check_batch(x, y)
+        self.check_dimension(input_dimension(x))
+        if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
+            check_differentiable_twice(self, x, y)
+            self._known_to_be_differentiable = True
+
+    def check_dimension(self, dimension: int) -> None:
+        """Raises where inputs of so many floating-point numbers have no gradients that could be compared."""
+        if dimension == 0:
+            raise ValueError(
+                "expected floating-point inputs to differentiate by, got integers only; "
+                "let the network begin after the embedding"
+            )
+        if dimension == 1:
+            raise ValueError(
+                "expected inputs of at least two features, got one: a gradient of one number has only a sign for direction; "
+                "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
+            )
+
+
+def check_differentiable_twice(posterior: InputGradients, x: Inputs, y: Tensor) -> None:
+    """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
+
+    By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
+    """
+    x, y = batches.apply(x, lambda tensor: tensor[:2]), y[:2].to(posterior.device)
+    params, buffers = member_tensors(state_of(posterior), 0)
+    params = {name: tensor.detach().requires_grad_() for name, tensor in params.items() if tensor.is_floating_point()}
+    try:
+        with same_random_state(posterior.device):
+            _, z, _ = posterior.member_loss(params, buffers, x, y, None)
+            if z["gradients"].requires_grad:
+                z["gradients"].sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+        raise ValueError(
+            f"expected a network that can be differentiated twice, got one that cannot ({reason}); write custom functions "
+            "with setup_context and a differentiable backward, and run recurrent layers without their fused kernels "
+            "(torch.backends.cudnn.flags(enabled=False))"
+        ) from error

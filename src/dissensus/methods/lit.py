@@ -1,0 +1,72 @@
+"""LIT: locally independent training (Ross, Pan, Celi & Doshi-Velez, AAAI 2020), a baseline of FoRDE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core.kernels import directions, working
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.spaces import Gradient
+from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.input_gradients import InputGradients
+
+
+class LIT(InputGradients):
+    """Members penalised for input gradients that are parallel, whichever way they point:
+
+        loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
+
+    g_ib is the input gradient of the true-class logit, as in FoRDE (`gradient="log_prob"`: of the log-probability).
+    """
+
+    name = "lit"
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        strength: float,
+        gradient: Gradient = "logit",
+        examples: int | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        if not strength >= 0:
+            raise ValueError(f"expected a strength of at least 0, got {strength}")
+        super().__init__(
+            stack_members(modules, likelihood),
+            gradient=gradient,
+            examples=examples,
+            weight_prior_std=weight_prior_std,
+            data_size=data_size,
+        )
+        self.strength = strength
+
+    def couple(self, z: Any) -> Any:
+        """strength · ∂/∂g_i Σ_{j≠i} mean_b cos²(g_ib, g_jb): the penalty's own gradient, since it is symmetric."""
+        g = z["gradients"]  # (M, B, D)
+        weight = z["weight"][0] if "weight" in z else None  # (B,)
+        force = self.strength * torch.func.grad(lambda gradients: squared_cosines(gradients, weight).sum())(g)
+        return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {"strength": self.strength, "gradient": self.gradient, "examples": self.examples}
+
+
+def squared_cosines(gradients: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(M,) Σ_{j≠i} mean_b cos²(g_ib, sg[g_jb]) of input gradients (M, B, D); weight (B,) weighs the mean."""
+    unit = directions(working(gradients)).transpose(0, 1)  # (B, M, D)
+    squares = (unit @ unit.detach().transpose(1, 2)).square()  # (B, M, M)
+    itself = torch.eye(squares.shape[1], dtype=torch.bool, device=squares.device)
+    squares = squares.masked_fill(itself, 0.0).sum(2)  # (B, M)
+    if weight is None:
+        mean = squares.mean(0)
+    else:
+        share = weight.to(squares.dtype)
+        mean = (share[:, None] * squares).sum(0) / share.sum().clamp(min=torch.finfo(squares.dtype).tiny)
+    return mean.to(torch.promote_types(gradients.dtype, torch.float32))

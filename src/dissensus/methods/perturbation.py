@@ -1,0 +1,55 @@
+"""Gaussian perturbation: the trained network plus white noise on its weights, the simplest ensemble around one network."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Tensors
+from dissensus.core.prior import norm_parameters
+from dissensus.core.sampled import Sampled
+
+
+class GaussianPerturbation(Sampled):
+    """w̃ = w + noise · rms(w) · ε with ε ~ N(0, 1) for every entry of every tensor, rms over the tensor.
+
+    Relative, because an absolute deviation that one network hardly notices ruins the next. Normalisation layers keep
+    their parameters; tensors that are all zero stay so.
+    """
+
+    name = "gaussian_perturbation"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        noise: float = 0.05,
+        samples: int = 20,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        if not noise >= 0:
+            raise ValueError(f"expected noise of 0 or more, got {noise}; it is relative to each tensor's rms")
+        super().__init__(
+            module, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+        )
+        self.noise = noise
+
+    def sampled_names(self) -> list[str]:
+        norms = norm_parameters(self.network)
+        return [name for name in super().sampled_names() if name not in norms]
+
+    def sample(self) -> Tensors:
+        parameters = dict(self.network.named_parameters())
+        samples = {}
+        for name in self.sampled_names():
+            weight = parameters[name].detach()
+            scale = self.noise * weight.square().mean().sqrt()
+            epsilon = torch.randn(self.samples, *weight.shape, dtype=weight.dtype, device=weight.device)
+            samples[name] = weight + scale * epsilon  # (S, ...)
+        return samples
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "noise": self.noise}

@@ -1,0 +1,65 @@
+"""What ensembles whose members act on each other have in common: M stacked members, alone when M = 1."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Self
+
+from torch import nn
+
+from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.posterior import Posterior
+from dissensus.methods.deep_ensemble import placeholders
+
+
+class Repulsive(Posterior):
+    """Stored members that repel each other while they train. With one member there is nobody to repel: it is MAP."""
+
+    @property
+    def coupled(self) -> bool:
+        return super().coupled and self.particles.members > 1
+
+    @property
+    def mixes(self) -> bool:
+        return super().mixes and self.particles.members > 1
+
+    @property
+    def run_length(self) -> int | None:
+        """Optimiser steps of the whole run, where `begin` has told."""
+        return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
+
+    def draw(self) -> Drawn:
+        return DrawnParticles(self.particles)
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The method's own keyword arguments, all JSON."""
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "members": self.particles.members,
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+            **self.settings(),
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        keywords = {key: value for key, value in config.items() if key != "members"}
+        constructor: Any = cls  # whose keywords are those of the subclass
+        built: Self = constructor(
+            placeholders(network, config["members"]), likelihood=likelihood, **cls.keywords(keywords)
+        )
+        return built
+
+    @classmethod
+    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments from what `settings` gave: where a setting is no JSON, this builds it again."""
+        return config
+
+
+def check_data_size(data_size: int | None, weight_prior_std: float | None) -> None:
+    """Raises where a method whose repulsion is measured against N data points is not told N."""
+    if data_size is None and weight_prior_std is None:  # with a prior, the prior asks for it
+        raise ValueError("expected data_size, got none; pass data_size=len(training_set)")

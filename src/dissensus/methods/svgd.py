@@ -1,0 +1,106 @@
+"""Stein variational gradient descent (Liu & Wang, NeurIPS 2016), on weights or on functions (Wang et al., ICLR 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core import scores
+from dissensus.core.annealing import Annealing
+from dissensus.core.batch import Inputs
+from dissensus.core.kernels import squared_distances
+from dissensus.core.likelihood import Likelihood, full_precision
+from dissensus.core.particles import Member, Tensors
+from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
+from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.repulsive import Repulsive, check_data_size
+
+
+class SVGD(Repulsive):
+    """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope:
+
+        φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
+
+    `space`: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a weight
+    prior acts on each member's own weights). The loss is a mean over data, so φ is divided by N = `data_size`; the 1/M is
+    the paper's, and makes plain SGD M times slower than for an ensemble where members are far apart. `annealing`: a_t.
+    """
+
+    name = "svgd"
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        data_size: int,
+        space: Literal["weight", "function"] = "weight",
+        annealing: Annealing | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+    ) -> None:
+        if space not in ("weight", "function"):
+            raise ValueError(f'expected space "weight" or "function", got {space!r}')
+        check_data_size(data_size, weight_prior_std)
+        particles = stack_members(modules, likelihood)
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.space = space
+        self.annealing = annealing or Annealing()
+
+    @property
+    def mixes(self) -> bool:
+        return super().mixes and self.space == "weight"
+
+    @property
+    def coupled(self) -> bool:
+        return super().coupled and self.space == "function"
+
+    # ------------------------------------------------------------------ weight space: gradients are mixed
+
+    def mix(self, gradients: Tensors) -> Tensors:
+        """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
+        own = self.particles.own_parameters()
+        z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
+        kernel, h = scores.kernel_and_bandwidth(squared_distances(z))
+        count, size = self.particles.members, self.data_size or 1
+        driving = scores.apply(kernel * (self.annealing(self.steps, self.run_length) / count), gradients)
+        slopes = scores.slopes(kernel, h) / (count * size)
+        repulsion = scores.apply(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
+
+    # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        if not self.coupled:
+            return super().member_loss(params, buffers, x, y, weight)
+
+        def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
+            outputs = full_precision(batches.call(member.network, x))
+            nll = member.likelihood.nll(outputs, y, weight)
+            (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, y, weight), ()), outputs.detach())
+            return nll, outputs, carried(u, outputs)
+
+        (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
+        z = {"outputs": outputs, "points": outputs_as_points(outputs, weight), "slopes": u}
+        return nll + self.penalty(params), z, buffers
+
+    def couple(self, z: Any) -> Any:
+        """With u_i the slope of loss_i at its outputs: v = (1/M) [a_t K u + G/N] − u, since the loss itself adds u."""
+        u, points = z["slopes"], z["points"]
+        kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
+        count, size = self.particles.members, self.data_size or 1
+        mixed = scores.apply(kernel * (self.annealing(self.steps, self.run_length) / count), u)
+        repulsion = scores.apply(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
+        return {"outputs": mixed - u, "points": repulsion, "slopes": torch.zeros_like(u)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"space": self.space, "annealing": self.annealing.config()}
+
+    @classmethod
+    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return config | {"annealing": Annealing(**config["annealing"])}

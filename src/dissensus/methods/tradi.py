@@ -1,0 +1,194 @@
+"""TRADI: the distribution of every weight, tracked while one network trains.
+
+Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network weight distributions", ECCV 2020.
+"""
+
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dissensus.core.flat import state_dtype
+from dissensus.core.kalman import Drift, WeightFilters
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Tensors
+from dissensus.core.prior import norm_parameters
+from dissensus.core.sampled import Sampled
+
+log = logging.getLogger("dissensus")
+
+Covariance = Literal["shared", "diagonal", "released"]
+Init = Literal["current", "he"]
+
+
+class TRADI(Sampled):
+    """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
+
+    `covariance`: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) inside each tensor, by random Fourier
+    features with phases shared by its weights, which the paper means; "diagonal"; or "released", the authors' program,
+    whose phases differ from weight to weight, so that its covariance is diagonal too. `state_noise`,
+    `measurement_noise`: variances of the filters' noises, (mean, variance). `drift`: "gradient" predicts the next mean by
+    a step of plain gradient descent, "none" by the last one. `init`: "current" starts at the weights there are, with
+    variance 0, "he" at mean 0 and variance 2/fan_in. Parameters of normalisation layers keep their trained values.
+    """
+
+    name = "tradi"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        samples: int = 20,
+        covariance: Covariance = "shared",
+        state_noise: tuple[float, float] = (1e-4, 5e-5),
+        measurement_noise: tuple[float, float] = (10.0, 10.0),
+        drift: Drift = "gradient",
+        init: Init = "current",
+        features: int = 10,
+        bandwidth: float = 1.0,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        _check_choice("covariance", covariance, ("shared", "diagonal", "released"))
+        _check_choice("drift", drift, ("gradient", "none"))
+        _check_choice("init", init, ("current", "he"))
+        _check_variances("state_noise", state_noise, zero=True)
+        _check_variances("measurement_noise", measurement_noise, zero=False)
+        if features < 1:
+            raise ValueError(f"expected at least one random feature, got {features}; 10 is the paper's number")
+        if not bandwidth >= 0:
+            raise ValueError(f"expected a bandwidth of 0 or more, got {bandwidth}; 1 is the paper's")
+        super().__init__(
+            module, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+        )
+        self.covariance = covariance
+        self.init = init
+        self.features = features
+        self.bandwidth = bandwidth
+        tracked = {name: self._built_with[name] for name in self.sampled_names()}
+        if not tracked:
+            raise ValueError(
+                "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
+            )
+        self.filters = WeightFilters(
+            tracked,
+            state_noise=(float(state_noise[0]), float(state_noise[1])),
+            measurement_noise=(float(measurement_noise[0]), float(measurement_noise[1])),
+            drift=drift,
+        )
+        self._start()
+
+    def begin(self, steps_per_epoch: int, epochs: int) -> None:
+        super().begin(steps_per_epoch, epochs)
+        if not self.ready:  # weights may have been loaded into the network since this was built
+            self._start()
+
+    def observe(self, optimizer: Optimizer) -> None:
+        known = {id(p) for p in [*self._built_with.values(), *self.likelihood.parameters()]}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            self.check_network()
+        self.filters.step(optimizer)
+        super().observe(optimizer)
+
+    def _start(self) -> None:
+        weights = self.filters.weights
+        if self.init == "current":
+            # Not the paper's start, mean 0 and variance 2/fan_in: the filters take about a thousand steps to forget it.
+            self.filters.start(weights, dict.fromkeys(weights, 0.0))
+        else:
+            zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            self.filters.start(zeros, {name: 2 / fan for name, fan in fan_in(self.network).items()})
+
+    @property
+    def ready(self) -> bool:
+        return int(self.filters.observed) > 0
+
+    @property
+    def mean(self) -> Tensors:
+        """Name -> μ; of parameters that are not tracked the value."""
+        values = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        return {**values, **self.filters.mean}
+
+    @property
+    def variance(self) -> Tensors:
+        """Name -> s; of parameters that are not tracked 0."""
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in self.network.named_parameters()}
+        return {**zeros, **self.filters.variance}
+
+    def sampled_names(self) -> list[str]:
+        norms = norm_parameters(self.network)
+        return [name for name in super().sampled_names() if name not in norms]
+
+    def sample(self) -> Tensors:
+        if not self.ready:
+            raise ValueError(
+                "expected observed steps to sample from, got none; train with fit, or call observe(optimizer) after "
+                "optimizer.step()"
+            )
+        if (share := self.filters.memory_of_start) > 0.05:
+            log.warning(
+                "TRADI has observed %d steps, and %.0f %% of its mean still come from the weights it started at; train "
+                "longer, or raise state_noise",
+                int(self.filters.observed),
+                100 * share,
+            )
+        means, variances = self.filters.mean, self.filters.variance
+        samples = {}
+        for name, weight in self.filters.weights.items():
+            flat = weight.detach().flatten()
+            noise = torch.stack([self._noise(flat) for _ in range(self.samples)])  # (S, K)
+            deviation = noise.view(self.samples, *weight.shape) * variances[name].sqrt()
+            samples[name] = (means[name] + deviation).to(weight.dtype)
+        return samples
+
+    def _noise(self, weights: Tensor) -> Tensor:
+        """(K,) noise of variance 1 with the correlations of this tensor's K weights."""
+        dtype, device = state_dtype([weights]), weights.device
+        if self.covariance == "diagonal":
+            return torch.randn(len(weights), dtype=dtype, device=device)
+        # √(2/D) Σ_d cos(w Ω_d + φ_d) m_d with Ω ~ N(0, bandwidth²), φ ~ U[0, 2π), m ~ N(0, 1): over all three its
+        # covariance is exp(−bandwidth² (w_k − w_l)² / 2) where φ is shared by the weights, else the identity.
+        frequencies = self.bandwidth * torch.randn(self.features, dtype=dtype, device=device)
+        rows = len(weights) if self.covariance == "released" else 1
+        phases = 2 * torch.pi * torch.rand(rows, self.features, dtype=dtype, device=device)
+        m = torch.randn(self.features, dtype=dtype, device=device)
+        features = torch.cos(weights.to(dtype)[:, None] * frequencies + phases)  # (K, D)
+        noise: Tensor = (2 / self.features) ** 0.5 * (features @ m)
+        return noise
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "covariance": self.covariance,
+            "state_noise": list(self.filters.state_noise),
+            "measurement_noise": list(self.filters.measurement_noise),
+            "drift": self.filters.drift,
+            "init": self.init,
+            "features": self.features,
+            "bandwidth": self.bandwidth,
+        }
+
+
+def fan_in(network: nn.Module) -> dict[str, int]:
+    """Name of a parameter -> number of inputs of its layer; a bias has its layer's."""
+    fans = {}
+    for prefix, layer in network.named_modules():
+        own = dict(layer.named_parameters(recurse=False))
+        widths = [parameter[0].numel() for parameter in own.values() if parameter.ndim > 1]
+        for name, parameter in own.items():
+            width = parameter[0].numel() if parameter.ndim > 1 else widths[0] if widths else parameter.numel()
+            fans[f"{prefix}.{name}" if prefix else name] = width
+    return fans
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"expected {name} of {', '.join(choices)}, got {value!r}; pass one of them")
+
+
+def _check_variances(name: str, pair: tuple[float, float], *, zero: bool) -> None:
+    if len(pair) != 2 or not all(value > 0 or (zero and value == 0) for value in pair):
+        raise ValueError(f"expected {name} as two variances, of the mean's and the variance's filter, got {pair}")

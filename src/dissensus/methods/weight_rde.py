@@ -1,0 +1,66 @@
+"""Repulsive deep ensembles in weight space (D'Angelo & Fortuin, "Repulsive deep ensembles are Bayesian", NeurIPS 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dissensus.core import scores
+from dissensus.core.annealing import Annealing
+from dissensus.core.kernels import squared_distances
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Tensors
+from dissensus.core.spaces import weights
+from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.repulsive import Repulsive, check_data_size
+
+
+class WeightRDE(Repulsive):
+    """Members that repel each other in weight space, so that together they approach the posterior over weights.
+
+    The Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:
+
+        θ_i ← θ_i + η [a_t ∇ log p(θ_i | D) − ∇ log q(θ_i)]
+
+    The loss here is a mean over data, so both terms are divided by N = `data_size`. `score`: "kde", "stein" or
+    "spectral_stein". `annealing`: a_t, constant by default. The prior is `weight_prior_std`, or the optimiser's decay.
+    """
+
+    name = "weight_rde"
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        data_size: int,
+        score: scores.Score = "kde",
+        annealing: Annealing | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+    ) -> None:
+        scores.check_score(score)
+        check_data_size(data_size, weight_prior_std)
+        particles = stack_members(modules, likelihood)
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.score = score
+        self.annealing = annealing or Annealing()
+
+    def mix(self, gradients: Tensors) -> Tensors:
+        """a_t g + ∇ log q / N. What members are compared in is there without a forward pass, hence not `couple`."""
+        own = self.particles.own_parameters()
+        z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
+        matrix = scores.MATRICES[self.score](squared_distances(z)) / (self.data_size or 1)
+        repulsion = scores.apply(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        weight = self.annealing(self.steps, self.run_length)
+        driving = {name: gradient * weight for name, gradient in gradients.items()}
+        # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
+        return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {"score": self.score, "annealing": self.annealing.config()}
+
+    @classmethod
+    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return config | {"annealing": Annealing(**config["annealing"])}

@@ -1,0 +1,92 @@
+"""EmpCov: the Gaussian density it stands for, patches of convolutions, and its place in a member's loss."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+
+import dissensus as ds
+import tiny
+from dissensus.core.empcov import EmpCov
+
+
+def test_it_is_the_density_of_the_inputs_covariance():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    x = 3 + torch.randn(50, 2, 3, dtype=torch.float64) * torch.tensor([1.0, 0.1, 2.0], dtype=torch.float64)
+    prior = EmpCov(x, network, "1", data_size=50, alpha=0.5, epsilon=0.01)
+    covariance = 0.5 * torch.cov(x.flatten(1).T) + 0.01 * torch.eye(6, dtype=torch.float64)
+    law = MultivariateNormal(torch.zeros(6, dtype=torch.float64), covariance)
+
+    def density(weight):
+        return -law.log_prob(weight).sum() / 50
+
+    a, b = network[1].weight.detach(), torch.randn(5, 6, dtype=torch.float64)
+    difference = prior({"network.1.weight": a}) - prior({"network.1.weight": b})
+    torch.testing.assert_close(difference, density(a) - density(b), rtol=0, atol=1e-10)
+    loader = [(part, None) for part in x.split(7)]
+    again = EmpCov(loader, network, "1", data_size=50, alpha=0.5, epsilon=0.01)
+    torch.testing.assert_close(again({"network.1.weight": a}), prior({"network.1.weight": a}), rtol=0, atol=1e-10)
+    assert not prior.state_dict()
+
+
+def test_a_convolution_sees_patches():
+    network = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False)).double()
+    x = torch.randn(4, 2, 6, 6, dtype=torch.float64)
+    prior = EmpCov(x, network, "0", data_size=10, epsilon=0.1)
+    padded = nn.functional.pad(x, (1, 1, 1, 1))
+    patches = torch.stack(
+        [padded[b, :, i : i + 3, j : j + 3].flatten() for b in range(4) for i in (0, 2, 4) for j in (0, 2, 4)]
+    )
+    precision = torch.linalg.inv(torch.cov(patches.T) + 0.1 * torch.eye(18, dtype=torch.float64))
+    w = network[0].weight.detach().flatten(1)
+    expected = torch.einsum("od,de,oe->", w, precision, w) / 20
+    torch.testing.assert_close(prior({"network.0.weight": network[0].weight}), expected, rtol=1e-9, atol=0)
+
+
+def test_members_feel_it_in_training():
+    """As a term of each member's loss its gradient is Σ⁻¹ w / N on the first layer and nothing elsewhere."""
+
+    nets, (x, y) = (
+        [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in range(3)],
+        tiny.points(),
+    )
+    posterior, plain = ds.DeepEnsemble(nets), ds.DeepEnsemble(nets)
+    posterior.use_first_layer_prior(EmpCov(x, nets[0], "0", data_size=12, epsilon=0.05))
+    posterior.backward(x, y)
+    plain.backward(x, y)
+    precision = torch.linalg.inv(torch.cov(x.T) + 0.05 * torch.eye(4, dtype=torch.float64))
+    own, other = posterior.particles.own_parameters(), plain.particles.own_parameters()
+    for name in own:
+        expected = torch.zeros_like(own[name])
+        if name == "network.0.weight":
+            expected = torch.stack([net[0].weight.detach() @ precision / 12 for net in nets])
+        torch.testing.assert_close(own[name].grad - other[name].grad, expected, rtol=0, atol=1e-10, msg=name)
+
+
+def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
+    networks, (x, y) = [nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double() for _ in range(2)], tiny.points()
+    both = ds.DeepEnsemble(networks, weight_prior_std=0.7, data_size=12)
+    both.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12, epsilon=0.05))
+    alone = ds.DeepEnsemble(networks)
+    alone.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12, epsilon=0.05))
+    rest = [sum(p.square().sum() for name, p in n.named_parameters() if name != "0.weight") for n in networks]
+    expected = torch.stack(rest) / (2 * 12 * 0.7**2)
+    torch.testing.assert_close(both.backward(x, y) - alone.backward(x, y), expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_bad_input_is_a_clear_error():
+    network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), tiny.points()[0]
+    with pytest.raises(ValueError, match="expected layer to be one of 0, 2, got '1'"):
+        EmpCov(x, network, "1", data_size=12)
+    with pytest.raises(
+        ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that sees"
+    ):
+        EmpCov(x, network, "2", data_size=12)
+    for keyword in ("data_size", "alpha", "epsilon"):
+        with pytest.raises(ValueError, match=f"expected a positive {keyword}, got 0"):
+            EmpCov(x, network, "0", **{"data_size": 12, keyword: 0})
+    with pytest.raises(ValueError, match=r"expected a tensor 'network.0.weight' among the member's"):
+        EmpCov(x, network, "0", data_size=12)({})
+    grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
+    with pytest.raises(ValueError, match="expected a convolution without groups"):
+        EmpCov(torch.randn(3, 2, 5, 5), grouped, "0", data_size=12)

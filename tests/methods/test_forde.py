@@ -1,0 +1,423 @@
+"""FoRDE: the paper's loss written out with plain modules, its options, and what it is for."""
+
+import copy
+import math
+
+import pytest
+import torch
+from test_lit import input_gradients
+from test_rde import flat_gradients, networks, plain
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+from dissensus.core import gradients as strategies
+from dissensus.core.kernels import input_gradient_log_density
+from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
+from dissensus.methods import FoRDE
+
+STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
+
+
+def expected_gradients(
+    nets: list[nn.Module], x: Tensor, y: Tensor, strength: float, repel_on=None, **keywords
+) -> Tensor:
+    """(M, P) of Σ_i [mean nll_i + strength · r_i], by plain autograd through plain modules."""
+    g = input_gradients(nets, x if repel_on is None else x[:repel_on], y if repel_on is None else y[:repel_on])
+    total = strength * input_gradient_log_density(g.flatten(2), **keywords).sum()
+    total = total + sum(nn.functional.cross_entropy(net(x), y) for net in nets)
+    parameters = [parameter for net in nets for parameter in net.parameters()]
+    found = torch.autograd.grad(total, parameters)
+    return torch.cat([each.flatten() for each in found]).reshape(len(nets), -1)
+
+
+# ---------------------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+def test_gradients_are_those_of_the_papers_loss(strategy):
+    nets, (x, y) = networks(), tiny.points()
+    found = strategy(FoRDE(nets), x, y, None)
+    got = torch.cat([g.reshape(4, -1) for g in found.gradients.values()], dim=1)
+    torch.testing.assert_close(got, expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
+    nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
+    torch.testing.assert_close(found.losses, nll, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+def test_every_way_of_running_members_gives_the_gradients_of_loss_with_batch_norm(strategy, kind):
+    if kind == "dense":
+        make, (x, y) = lambda: tiny.mlp().double(), tiny.points()
+    else:
+        make = lambda: nn.Sequential(  # noqa: E731
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+        ).double()
+        x, y = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.arange(6) % 3
+    posterior = FoRDE([make() for _ in range(3)])
+    other = copy.deepcopy(posterior)
+    found = strategy(posterior, x, y, None)
+    other.loss(x, y).backward()
+    for name, parameter in other.particles.own_parameters().items():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+    for name, buffer in other.particles.own_buffers().items():  # batch statistics move once
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
+
+
+def test_options_reach_the_kernel():
+    nets, (x, y) = networks(), tiny.points()
+    scales = pca_lengthscales(x * torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64), 0.7)
+    cases = [
+        ({"bandwidth": "sample"}, 1 / 12, {"bandwidth": "sample"}),
+        ({"bandwidth": "algorithm"}, 1 / 12, {"bandwidth": "algorithm"}),
+        ({"lengthscales": scales}, 1 / 12, {"lengthscales": scales}),
+        ({"repulsion": 0.3}, 0.3, {}),
+        ({"repulsion": "1/N", "data_size": 60}, 1 / 60, {}),
+        ({"batch_size": 48}, 1 / 48, {}),
+        ({"examples": 5}, 1 / 12, {"repel_on": 5}),
+        ({"examples": 50}, 1 / 12, {}),
+    ]
+    for keywords, strength, kernel in cases:
+        posterior = FoRDE(nets, **keywords)
+        posterior.backward(x, y)
+        expected = expected_gradients(nets, x, y, strength, **kernel)
+        torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10, msg=str(keywords))
+
+
+def test_log_probability_gradients_do_not_see_a_common_shift_of_logits():
+    """A quadratic added to all logits leaves softmax and loss as they are; only the raw logit's gradient changes."""
+
+    class Shifted(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net(x) + 3 * x.square().sum(1, keepdim=True)
+
+    nets, (x, y) = networks(), tiny.points()
+    for gradient, same in (("log_prob", True), ("logit", False)):
+        straight, shifted = FoRDE(nets, gradient=gradient), FoRDE([Shifted(n) for n in nets], gradient=gradient)
+        straight.backward(x, y)
+        shifted.backward(x, y)
+        close = torch.allclose(flat_gradients(straight), flat_gradients(shifted), rtol=0, atol=1e-10)
+        assert close == same, gradient
+
+
+def test_partial_batches_are_scaled_by_the_nominal_batch_size():
+    """After a full batch of 12, one of 5 is repelled with 1/12, not 1/5; before any, and in eval mode, with its own size."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FoRDE(nets)
+    posterior.backward(x, y)
+    posterior.zero_grad()
+    posterior.backward(x[:5], y[:5])
+    expected = expected_gradients(nets, x[:5], y[:5], 1 / 12)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+    fresh = FoRDE(nets)
+    fresh.backward(x[:5], y[:5])
+    torch.testing.assert_close(flat_gradients(fresh), expected_gradients(nets, x[:5], y[:5], 1 / 5), rtol=0, atol=1e-10)
+    with torch.no_grad():
+        posterior.eval().check_batch(x.repeat(9, 1), y.repeat(9))  # a validation batch is none of training
+    assert posterior.largest_batch == 12
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_every_k_steps_repels_at_each_kth_step_only(engine):
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FoRDE(nets, every=3)
+    assert not posterior.capturable
+    assert FoRDE(nets).capturable
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
+    ensemble = ds.DeepEnsemble(nets)
+    ensemble.backward(x, y)
+    full = expected_gradients(nets, x, y, 1 / 12)
+    seen = []
+    for _ in range(7):
+        ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, engine=engine, progress=False)
+        found = flat_gradients(posterior)
+        repelled = torch.allclose(found, full, rtol=0, atol=1e-10)
+        assert repelled or torch.allclose(found, flat_gradients(ensemble), rtol=0, atol=1e-10)
+        seen.append(repelled)
+    assert seen == [True, False, False, True, False, False, True]
+
+
+def test_the_clock_of_every_goes_on_after_loading(tmp_path):
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FoRDE(nets, every=2)
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, plain()).train()
+    loaded.check_batch(x, y)
+    assert not loaded.repels
+
+
+def test_regression_repels_by_the_gradient_of_the_mean():
+    nets = networks(3, lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x, y = torch.randn(10, 2, dtype=torch.float64), torch.randn(10, 1, dtype=torch.float64)
+    posterior = FoRDE(nets, likelihood=ds.Regression(noise=0.5))
+    posterior.backward(x, y)
+    leaf = x.clone().requires_grad_()
+    g = torch.stack([torch.autograd.grad(net(leaf).sum(), leaf, create_graph=True)[0] for net in nets])
+    total = input_gradient_log_density(g).sum() / 10 + sum(((net(x) - y) ** 2).mean() / (2 * 0.25) for net in nets)
+    found = torch.autograd.grad(total, [p for net in nets for p in net.parameters()], allow_unused=True)
+    found = [torch.zeros(1) if each is None else each for each in found]
+    expected = torch.cat([each.flatten() for each in found]).reshape(3, -1)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------- laws
+
+
+def test_one_member_is_exactly_a_map_network():
+    net, (x, y) = tiny.mlp().double(), tiny.points()
+    alone, single = FoRDE([net]), ds.MAP(copy.deepcopy(net))
+    for posterior in (alone, single):
+        ds.fit(posterior, [(x, y)], epochs=5, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
+    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
+
+
+def test_the_order_of_members_does_not_matter():
+    nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
+    straight, shuffled = FoRDE(nets), FoRDE([nets[i] for i in order])
+    straight.backward(x, y)
+    shuffled.backward(x, y)
+    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
+
+
+def test_float32_agrees_with_float64():
+    nets, (x, y) = networks(), tiny.points()
+    double = FoRDE(nets, repulsion=1.0)
+    single = copy.deepcopy(double).float()
+    double.backward(x, y)
+    single.backward(x.float(), y)
+    a, b = flat_gradients(double), flat_gradients(single).double()
+    assert float((a - b).norm() / a.norm()) < 1e-4
+
+
+def test_mixed_precision_trains_and_evaluates_the_kernel_in_full():
+    nets = [plain() for _ in range(4)]
+    x, y = tiny.points(24)
+    exact, mixed = FoRDE(nets), FoRDE(nets)
+    exact.backward(x.float(), y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed.backward(x.float(), y)
+    a, b = flat_gradients(exact), flat_gradients(mixed)
+    # units of bf16, more of them: directions of gradients are differences of products
+    assert float((a - b).norm() / a.norm()) < 16 * 2**-8
+
+
+def angle(posterior, x: Tensor, y: Tensor) -> float:
+    """Mean angle between the input gradients of members 0 and 1, in radians."""
+    g = input_gradients([posterior.member(0), posterior.member(1)], x, y).detach()
+    return float(nn.functional.cosine_similarity(g[0], g[1], dim=1).clamp(-1, 1).arccos().mean())
+
+
+def test_near_equal_members_separate():
+    """Two members 1e-3 apart, trained on the same data: their input gradients turn away from each other."""
+    first, (x, y) = plain().double(), tiny.points(30)
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+    angles = {}
+    for posterior in (FoRDE([first, second]), ds.DeepEnsemble([first, second])):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
+        history = ds.fit(posterior, [(x, y)] * 100, epochs=1, optimizer=optimizer, progress=False)
+        assert math.isfinite(history[-1].loss)
+        angles[posterior.name] = angle(posterior, x, y)
+    assert angles["deep_ensemble"] < 0.02
+    assert angles["forde"] > 0.3
+
+
+@pytest.mark.parametrize("distance", [1e-6, 1e-9])
+def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(distance):
+    """Without the floor the force at 1e-9 is 1e9; with it, it is distance / floor and so below the loss's own."""
+    first, (x, y) = plain().double(), tiny.points()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        second[0].weight[0, 0] += distance
+    posterior = FoRDE([first, second])
+    posterior.backward(x, y)
+    assert float(flat_gradients(posterior).abs().max()) < (1e9 * distance if distance < 1e-8 else 1e3)
+
+
+def test_heads_that_start_at_zero_are_no_error_and_soon_repel():
+    """Input gradients are exactly zero at the first step: no force, no NaN; and the members train as usual."""
+    nets, (x, y) = networks(3), tiny.points(30)
+    for net in nets:
+        nn.init.zeros_(net[2].weight)
+    posterior, ensemble = FoRDE(nets), ds.DeepEnsemble(nets)
+    posterior.backward(x, y)
+    ensemble.backward(x, y)
+    torch.testing.assert_close(flat_gradients(posterior), flat_gradients(ensemble), rtol=0, atol=1e-12)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    history = ds.fit(posterior, [(x, y)] * 20, epochs=2, optimizer=optimizer, progress=False)
+    assert history[1].loss < history[0].loss
+    g = input_gradients([posterior.member(i) for i in range(3)], x, y)
+    assert float(g.detach().norm(dim=2).min()) > 0
+
+
+def test_repulsion_makes_input_gradients_differ():
+    """Trained members' kernel density r is lower than that of a deep ensemble, at about the same training loss."""
+    nets, (x, y) = networks(4), tiny.points(40, seed=1)
+    x = x + 1.5 * nn.functional.one_hot(y, 4)
+    density, loss = {}, {}
+    for posterior in (FoRDE(nets, repulsion=0.1), ds.DeepEnsemble(nets)):
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
+        history = ds.fit(posterior, [(x, y)] * 150, epochs=1, optimizer=optimizer, progress=False)
+        g = input_gradients([posterior.member(i) for i in range(4)], x, y).detach()
+        # at a bandwidth that is the same for both: mean cosine between members
+        unit = nn.functional.normalize(g, dim=2)
+        cosine = torch.einsum("ibd,jbd->ijb", unit, unit).mean(2)
+        density[posterior.name] = float((cosine.sum() - 4) / 12)
+        loss[posterior.name] = history[-1].loss
+    assert density["forde"] < density["deep_ensemble"] - 0.1
+    assert loss["forde"] < loss["deep_ensemble"] + 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+def test_attention_can_be_differentiated_twice():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x).mean(1))
+
+    x, y = torch.randn(6, 5, 4), torch.arange(6) % 3
+    gradients = []
+    for how in ("loop", "vectorised"):
+        torch.manual_seed(0)
+        posterior = FoRDE([Attention() for _ in range(3)], repulsion=1.0)
+        posterior.particles.how = how
+        posterior.backward(x, y)
+        assert posterior.particles.how == how
+        gradients.append(flat_gradients(posterior))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+class Once(torch.autograd.Function):
+    """A tanh whose backward pass cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, slope):
+        (y,) = ctx.saved_tensors
+        return slope * (1 - y.square())
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(Once.apply(self.first(x)))
+
+
+def test_a_network_that_cannot_be_differentiated_twice_is_a_clear_error():
+    x, y = tiny.points()
+    posterior = FoRDE([Custom(), Custom()])
+    stream = torch.get_rng_state()
+    with pytest.raises(ValueError, match="expected a network that can be differentiated twice, got one that cannot"):
+        posterior.backward(x.float(), y)
+    assert torch.equal(torch.get_rng_state(), stream)
+    with pytest.raises(ValueError, match="differentiated twice"):
+        ds.fit(posterior, [(x.float(), y)], epochs=1, progress=False)
+    # Where nobody is repelled, once is enough.
+    FoRDE([Custom()]).backward(x.float(), y)
+
+
+def test_a_custom_function_that_can_be_is_run_in_the_loop():
+    """Without `setup_context` it has no place in vmap; plain autograd knows it."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, slope):
+            (x,) = ctx.saved_tensors
+            return 2 * x * slope
+
+    class Squares(Custom):
+        custom = True
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.last(Square.apply(hidden) if self.custom else hidden.square())
+
+    nets, (x, y) = networks(3, Squares), tiny.points()
+    posterior = FoRDE(nets)
+    posterior.backward(x, y)
+    assert posterior.particles.how == "loop"
+    Squares.custom = False
+    torch.testing.assert_close(flat_gradients(posterior), expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------- files and errors
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_lengthscales_are_saved(tmp_path, rank):
+    nets, (x, y) = networks(3), tiny.points(30)
+    posterior = FoRDE(nets, lengthscales=pca_lengthscales(x, rank=rank), repulsion=0.5)
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, plain())
+    for name in ("eigenvectors", "precision", "remainder"):
+        assert torch.equal(getattr(loaded.lengthscales, name), getattr(posterior.lengthscales, name))
+    assert loaded.config() == posterior.config()
+    for each in (loaded.train(), posterior.train()):
+        each.zero_grad()
+        each.backward(x, y)
+    assert torch.equal(flat_gradients(loaded), flat_gradients(posterior))
+
+
+def test_bad_input_is_a_clear_error():
+    nets, (x, y) = networks(2), tiny.points()
+    with pytest.raises(ValueError, match="expected at least one module, got none"):
+        FoRDE([])
+    with pytest.raises(ValueError, match="got members 0 and 1 equal"):
+        FoRDE([nets[0], copy.deepcopy(nets[0])])
+    with pytest.raises(TypeError, match="expected Lengthscales, got Tensor; make them with pca_lengthscales"):
+        FoRDE(nets, lengthscales=torch.eye(4))
+    with pytest.raises(ValueError, match="expected a bandwidth of reference, sample, algorithm, got 'median'"):
+        FoRDE(nets, bandwidth="median")
+    with pytest.raises(ValueError, match='expected gradient "logit" or "log_prob", got \'loss\''):
+        FoRDE(nets, gradient="loss")
+    for repulsion in ("B", -1.0, math.nan):
+        with pytest.raises(ValueError, match='expected repulsion "1/B", "1/N" or a number of at least 0'):
+            FoRDE(nets, repulsion=repulsion)
+    with pytest.raises(ValueError, match='expected data_size with repulsion "1/N", got none'):
+        FoRDE(nets, repulsion="1/N")
+    for keyword in ("every", "batch_size"):
+        with pytest.raises(ValueError, match=f"expected {keyword} of at least 1, got 0"):
+            FoRDE(nets, **{keyword: 0})
+    with pytest.raises(ValueError, match="expected to compare at least one example, got 0"):
+        FoRDE(nets, examples=0)
+    other = FoRDE(nets, lengthscales=Lengthscales(torch.eye(3), torch.ones(3)))
+    with pytest.raises(ValueError, match="expected lengthscales of 4 dimensions for these inputs, got 3"):
+        other.backward(x, y)
+
+
+def test_inputs_without_directions_are_clear_errors():
+    """One feature has a sign for a direction; integers have no gradient."""
+    one = FoRDE([nn.Linear(1, 3), nn.Linear(1, 3)])
+    y = torch.zeros(5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected inputs of at least two features, got one.*\[x/2, \(x/2\)²\]"):
+        one.backward(torch.randn(5, 1), y)
+    words = FoRDE([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
+    with pytest.raises(ValueError, match="expected floating-point inputs to differentiate by, got integers only"):
+        words.backward(torch.zeros(5, 2, dtype=torch.int64), y)

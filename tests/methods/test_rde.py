@@ -1,0 +1,580 @@
+"""Repulsion in weight, function and feature space: the papers' updates written out, and posteriors that are known."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+from dissensus.core import gradients as strategies
+from dissensus.core import kernels, scores
+from dissensus.core.annealing import Annealing
+from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
+
+STRATEGIES = {
+    "vectorised": strategies.vectorised,
+    "loop": strategies.looped,
+    "loop, graphs kept": strategies.looped_keeping_graphs,
+}
+ESTIMATORS = {"kde": scores.kde, "stein": scores.stein, "spectral_stein": scores.spectral_stein}
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def networks(count: int = 4, make=plain) -> list[nn.Module]:
+    return [make().double() for _ in range(count)]
+
+
+def by_name(posterior, index: int, module: nn.Module) -> dict[str, Tensor]:
+    return {f"network.{name}": parameter for name, parameter in module.named_parameters()}
+
+
+def flat_weights(nets: list[nn.Module]) -> Tensor:
+    return torch.stack([nn.utils.parameters_to_vector(net.parameters()) for net in nets])
+
+
+def flat_gradients(posterior) -> Tensor:
+    """(M, P) in the order of the networks' parameters."""
+    own = posterior.particles.own_parameters()
+    return torch.cat([tensor.grad.reshape(len(tensor), -1) for tensor in own.values()], dim=1)
+
+
+def flat_loss_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
+    rows = []
+    for net in nets:
+        found = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    return torch.stack(rows)
+
+
+def builders() -> dict:
+    return {
+        "weight": lambda nets, **k: WeightRDE(nets, data_size=50, **k),
+        "function": lambda nets, **k: FunctionRDE(nets, data_size=50, **k),
+        "function, noise": lambda nets, **k: FunctionRDE(nets, data_size=50, repel_at="noise", **k),
+        "function, inputs": lambda nets, **k: FunctionRDE(
+            nets, data_size=50, repel_at=torch.linspace(-1, 1, 28).double().reshape(7, 4), **k
+        ),
+        "function, prior": lambda nets, **k: FunctionRDE(
+            nets, data_size=50, prior="functional", weight_prior_std=1.0, **k
+        ),
+        "feature": lambda nets, **k: FeatureRDE(nets, layer="2", head="3", projection=3, **k),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- updates
+
+
+@pytest.mark.parametrize("score", ESTIMATORS)
+def test_the_weight_space_update_is_that_of_the_paper(score):
+    """−φ/N = ∇ mean loss + ∇ log q / N."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = WeightRDE(nets, data_size=50, score=score)
+    losses = posterior.backward(x, y)
+    expected = flat_loss_gradients(nets, x, y) + ESTIMATORS[score](flat_weights(nets).detach()) / 50
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+    nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
+    torch.testing.assert_close(losses, nll, rtol=0, atol=1e-12)
+
+
+def test_the_weight_space_update_is_the_autograd_of_the_loss():
+    """L_i = nll_i + (1/N) log Σ_j k(θ_i, sg[θ_j])."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = WeightRDE(nets, data_size=50)
+    posterior.backward(x, y)
+    w = flat_weights(nets).detach().requires_grad_()
+    h = kernels.median_bandwidth(kernels.squared_distances(w))
+    total = torch.zeros((), dtype=torch.float64)
+    for row in w:
+        params, start = {}, 0
+        for name, parameter in nets[0].named_parameters():
+            params[name] = row[start : start + parameter.numel()].reshape(parameter.shape)
+            start += parameter.numel()
+        total = total + nn.functional.cross_entropy(torch.func.functional_call(nets[0], params, (x,)), y)
+        squared = (row - w.detach()).square().sum(1)
+        total = total + torch.logsumexp(-squared / (2 * h), dim=0) / 50
+    (expected,) = torch.autograd.grad(total, w)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+
+
+def test_the_function_space_update_is_the_autograd_of_the_loss():
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FunctionRDE(nets, data_size=50)
+    posterior.backward(x, y)
+    outputs = torch.stack([net(x) for net in nets])  # (M, B, C)
+    points = outputs.flatten(1)
+    h = kernels.median_bandwidth(kernels.squared_distances(points.detach()))
+    log_q = torch.logsumexp(-(points[:, None] - points.detach()[None]).square().sum(2) / (2 * h), dim=1)
+    nll = torch.stack([nn.functional.cross_entropy(each, y) for each in outputs])
+    total = (nll + log_q / 50).sum()
+    parameters = [parameter for net in nets for parameter in net.parameters()]
+    found = torch.autograd.grad(total, parameters)
+    expected = torch.cat([g.flatten() for g in found]).reshape(4, -1)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("score", ESTIMATORS)
+@pytest.mark.parametrize("outputs", ["logits", "probabilities"])
+def test_the_function_space_update_pulls_the_score_back(score, outputs):
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FunctionRDE(nets, data_size=50, score=score, outputs=outputs)
+    posterior.backward(x, y)
+    compared = [net(x).softmax(1) if outputs == "probabilities" else net(x) for net in nets]
+    force = ESTIMATORS[score](torch.stack(compared).detach().flatten(1)) / 50
+    rows = []
+    for net, output, v in zip(nets, compared, force, strict=True):
+        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    expected = flat_loss_gradients(nets, x, y) + torch.stack(rows)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-9)
+
+
+def test_repulsion_happens_where_it_is_asked_to():
+    """The batch, the batch plus noise of the step, or inputs of one's own; the loss is on the batch in every case."""
+    nets, (x, y) = networks(), tiny.points()
+    elsewhere = torch.randn(5, 4, dtype=torch.float64)
+    posterior = FunctionRDE(nets, data_size=50, repel_at=elsewhere)
+    posterior.backward(x, y)
+    force = scores.kde(torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
+    rows = []
+    for net, v in zip(nets, force, strict=True):
+        output = net(elsewhere)
+        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    expected = flat_loss_gradients(nets, x, y) + torch.stack(rows)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+
+    noisy = FunctionRDE(nets, data_size=50, repel_at="noise", noise=0.25)
+    inputs = noisy._elsewhere(x)
+    assert float((inputs - x).std()) == pytest.approx(0.25, rel=0.3)  # 48 numbers
+    noisy.backward(x, y)
+    same = FunctionRDE(nets, data_size=50, repel_at=inputs)
+    same.backward(x, y)
+    torch.testing.assert_close(flat_gradients(noisy), flat_gradients(same), rtol=0, atol=1e-10)
+    noisy.steps += 1
+    assert not torch.allclose(noisy._elsewhere(x), inputs)
+
+
+def test_the_functional_prior_is_the_score_of_fresh_networks():
+    """Prior outputs have the law of the prior, N(0, 4) at an input of length one; their spectral Stein score is the pull."""
+    nets = networks(300, lambda: nn.Linear(4, 1, bias=False))
+    x, y = torch.eye(4, dtype=torch.float64)[:1], torch.zeros(1, 1, dtype=torch.float64)
+    posterior = FunctionRDE(
+        nets, data_size=7, prior="functional", weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
+    )
+
+    def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
+        return posterior.member_loss(own, {}, x, y)[1]
+
+    own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
+    z, again = (torch.func.vmap(one, randomness="different")(own) for _ in range(2))
+    assert not torch.equal(z["prior"], again["prior"])
+    assert float(z["prior"].mean()) == pytest.approx(0, abs=4 * 2 / 300**0.5)
+    assert float(z["prior"].std()) == pytest.approx(2, abs=4 * 2 / 600**0.5)
+    outputs = torch.stack([net(x).detach() for net in nets])
+    torch.testing.assert_close(z["outputs"], outputs, rtol=0, atol=1e-12)
+    f, p = outputs.flatten(1), z["prior"].flatten(1)
+    expected = (scores.kde(f) - scores.spectral_stein_at(f, p)) / 7
+    torch.testing.assert_close(posterior.couple(z)["outputs"].flatten(1), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("weighting", [False, True])
+def test_the_feature_space_update_is_that_of_the_paper(weighting):
+    """Gram matrix of slopes, orthonormal basis, kernel in the subspace and lifting back, one by one."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = FeatureRDE(nets, layer="1", head="2", projection=2)
+    weight = torch.rand(12, dtype=torch.float64) + 0.5 if weighting else None
+    w = torch.ones(12, dtype=torch.float64) if weight is None else weight
+    posterior.backward(x, y, weight)
+    head = copy.deepcopy(nets[0][2])
+    features = [net[:2](x) for net in nets]
+
+    def loss(feature: Tensor) -> Tensor:
+        return (w * nn.functional.cross_entropy(head(feature), y, reduction="none")).sum() / w.sum()
+
+    root = w.sqrt()[:, None]
+    slopes = torch.stack([torch.func.grad(loss)(f.detach()) for f in features])  # (M, B, c)
+    g = (slopes / root).flatten(1)
+    _, _, v = torch.linalg.svd(g, full_matrices=False)
+    basis = v[:2]  # principal directions of the slopes
+    points = torch.stack([root * f for f in features]).flatten(1)
+    p = (points @ basis.T).detach().requires_grad_()
+    squared = torch.cdist(p.detach(), p.detach()).square()
+    h = squared.quantile(0.5, dim=1) / math.log(4)
+    log_q = torch.logsumexp(-(p[:, None] - p.detach()[None]).square().sum(2) / h[:, None], dim=1).sum()
+    lifted = (torch.autograd.grad(log_q, p)[0] @ basis).reshape(4, 12, 6).detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for i, feature in enumerate(features):
+        prior = (w[:, None] * torch.log(1 + 0.005 * feature.square())).sum()
+        total = total + (prior + (root * feature * lifted[i]).sum()) / w.sum() + loss(feature)
+    encoders = [parameter for net in nets for parameter in net[:2].parameters()]
+    found = torch.autograd.grad(total, [*encoders, *head.parameters()])
+    expected = torch.cat([g.flatten() for g in found[: len(encoders)]]).reshape(4, -1)
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-9)
+    # The head's gradient is the mean over members, not the sum.
+    shared = posterior.particles.shared_parameters()
+    torch.testing.assert_close(shared["network.2.weight"].grad, found[-2] / 4, rtol=0, atol=1e-10)
+    torch.testing.assert_close(shared["network.2.bias"].grad, found[-1] / 4, rtol=0, atol=1e-10)
+
+
+def test_the_official_choices_of_feature_rde_can_be_had():
+    nets, (x, y) = networks(), tiny.points()
+    found = {}
+    for order in ("largest", "smallest"):
+        for bandwidth in ("median", "squared"):
+            posterior = FeatureRDE(nets, layer="1", head="2", projection=2, order=order, bandwidth=bandwidth)
+            posterior.backward(x, y)
+            found[order, bandwidth] = flat_gradients(posterior)
+    values = list(found.values())
+    assert all(not torch.allclose(a, b) for i, a in enumerate(values) for b in values[:i])
+    # with every direction kept the order does not matter
+    both = []
+    for order in ("largest", "smallest"):
+        posterior = FeatureRDE(nets, layer="1", head="2", projection=4, order=order, prior="none")
+        posterior.backward(x, y)
+        both.append(flat_gradients(posterior))
+    torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-10)
+
+
+def test_one_head_is_shared_and_encoders_are_not():
+    nets = networks(3)
+    posterior = FeatureRDE(nets, layer="1", head="2")
+    assert set(posterior.particles.shared_parameters()) == {"network.2.weight", "network.2.bias"}
+    assert set(posterior.particles.own_parameters()) == {"network.0.weight", "network.0.bias"}
+    x, _ = tiny.points()
+    for i, net in enumerate(nets):
+        expected = nets[0][2](net[:2](x))
+        torch.testing.assert_close(posterior.member(i)(x), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(posterior(x)[i], expected, rtol=0, atol=1e-12)
+
+
+def test_the_weight_prior_counts_the_shared_head_once():
+    nets, (x, y) = networks(3), tiny.points()
+    posterior = FeatureRDE(nets, layer="1", head="2", prior="none", weight_prior_std=0.5, data_size=10)
+    without = FeatureRDE(nets, layer="1", head="2", prior="none")
+    posterior.backward(x, y)
+    without.backward(x, y)
+    difference = (
+        posterior.particles.shared_parameters()["network.2.weight"].grad
+        - without.particles.shared_parameters()["network.2.weight"].grad
+    )
+    torch.testing.assert_close(difference, nets[0][2].weight.detach() / (10 * 0.25), rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- engines
+
+
+# Graphs are kept for coupled members only; in weight space there is nothing to wait for.
+WAYS = [(m, s) for m in builders() for s in STRATEGIES if (m, s) != ("weight", "loop, graphs kept")]
+
+
+@pytest.mark.parametrize(("method", "strategy"), WAYS)
+def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strategy):
+    nets, (x, y) = networks(3, lambda: tiny.mlp().double()), tiny.points()
+    posterior = builders()[method](nets)
+    other = copy.deepcopy(posterior)
+    if method == "function, prior":
+        # vmap draws all members' prior networks at once, the loop one after the other: other draws of the same prior
+        other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
+    torch.manual_seed(3)
+    found = STRATEGIES[strategy](posterior, x, y, None)
+    gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
+    torch.manual_seed(3)
+    other.loss(x, y).backward()
+    parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
+def test_the_order_of_members_does_not_matter(method):
+    nets, (x, y) = networks(4, lambda: tiny.mlp().double()), tiny.points()
+    order = [2, 0, 3, 1] if method != "feature" else [0, 3, 1, 2]  # the first one gives the head
+    straight, shuffled = builders()[method](nets), builders()[method]([nets[i] for i in order])
+    losses = straight.backward(x, y)
+    torch.testing.assert_close(shuffled.backward(x, y), losses[order], rtol=0, atol=1e-12)
+    for name, tensor in straight.particles.own_parameters().items():
+        other = shuffled.particles.own_parameters()[name].grad
+        torch.testing.assert_close(other, tensor.grad[order], rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
+def test_float32_agrees_with_float64(method):
+    # no batch norm: behind it the gradient of a bias is zero but for rounding
+    make = (
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Identity(), nn.Linear(6, 3)))
+        if method == "feature"
+        else plain
+    )
+    nets, (x, y) = networks(4, make), tiny.points()
+    double = builders()[method](nets)
+    single = copy.deepcopy(double).float()
+    double.backward(x, y)
+    single.backward(x.float(), y)
+    for name, parameter in double.named_parameters():
+        found = dict(single.named_parameters())[name].grad
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found.double(), parameter.grad, rtol=1e-4, atol=1e-4 * scale + 1e-7, msg=name)
+
+
+@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
+def test_one_member_is_exactly_a_map_network(method):
+    net, (x, y) = tiny.mlp().double(), tiny.points()
+    alone, single = builders()[method]([net]), ds.MAP(copy.deepcopy(net))
+    for posterior in (alone, single):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
+    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
+    assert not alone.coupled
+    assert not alone.mixes
+
+
+@pytest.mark.parametrize("method", ["weight", "function", "feature"])
+def test_near_equal_members_separate_and_do_not_explode(method):
+    """Two members 1e-3 apart, trained on the same data, end further apart than without repulsion."""
+    first, (x, y) = tiny.mlp().double(), tiny.points()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1e-3 * torch.randn_like(parameter))
+
+    def distance_after(posterior) -> float:
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05)
+        ds.fit(posterior, [(x, y)] * 20, epochs=1, optimizer=optimizer, progress=False)
+        members = posterior.predict(x).members
+        assert bool(members.isfinite().all())
+        return float((members[0] - members[1]).norm())
+
+    repelled = distance_after(builders()[method]([first, second]))
+    assert repelled > 3 * distance_after(ds.DeepEnsemble([first, second]))
+
+
+@pytest.mark.parametrize("method", ["weight", "function", "feature"])
+@pytest.mark.parametrize("distance", [1e-6, 1e-9])
+def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(method, distance):
+    first, (x, y) = tiny.mlp().double(), tiny.points()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        second[0].weight[0, 0] += distance
+    posterior = builders()[method]([first, second])
+    posterior.backward(x, y)
+    # |z_1 − z_2| / floor at most, over N or B, and no more than the loss's own gradients by orders of magnitude
+    largest = max(float(p.grad.abs().max()) for p in posterior.parameters())
+    assert largest < 100
+
+
+# ---------------------------------------------------------------------------------------------------- known posteriors
+
+
+class Conjugate:
+    """Linear regression with Gaussian noise and prior: the posterior over the two weights is Gaussian and known."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.noise, self.prior = 0.7, 1.3
+        self.x = torch.randn(20, 2, dtype=torch.float64, generator=generator) @ torch.tensor(
+            [[1.0, 0.4], [0.0, 0.5]], dtype=torch.float64
+        )
+        weights = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
+        self.y = self.x @ weights + self.noise * torch.randn(20, 1, dtype=torch.float64, generator=generator)
+        gram = self.x.T @ self.x / self.noise**2
+        self.covariance = torch.linalg.inv(gram + torch.eye(2, dtype=torch.float64) / self.prior**2)
+        self.mean = self.covariance @ self.x.T @ self.y / self.noise**2
+        self.flat_covariance = torch.linalg.inv(gram)  # without a prior
+        self.flat_mean = self.flat_covariance @ self.x.T @ self.y / self.noise**2
+
+    def networks(self, count: int) -> list[nn.Module]:
+        return [nn.Linear(2, 1, bias=False, dtype=torch.float64) for _ in range(count)]
+
+    def settle(self, posterior, steps: int, lr: float) -> Tensor:
+        """(M, 2) weights after so many steps of gradient descent."""
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=lr)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            posterior.backward(self.x, self.y)
+            optimizer.step()
+        return posterior.particles.own_parameters()["network.weight"].detach()[:, 0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected))
+
+
+@pytest.mark.parametrize("score", ESTIMATORS)
+def test_weight_rde_samples_a_conjugate_posterior(score):
+    """kde: covariance Σ − hI; Stein and spectral Stein: Σ."""
+    model = Conjugate()
+    posterior = WeightRDE(
+        model.networks(100),
+        data_size=20,
+        score=score,
+        likelihood=ds.Regression(noise=model.noise),
+        weight_prior_std=model.prior,
+    )
+    w = model.settle(posterior, steps=400, lr=0.06)
+    torch.testing.assert_close(w.mean(0), model.mean[:, 0], rtol=0, atol=0.01)
+    covariance, expected, tolerance = torch.cov(w.T, correction=0), model.covariance, 0.15
+    if score == "kde":
+        h = float(kernels.median_bandwidth(kernels.squared_distances(w)))
+        expected, tolerance = model.covariance - h * torch.eye(2, dtype=torch.float64), 0.10
+        assert relative_error(covariance, model.covariance) > tolerance
+    assert relative_error(covariance, expected) < tolerance
+
+
+@pytest.mark.parametrize("score", ESTIMATORS)
+def test_function_rde_samples_a_conjugate_posterior(score):
+    """Without a prior the functions X w have covariance σ² on the span of X; kde's is (σ² − h) there."""
+    model = Conjugate()
+    posterior = FunctionRDE(model.networks(100), data_size=20, score=score, likelihood=ds.Regression(noise=model.noise))
+    w = model.settle(posterior, steps=300, lr=0.1)
+    torch.testing.assert_close(w.mean(0), model.flat_mean[:, 0], rtol=0, atol=0.01)
+    factor, tolerance = 1.0, 0.15
+    if score == "kde":
+        h = float(kernels.median_bandwidth(kernels.squared_distances(w @ model.x.T)))
+        factor, tolerance = 1 - h / model.noise**2, 0.10
+        assert factor < 0.85
+    assert relative_error(torch.cov(w.T, correction=0), factor * model.flat_covariance) < tolerance
+
+
+# ---------------------------------------------------------------------------------------------------- annealing
+
+
+def test_schedules_are_those_of_the_paper():
+    steps = torch.arange(0, 101)
+
+    def values(**keywords) -> Tensor:
+        schedule = Annealing(**keywords)
+        return torch.stack([torch.as_tensor(schedule(step, 100), dtype=torch.float32) for step in steps])
+
+    assert bool((values() == 1).all())
+    torch.testing.assert_close(values(schedule="linear", steps=50), (steps / 50).clamp(max=1))
+    torch.testing.assert_close(values(schedule="hyper"), torch.tanh((1.3 * steps / 100) ** 10))
+    cyclic = values(schedule="cyclic")
+    torch.testing.assert_close(cyclic[:20], (steps[:20] / 20) ** 10)
+    torch.testing.assert_close(cyclic[20:40], cyclic[:20])
+    torch.testing.assert_close(values(schedule="linear", weight=0.5)[-1], torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("method", ["weight", "function", "function, prior"])
+def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
+    nets, (x, y) = networks(), tiny.points()
+
+    def gradients(annealing: Annealing | None, steps: int = 0) -> Tensor:
+        torch.manual_seed(1)
+        posterior = builders()[method](nets, annealing=annealing)
+        posterior.steps += steps
+        losses = posterior.backward(x, y)
+        nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
+        if method == "function, prior":
+            torch.testing.assert_close(losses, nll, rtol=0, atol=1e-12)  # the loss that is reported is not scaled
+        return flat_gradients(posterior)
+
+    full, off = gradients(None), gradients(Annealing("linear", steps=100))
+    quarter = gradients(Annealing("linear", steps=100), steps=25)
+    torch.testing.assert_close(quarter, 0.25 * full + 0.75 * off, rtol=0, atol=1e-7)
+    repulsion = scores.kde(flat_weights(nets).detach()) / 50
+    if method == "weight":
+        torch.testing.assert_close(off, repulsion, rtol=0, atol=1e-10)
+
+
+def test_annealing_over_the_whole_run_needs_its_length():
+    nets, (x, y) = networks(), tiny.points()
+    posterior = WeightRDE(nets, data_size=50, annealing=Annealing("linear"))
+    with pytest.raises(ValueError, match="expected the length of the run for annealing"):
+        posterior.backward(x, y)
+    posterior.begin(steps_per_epoch=10, epochs=2)
+    posterior.backward(x, y)
+    for keywords in ({"schedule": "cosine"}, {"steps": 0}, {"weight": 0.0}, {"cycles": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            Annealing(**keywords)
+
+
+# ---------------------------------------------------------------------------------------------------- files and errors
+
+
+def test_points_and_annealing_are_saved(tmp_path):
+    nets, (x, y) = networks(3), tiny.points()
+    points = torch.randn(5, 4, dtype=torch.float64)
+    posterior = FunctionRDE(nets, data_size=50, repel_at=points, annealing=Annealing("cyclic", steps=7))
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, plain())
+    assert torch.equal(loaded.points, points)
+    assert loaded.annealing == Annealing("cyclic", steps=7)
+    loaded.train()
+    posterior.train()
+    loaded.backward(x, y)
+    posterior.zero_grad()
+    posterior.backward(x, y)
+    assert torch.equal(flat_gradients(loaded), flat_gradients(posterior))
+
+
+def test_bad_input_is_a_clear_error():
+    nets = networks(2)
+    for method in (WeightRDE, FunctionRDE):
+        with pytest.raises(ValueError, match="expected at least one module, got none"):
+            method([], data_size=10)
+        with pytest.raises(ValueError, match="expected data_size, got none"):
+            method(nets, data_size=None)
+        with pytest.raises(ValueError, match="expected a positive data_size, got 0"):
+            method(nets, data_size=0)
+        with pytest.raises(ValueError, match="expected a score of kde, stein, spectral_stein, got 'svgd'"):
+            method(nets, data_size=10, score="svgd")
+        with pytest.raises(ValueError, match="got members 0 and 1 equal"):
+            method([nets[0], copy.deepcopy(nets[0])], data_size=10)
+    with pytest.raises(ValueError, match='expected repel_at "batch", "noise" or a tensor'):
+        FunctionRDE(nets, data_size=10, repel_at="test")
+    with pytest.raises(TypeError, match='expected repel_at "batch", "noise" or a tensor of inputs, got list'):
+        FunctionRDE(nets, data_size=10, repel_at=[1.0])
+    with pytest.raises(ValueError, match=r"expected inputs \(n, ...\) to repel at"):
+        FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
+    with pytest.raises(ValueError, match="expected a positive noise"):
+        FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
+    with pytest.raises(ValueError, match="only classes have them"):
+        FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
+    with pytest.raises(ValueError, match='expected outputs "logits" or "probabilities"'):
+        FunctionRDE(nets, data_size=10, outputs="softmax")
+    with pytest.raises(ValueError, match='expected prior "weight" or "functional"'):
+        FunctionRDE(nets, data_size=10, prior="gp")
+    with pytest.raises(ValueError, match="expected weight_prior_std with the functional prior"):
+        FunctionRDE(nets, data_size=10, prior="functional")
+
+
+def test_bad_layers_and_heads_are_clear_errors():
+    nets = networks(2)
+    with pytest.raises(ValueError, match="expected layer to be one of 0, 1, 2, got 'features'"):
+        FeatureRDE(nets, layer="features", head="2")
+    with pytest.raises(ValueError, match="expected head to be one of 0, 1, 2, got 'classifier'"):
+        FeatureRDE(nets, layer="1", head="classifier")
+    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1' without"):
+        FeatureRDE(nets, layer="0", head="1")
+    with pytest.raises(ValueError, match="expected a layer before the head '2', got '2' in it"):
+        FeatureRDE(nets, layer="2", head="2")
+    same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
+    nn.init.normal_(same[1][2].weight)
+    with pytest.raises(
+        ValueError, match="expected encoders that start at different weights, got those of members 0 and 1"
+    ):
+        FeatureRDE(same, layer="1", head="2")
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.body.weight
+
+    with pytest.raises(ValueError, match=r"got 'body.weight' tied to one of 'head'"):
+        FeatureRDE([Tied(), Tied()], layer="body", head="head")
+    frozen = networks(2)
+    for net in frozen:
+        net[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="expected encoders with parameters to train"):
+        FeatureRDE(frozen, layer="1", head="2")
+    for keywords in ({"projection": 0}, {"prior": "laplace"}, {"prior_scale": 0}, {"order": "x"}, {"bandwidth": "x"}):
+        with pytest.raises(ValueError, match="expected"):
+            FeatureRDE(nets, layer="1", head="2", **keywords)

@@ -1,0 +1,178 @@
+"""SVGD: the paper's direction written out, accumulation, mixed precision, a known posterior."""
+
+import copy
+
+import pytest
+import torch
+from test_rde import Conjugate, flat_gradients, flat_loss_gradients, flat_weights, networks, plain, relative_error
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+from dissensus.core import gradients as strategies
+from dissensus.core import kernels, scores
+from dissensus.core.annealing import Annealing
+from dissensus.methods import SVGD
+
+STRATEGIES = {
+    "vectorised": strategies.vectorised,
+    "loop": strategies.looped,
+    "loop, graphs kept": strategies.looped_keeping_graphs,
+}
+
+
+def test_the_update_on_weights_is_that_of_the_paper():
+    """−φ/N with ∇ log π = −N ∇ mean loss."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = SVGD(nets, data_size=50)
+    losses = posterior.backward(x, y)
+    expected = -scores.svgd(flat_weights(nets).detach(), -50 * flat_loss_gradients(nets, x, y)) / 50
+    torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
+    nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
+    torch.testing.assert_close(losses, nll, rtol=0, atol=1e-12)
+
+
+def test_the_update_on_functions_is_that_of_the_paper():
+    """φ at the outputs, pulled back to each member's weights."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = SVGD(nets, data_size=50, space="function")
+    posterior.backward(x, y)
+    outputs = torch.stack([net(x) for net in nets]).detach()
+    slopes = torch.stack([torch.func.grad(lambda f: nn.functional.cross_entropy(f, y))(each) for each in outputs])
+    force = -scores.svgd(outputs.flatten(1), -50 * slopes.flatten(1)) / 50
+    rows = []
+    for net, v in zip(nets, force, strict=True):
+        output = net(x)
+        found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
+        rows.append(torch.cat([g.flatten() for g in found]))
+    torch.testing.assert_close(flat_gradients(posterior), torch.stack(rows), rtol=0, atol=1e-10)
+
+
+# Graphs are kept for coupled members only; on weights there is nothing to wait for.
+WAYS = [(a, b) for a in ("weight", "function") for b in STRATEGIES if (a, b) != ("weight", "loop, graphs kept")]
+
+
+@pytest.mark.parametrize(("space", "strategy"), WAYS)
+def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strategy):
+    nets, (x, y) = networks(3, lambda: tiny.mlp().double()), tiny.points()
+    posterior = SVGD(nets, data_size=50, space=space)
+    other = copy.deepcopy(posterior)
+    found = STRATEGIES[strategy](posterior, x, y, None)
+    gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
+    other.loss(x, y).backward()
+    for name, parameter in other.particles.own_parameters().items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_the_prior_is_part_of_the_target(space):
+    """On weights it is mixed as the loss is; on functions it acts on each member's own weights."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior = SVGD(nets, data_size=50, space=space, weight_prior_std=0.5)
+    posterior.backward(x, y)
+    without = SVGD(nets, data_size=50, space=space)
+    without.backward(x, y)
+    w = flat_weights(nets).detach()
+    prior = w / (50 * 0.25)
+    kernel = kernels.rbf(kernels.squared_distances(w), kernels.median_bandwidth(kernels.squared_distances(w)))
+    expected = kernel @ prior / 4 if space == "weight" else prior
+    torch.testing.assert_close(flat_gradients(posterior) - flat_gradients(without), expected, rtol=0, atol=1e-10)
+
+
+def test_accumulated_batches_equal_one_batch_on_weights():
+    """Mixing is affine in the gradients: the mean over four quarters of a batch is the whole batch's."""
+    nets = networks(4)
+    x, y = tiny.points(24)
+    whole, quarters = SVGD(nets, data_size=24), SVGD(nets, data_size=24)
+    for posterior, loader, accumulate in (
+        (whole, [(x, y)], 1),
+        (quarters, list(zip(x.split(6), y.split(6), strict=True)), 4),
+    ):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5, momentum=0.9)
+        ds.fit(posterior, loader, epochs=10, optimizer=optimizer, accumulate=accumulate, progress=False)
+    assert int(whole.steps) == int(quarters.steps) == 10
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(quarters)) < 1e-10
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_mixed_precision_changes_no_more_than_its_rounding(space):
+    """bf16 has 8 bits: gradients agree to a few of its units; the kernel is not evaluated in it."""
+    nets, (x, y) = [plain() for _ in range(4)], tiny.points(24)
+    exact, mixed = (SVGD(nets, data_size=24, space=space) for _ in range(2))
+    exact.backward(x.float(), y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed.backward(x.float(), y)
+    a, b = flat_gradients(exact), flat_gradients(mixed)
+    assert b.dtype == torch.float32
+    assert float((a - b).norm() / a.norm()) < 4 * 2**-8
+    if space == "weight":  # what does not pass the network is the same to the last bit but rounding of sums
+        zeros = {name: torch.zeros_like(p) for name, p in exact.particles.own_parameters().items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = exact.mix(zeros)
+        for name, tensor in exact.mix(zeros).items():
+            assert torch.equal(tensor, inside[name])
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_a_conjugate_posterior_is_sampled(space):
+    model = Conjugate()
+    posterior = SVGD(
+        model.networks(100),
+        data_size=20,
+        space=space,
+        likelihood=ds.Regression(noise=model.noise),
+        weight_prior_std=model.prior if space == "weight" else None,
+    )
+    w = model.settle(posterior, steps=400, lr=0.6 if space == "weight" else 1.0)
+    mean = model.mean if space == "weight" else model.flat_mean
+    covariance = model.covariance if space == "weight" else model.flat_covariance
+    torch.testing.assert_close(w.mean(0), mean[:, 0], rtol=0, atol=0.02)
+    assert relative_error(torch.cov(w.T, correction=0), covariance) < 0.15
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_one_member_is_exactly_a_map_network(space):
+    net, (x, y) = tiny.mlp().double(), tiny.points()
+    alone, single = SVGD([net], data_size=12, space=space), ds.MAP(copy.deepcopy(net))
+    for posterior in (alone, single):
+        ds.fit(posterior, [(x, y)], epochs=5, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
+    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_the_order_of_members_does_not_matter(space):
+    nets, (x, y), order = networks(4), tiny.points(), [2, 0, 3, 1]
+    straight, shuffled = (SVGD(n, data_size=50, space=space) for n in (nets, [nets[i] for i in order]))
+    straight.backward(x, y)
+    shuffled.backward(x, y)
+    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_annealing_scales_the_driving_force_alone(space):
+    nets, (x, y) = networks(), tiny.points()
+
+    def gradients(annealing: Annealing | None, steps: int = 0) -> Tensor:
+        posterior = SVGD(nets, data_size=50, space=space, annealing=annealing)
+        posterior.steps += steps
+        posterior.backward(x, y)
+        return flat_gradients(posterior)
+
+    full, off = gradients(None), gradients(Annealing("linear", steps=100))
+    quarter = gradients(Annealing("linear", steps=100), steps=25)
+    torch.testing.assert_close(quarter, 0.25 * full + 0.75 * off, rtol=0, atol=1e-7)
+    if space == "weight":
+        w = flat_weights(nets).detach()
+        torch.testing.assert_close(off, -scores.svgd(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
+
+
+def test_bad_input_is_a_clear_error():
+    nets = networks(2)
+    with pytest.raises(ValueError, match="expected at least one module, got none"):
+        SVGD([], data_size=10)
+    with pytest.raises(ValueError, match='expected space "weight" or "function", got \'feature\''):
+        SVGD(nets, data_size=10, space="feature")
+    with pytest.raises(ValueError, match="expected data_size, got none"):
+        SVGD(nets, data_size=None)
+    with pytest.raises(ValueError, match="got members 0 and 1 equal"):
+        SVGD([nets[0], copy.deepcopy(nets[0])], data_size=10)

@@ -1,0 +1,510 @@
+"""TRADI: the filters against a scalar recomputation in float64, the sampler against its covariance."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.kalman import kalman
+from dissensus.methods import TRADI
+
+# ---------------------------------------------------------------------------------------------------- gains
+
+
+def gains(steps: int) -> tuple[float, float]:
+    p_mean = p_variance = k_mean = k_variance = 0.0
+    for _ in range(steps):
+        k_mean, p_mean = kalman(p_mean, 1e-4, 10.0)
+        k_variance, p_variance = kalman(p_variance, 5e-5, 10.0)
+    return k_mean, k_variance
+
+
+def test_gains_go_on_where_a_loaded_posterior_stopped():
+    posterior = watched(steps=7)[0]
+    other = TRADI(network().double())
+    other.load_state_dict(posterior.state_dict())
+    assert other.filters._gains(8) == pytest.approx(gains(8), rel=1e-14)
+
+
+# ---------------------------------------------------------------------------------------------------- the recursion
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.3),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=1e-2),
+    "tensor_rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.02)),
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, maximize=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def watched(optimizer="adam", *, steps=25, groups=None, schedule=None, accumulate=1, net=network, **keywords):
+    """(posterior, recomputed means, recomputed variances) after a loop of one's own; recomputed entry by entry."""
+    torch.manual_seed(3)
+    module = net().double()
+    posterior, (x, y) = TRADI(module, **keywords), tiny.points(24)
+    rates: dict[int, float] = {}
+    build = OPTIMIZERS[optimizer]
+    optimiser = build(groups(module) if groups else module.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, schedule) if schedule else None
+    q_mean, q_variance = keywords.get("state_noise", (1e-4, 5e-5))
+    r_mean, r_variance = keywords.get("measurement_noise", (10.0, 10.0))
+    tracked = {n: p for n, p in module.named_parameters() if not n.startswith("1.")}
+    means = {n: p.detach().flatten().tolist() for n, p in tracked.items()}
+    variances = {n: [0.0] * p.numel() for n, p in tracked.items()}
+    p_mean = p_variance = 0.0
+    for step in range(steps):
+        optimiser.zero_grad()
+        for part in range(accumulate):
+            rows = slice(part, None, accumulate)
+            nn.functional.cross_entropy(module(x[rows]), y[rows]).div(accumulate).backward()
+        optimiser.step()
+        posterior.observe(optimiser)
+        k_mean = (p_mean + q_mean) / (p_mean + q_mean + r_mean)
+        p_mean = (1 - k_mean) * (p_mean + q_mean)
+        k_variance = (p_variance + q_variance) / (p_variance + q_variance + r_variance)
+        p_variance = (1 - k_variance) * (p_variance + q_variance)
+        for group in optimiser.param_groups:
+            sign = -1.0 if group.get("maximize") else 1.0
+            rates |= {id(p): sign * float(group["lr"]) for p in group["params"]}
+        for name, parameter in tracked.items():
+            gradient = parameter.grad.flatten().tolist()
+            for k, (w, g) in enumerate(zip(parameter.detach().flatten().tolist(), gradient, strict=True)):
+                move = 0.0 if keywords.get("drift") == "none" else rates[id(parameter)] * g
+                means[name][k] = (1 - k_mean) * (means[name][k] - move) + k_mean * w
+                predicted = variances[name][k] + move**2
+                variances[name][k] = (1 - k_variance) * predicted + k_variance * (w - means[name][k]) ** 2
+        if scheduler is not None:
+            scheduler.step()
+        assert int(posterior.steps) == step + 1
+    return posterior, means, variances
+
+
+def assert_equal(posterior, means, variances):
+    for name in means:
+        expected = torch.tensor(means[name], dtype=torch.float64).view_as(posterior.mean[name])
+        torch.testing.assert_close(posterior.mean[name], expected, rtol=1e-12, atol=1e-13)
+        expected = torch.tensor(variances[name], dtype=torch.float64).view_as(posterior.variance[name])
+        torch.testing.assert_close(posterior.variance[name], expected, rtol=1e-10, atol=1e-18)
+        assert float(expected.max()) > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_filters_are_the_scalar_recursion(optimizer):
+    assert_equal(*watched(optimizer))
+
+
+def test_the_noises_are_parameters():
+    assert_equal(*watched(state_noise=(0.3, 0.05), measurement_noise=(2.0, 1.0)))
+
+
+def test_without_drift_the_prediction_is_the_last_mean():
+    assert_equal(*watched("momentum", drift="none", state_noise=(0.1, 0.1)))
+
+
+def test_groups_and_schedules_are_followed():
+    def groups(module):
+        return [
+            {"params": [*module[3].parameters()], "lr": 0.5},
+            {"params": [module[0].weight, *module[1].parameters()], "lr": 0.1},
+            {"params": [module[0].bias], "lr": 0.2},
+        ]
+
+    assert_equal(*watched("sgd", groups=groups, schedule=lambda step: 0.9**step))
+    assert_equal(*watched("tensor_rate", groups=groups, schedule=lambda step: 0.9**step))
+
+
+def test_accumulated_gradients_are_one_step():
+    assert_equal(*watched("adam", accumulate=3))
+
+
+def test_fit_observes_every_step_with_the_gradient_it_used():
+    torch.manual_seed(3)
+    module, (x, y) = network().double(), tiny.points(24)
+    posterior, other = TRADI(module), copy.deepcopy(module)
+    hand = TRADI(other)
+    loader = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    ds.fit(posterior, loader, epochs=2, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), progress=False)
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.01)
+    other.train()
+    for a, b in loader * 2:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(a), b).backward()
+        optimizer.step()
+        hand.observe(optimizer)
+    assert int(posterior.filters.observed) == 6
+    assert tiny.largest_difference(posterior.mean, hand.mean) < 1e-12
+    assert tiny.largest_difference(posterior.variance, hand.variance) < 1e-15
+
+
+def test_float32_filters_stay_close_to_the_float64_ones():
+    def run(dtype):
+        torch.manual_seed(0)
+        module, (x, y) = network().to(dtype), tiny.points(24)
+        posterior, optimizer = TRADI(module), torch.optim.Adam(module.parameters(), lr=0.01)
+        for _ in range(100):
+            optimizer.zero_grad()
+            posterior.backward(x.to(dtype), y)
+            optimizer.step()
+            posterior.observe(optimizer)
+        return posterior, module
+
+    (single, module), (double, _) = run(torch.float32), run(torch.float64)
+    for name in ("0.weight", "3.bias"):
+        moved = (double.mean[name] - module.get_parameter(name).detach()).abs().max()
+        assert float((single.mean[name] - double.mean[name]).abs().max()) < 0.02 * float(moved)
+
+
+def test_half_precision_weights_are_tracked_in_float32():
+    module = nn.Linear(4, 3).bfloat16()
+    posterior, optimizer = TRADI(module), torch.optim.SGD(module.parameters(), lr=0.1)
+    start = module.weight.detach().float()
+    module.weight.grad = torch.full_like(module.weight, 2.0**-10)
+    module.bias.grad = torch.zeros_like(module.bias)
+    posterior.observe(optimizer)
+    assert posterior.mean["weight"].dtype == torch.float32
+    # the step is far below what bfloat16 could hold next to the weight
+    torch.testing.assert_close(posterior.mean["weight"], start - 0.1 * 2.0**-10, rtol=0, atol=1e-7)
+    assert posterior.draw()(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_step_that_a_gradient_scaler_skipped_moves_nothing():
+    posterior = watched(steps=3)[0]
+    before = {name: mean.clone() for name, mean in posterior.mean.items()}
+    module = posterior.network
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    module[0].weight.grad[0, 0] = math.inf
+    module[3].bias.grad[1] = math.nan
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(weights[name], p) for name, p in module.named_parameters())  # it was skipped
+    posterior.observe(optimizer)
+    for name in ("0.weight", "0.bias", "3.weight", "3.bias"):
+        expected = torch.lerp(before[name], weights[name], gains(4)[0])
+        torch.testing.assert_close(posterior.mean[name], expected, rtol=0, atol=1e-14)
+
+
+def test_a_memory_layout_that_changes_on_the_way_changes_nothing():
+    def run(change):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3 * 4, 3)).double()
+        posterior, optimizer = TRADI(module), torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        x, y = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.arange(6) % 3
+        for step in range(6):
+            if change and step == 3:
+                state = copy.deepcopy(posterior.state_dict())
+                module[0].weight.data = module[0].weight.data.contiguous(memory_format=torch.channels_last)
+                posterior.float().double()  # and the filters' tensors are replaced
+                posterior.load_state_dict(state)
+            optimizer.zero_grad()
+            posterior.backward(x, y)
+            optimizer.step()
+            posterior.observe(optimizer)
+        return posterior
+
+    plain, changed = run(False), run(True)
+    assert changed.filters.mean["0.weight"].stride() == changed.network[0].weight.stride()
+    assert tiny.largest_difference(plain.mean, changed.mean) < 1e-14
+    assert tiny.largest_difference(plain.variance, changed.variance) < 1e-15
+
+
+def test_weights_without_a_gradient_are_followed_without_drift():
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    posterior = TRADI(module)
+    module[0](torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    before = module[1].weight.detach().clone()
+    optimizer.step()
+    posterior.observe(optimizer)
+    assert torch.equal(posterior.mean["1.weight"], before)
+    assert float(posterior.variance["1.weight"].max()) == 0
+    assert float(posterior.variance["0.weight"].min()) > 0
+
+
+# ---------------------------------------------------------------------------------------------------- what it tracks
+
+
+def test_under_plain_gradient_descent_the_lag_dies_out_as_the_product_of_the_gains():
+    posterior = watched("sgd", steps=60, init="he", state_noise=(0.3, 0.1))[0]
+    share, p = 1.0, 0.0
+    for _ in range(60):
+        k, p = kalman(p, 0.3, 10.0)
+        share *= 1 - k
+    assert posterior.filters.memory_of_start == pytest.approx(share, rel=1e-12)
+    torch.manual_seed(3)
+    start = network().double()
+    for name, parameter in posterior.network.named_parameters():
+        if not name.startswith("1."):
+            lag = posterior.mean[name] - parameter.detach()
+            torch.testing.assert_close(lag, -share * start.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_under_adam_the_variance_is_the_running_mean_of_squared_distances():
+    posterior, means, variances = watched("adam", steps=40, state_noise=(0.1, 0.1))
+    without, _, _ = watched("adam", steps=40, state_noise=(0.1, 0.1), drift="none")
+    # s = Σ_t K Π (1 − K) (w_t − μ_t)²: what the gradient term adds is small, since Adam's steps are not η∇L
+    assert_equal(posterior, means, variances)
+    total = sum(float(v.sum()) for v in posterior.variance.values())
+    assert total == pytest.approx(sum(float(v.sum()) for v in without.variance.values()), rel=0.05)
+
+
+def test_norm_layers_are_untouched_and_biases_sampled():
+    posterior = watched()[0]
+    module = posterior.network
+    assert list(posterior.mean) == list(posterior.variance) == [name for name, _ in module.named_parameters()]
+    assert torch.equal(posterior.mean["1.weight"], module[1].weight)
+    assert float(posterior.variance["1.weight"].abs().max()) == 0
+    members = [posterior.draw().member(i) for i in range(3)]
+    for member in members:
+        assert torch.equal(member[1].weight, module[1].weight)
+        assert torch.equal(member[1].bias, module[1].bias)
+    assert not torch.equal(members[0][0].bias, members[1][0].bias)
+    assert not torch.equal(members[0][0].weight, members[1][0].weight)
+
+
+def test_frozen_parameters_are_left_alone():
+    module = network().double()
+    module[0].requires_grad_(False)
+    posterior, (x, y) = TRADI(module, samples=2), tiny.points(24)
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        posterior.observe(optimizer)
+    assert torch.equal(posterior.draw().member(1)[0].weight, module[0].weight)
+    assert not torch.equal(posterior.draw().member(1)[3].weight, module[3].weight)
+    assert torch.equal(posterior.mean["0.weight"], module[0].weight)
+
+
+def test_it_starts_at_the_current_weights_even_if_they_were_loaded_later():
+    module, other = network(), network()
+    posterior = TRADI(module)
+    module.load_state_dict(other.state_dict())
+    posterior.begin(steps_per_epoch=3, epochs=1)
+    assert torch.equal(posterior.mean["0.weight"], other[0].weight)
+    assert float(posterior.variance["0.weight"].abs().max()) == 0
+
+
+def test_the_papers_start_has_the_variance_of_the_initial_weights():
+    posterior = TRADI(nn.Sequential(nn.Conv2d(3, 8, 5), nn.Flatten(), nn.Linear(8, 2)), init="he")
+    assert float(posterior.mean["0.weight"].abs().max()) == 0
+    for name in ("0.weight", "0.bias"):
+        assert posterior.variance[name].unique().item() == pytest.approx(2 / 75)
+    assert posterior.variance["2.bias"].unique().item() == pytest.approx(2 / 8)
+
+
+def test_a_young_filter_says_that_it_is(caplog):
+    posterior = watched(steps=5)[0]
+    with caplog.at_level(logging.WARNING, logger="dissensus"):
+        posterior.draw()
+    assert "TRADI has observed 5 steps, and 100 % of its mean still come from the weights it started at" in caplog.text
+    caplog.clear()
+    posterior = watched(steps=25, state_noise=(1.0, 1.0))[0]
+    posterior.draw()
+    assert not caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------- the sampler
+
+
+def sampled(covariance, *, weights, deviations, samples, **keywords):
+    """(S, K) samples of a bias of these weights, with mean 1 and these deviations."""
+    module = nn.Linear(1, len(weights)).double()
+    posterior = TRADI(module, covariance=covariance, samples=samples, **keywords)
+    with torch.no_grad():
+        module.bias.copy_(weights)
+        posterior.filters.mean["bias"].fill_(1.0)
+        posterior.filters.variance["bias"].copy_(deviations**2)
+    posterior.filters.observed.add()
+    return posterior.sample()["bias"]
+
+
+WEIGHTS = torch.tensor([-1.0, -0.2, 0.0, 0.5, 1.7], dtype=torch.float64)
+DEVIATIONS = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("covariance", ["shared", "released", "diagonal"])
+@pytest.mark.parametrize("bandwidth", [1.0, 0.4])
+def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
+    n = 4000
+    drawn = sampled(covariance, weights=WEIGHTS, deviations=DEVIATIONS, samples=n, bandwidth=bandwidth, features=20)
+    standard = (drawn - 1.0) / DEVIATIONS  # (S, K), variance 1
+    # E of a product over its standard error; fourth moments of the features are at most 3 (1 + 1/(2D)) < 3.2
+    error = 4 * 3.2**0.5 / n**0.5
+    assert float(standard.mean(0).abs().max()) < 4 / n**0.5
+    found = standard.T @ standard / n
+    distance = WEIGHTS[:, None] - WEIGHTS[None]
+    kernel = torch.exp(-(bandwidth**2) * distance**2 / 2) if covariance == "shared" else torch.eye(5)
+    assert float((found - kernel).abs().max()) < error
+
+
+def test_released_phases_differ_from_weight_to_weight():
+    """One feature, one m for all: given m the values are √2 m cos φ with independent φ, so E x⁴ / (E x²)² = 3/2."""
+    n = 60_000
+    ones = torch.ones(n, dtype=torch.float64)
+    x = (sampled("released", weights=0 * ones, deviations=ones, samples=1, features=1) - 1).flatten()
+    assert float((x**4).mean() / (x**2).mean() ** 2) == pytest.approx(1.5, abs=0.05)
+    shared = sampled("shared", weights=0 * ones, deviations=ones, samples=1, features=1)
+    assert len(shared.unique()) == 1  # equal weights move together
+
+
+def test_tensors_of_one_sample_are_drawn_apart():
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1).double()
+    posterior = TRADI(module, samples=4000)
+    for variance in posterior.filters.variance.values():
+        variance.fill_(1.0)
+    posterior.filters.observed.add()
+    drawn = posterior.sample()
+    weight = drawn["weight"].flatten() - posterior.mean["weight"].flatten()
+    bias = drawn["bias"].flatten() - posterior.mean["bias"]
+    assert abs(float((weight * bias).mean())) < 4 / 4000**0.5
+    assert float(weight.var()) == pytest.approx(1.0, abs=4 * (2.2 / 4000) ** 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- draws and files
+
+
+def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
+    posterior, (x, y) = watched(state_noise=(1.0, 1.0))[0], tiny.points(24)
+    loader = [(x[:10], y[:10]), (x[10:], y[10:])]
+    ds.refresh(posterior, loader)
+    drawn = posterior.draw()
+    for i in range(3):
+        member = drawn.member(i)
+        hidden = [member[0](a) for a, _ in loader]
+        expected = (10 * hidden[0].mean(0) + 14 * hidden[1].mean(0)) / 24
+        torch.testing.assert_close(member[1].running_mean, expected.detach(), rtol=0, atol=1e-12)
+    outputs = posterior.predict(x).members
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, network())
+    assert torch.equal(loaded.predict(x).members, outputs)
+    assert torch.equal(loaded.mean["0.weight"], posterior.mean["0.weight"])
+    # the draw stays while the network trains on, and another one takes its place at the next refresh
+    optimizer = torch.optim.SGD(posterior.network.parameters(), lr=1.0)
+    posterior.backward(x, y)
+    optimizer.step()
+    posterior.observe(optimizer)
+    assert torch.equal(posterior.predict(x).members, outputs)
+    ds.refresh(posterior, loader)
+    assert not torch.equal(posterior.predict(x).members, outputs)
+
+
+def test_training_goes_on_from_a_file(tmp_path):
+    posterior, (x, y) = watched()[0], tiny.points(24)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, network())
+    for each in (posterior, loaded):
+        each.train()
+        optimizer = torch.optim.SGD(each.network.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each.backward(x, y)
+            optimizer.step()
+            each.observe(optimizer)
+    assert tiny.largest_difference(posterior.mean, loaded.mean) == 0
+    assert tiny.largest_difference(posterior.variance, loaded.variance) == 0
+
+
+def test_loop_and_vmap_give_the_same_functions():
+    posterior, (x, y) = watched(samples=4)[0], tiny.points(24)
+    ds.refresh(posterior, [(x, y)])
+    posterior.stored.how = "loop"
+    looped = posterior(x)
+    posterior.stored.how = "vectorised"
+    torch.testing.assert_close(posterior(x), looped, rtol=0, atol=1e-12)
+    assert posterior.stored.how == "vectorised"
+
+
+def test_validation_looks_at_the_network_in_training():
+    posterior, (x, y) = TRADI(network().double()), tiny.points(24)
+    history = ds.fit(posterior, [(x, y)], epochs=2, validation=[(x, y)], progress=False)
+    assert posterior.current().members == 1
+    posterior.load_state_dict(posterior.state_dict())
+    nll = -posterior.current().predict(x).log_prob(y).mean().detach()
+    assert history[history.best].validation == pytest.approx(float(nll), rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_drawing_before_anything_was_observed_is_refused():
+    posterior, (x, _) = TRADI(network().double()), tiny.points()
+    with pytest.raises(ValueError, match="expected observed steps to sample from, got none; train with fit, or call"):
+        posterior.predict(x)
+    with pytest.raises(ValueError, match="expected observed steps to sample from, got none"):
+        ds.refresh(posterior, [tiny.points()])
+
+
+def test_observing_before_backward_is_refused():
+    posterior = TRADI(network())
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"expected gradients in .grad, got none; call observe after backward"):
+        posterior.observe(optimizer)
+    assert int(posterior.steps) == int(posterior.filters.observed) == 0
+
+
+def test_an_optimizer_over_other_tensors_is_refused():
+    posterior, other = TRADI(network().double()), network()
+    posterior.backward(*tiny.points())
+    with pytest.raises(
+        ValueError, match="expected an optimizer over the network's parameters, got one over other tensors"
+    ):
+        posterior.observe(torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_parameters_added_after_construction_are_refused():
+    posterior, (x, y) = TRADI(network().double()), tiny.points()
+    posterior.network.append(nn.Linear(3, 3).double())
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    posterior.backward(x, y)
+    with pytest.raises(ValueError, match=r"expected the parameters that TRADI was built with, got '4.weight' added"):
+        posterior.observe(optimizer)
+    posterior.filters.observed.add()
+    with pytest.raises(ValueError, match=r"got '4.weight' added, removed or replaced since"):
+        posterior.draw()
+
+
+def test_a_loader_without_data_is_refused():
+    posterior = watched()[0]
+    with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
+        ds.refresh(posterior, [])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"covariance": "full"}, "expected covariance of shared, diagonal, released, got 'full'"),
+        ({"drift": "step"}, "expected drift of gradient, none, got 'step'"),
+        ({"init": "zero"}, "expected init of current, he, got 'zero'"),
+        ({"samples": 0}, "expected at least one sample, got 0"),
+        ({"features": 0}, "expected at least one random feature, got 0"),
+        ({"bandwidth": -1.0}, "expected a bandwidth of 0 or more, got -1.0"),
+        ({"state_noise": (-1e-4, 1e-4)}, "expected state_noise as two variances"),
+        ({"measurement_noise": (0.0, 10.0)}, "expected measurement_noise as two variances"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        TRADI(network(), **keywords)
+
+
+def test_a_network_with_nothing_to_track_is_refused():
+    with pytest.raises(ValueError, match="expected a network with trainable weights outside normalisation layers"):
+        TRADI(nn.Sequential(nn.BatchNorm1d(3)))
