@@ -350,3 +350,10 @@ def test_the_template_is_left_as_it_was(folder):
             parameter.zero_()
     assert tiny.largest_difference(before, tiny.state(template)) == 0
     assert template.training == training
+
+
+def test_loading_leaves_the_random_state_as_found(tmp_path):
+    ds.save(ds.DeepEnsemble([ds.nets.MLP(2, 2) for _ in range(2)]), tmp_path)
+    before = torch.get_rng_state()
+    ds.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -150,7 +150,7 @@ def parameters(posterior: Posterior) -> int:
 
 def number(value: float) -> str:
     """A metric as text, four digits behind the point where that says something."""
-    if value == int(value) and abs(value) >= 1:
+    if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.core import likelihood as likelihoods
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
@@ -84,9 +85,10 @@ def load(
             f"expected a method of {', '.join(METHODS)}, got {config['method']!r}; is this file of a newer version?"
         )
     try:
-        template = build_network(config["network"], network)
-        meaning = likelihood if likelihood is not None else build_likelihood(config["likelihood"])
-        posterior = method.skeleton(template, config["arguments"], meaning)
+        with same_random_state(torch.device("cpu")):  # building layers draws numbers that are overwritten at once
+            template = build_network(config["network"], network)
+            meaning = likelihood if likelihood is not None else build_likelihood(config["likelihood"])
+            posterior = method.skeleton(template, config["arguments"], meaning)
     except (TypeError, KeyError, AttributeError) as error:  # what constructors raise on arguments nobody saved
         raise damaged(folder / CONFIG, error) from error
     try:

@@ -1,5 +1,6 @@
 """Temperature scaling: one number, fitted on held-out data, that softens or sharpens every member."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,6 +10,10 @@ import torch
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior
 from dissensus.predict import predict
+
+log = logging.getLogger("dissensus")
+
+WIDEST = 50.0  # temperatures from 1/50 to 50 are looked at
 
 
 def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
@@ -32,7 +37,11 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
         log_prob = predictive.tempered(math.exp(log_temperature)).log_prob(y)
         return -float(log_prob.mean() if counted is None else log_prob[counted].mean())
 
-    temperature = math.exp(minimise(nll, math.log(1 / 50), math.log(50)))
+    temperature = math.exp(minimise(nll, -math.log(WIDEST), math.log(WIDEST)))
+    if not 1.01 / WIDEST < temperature < 0.99 * WIDEST:
+        log.warning(
+            "the temperature %.3g is at the edge of what is looked at: is the posterior trained at all?", temperature
+        )
     posterior.temperature.fill_(temperature)
     return temperature
 

@@ -170,6 +170,7 @@ class _Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.posterior.eval()  # also when interrupted
         if self.step is not None:
             self.step.close()
 
@@ -231,6 +232,8 @@ def _check_optimizer(posterior: Posterior, optimizer: Optimizer) -> None:
 
 def _device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"expected a device that is there, got {device}; this torch sees no GPU, leave device out")
         return torch.device(device)
     if posterior.device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda")

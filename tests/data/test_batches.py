@@ -89,9 +89,24 @@ def test_orders_are_uniform():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="as many targets as inputs"):
+    with pytest.raises(ValueError, match="as many inputs as targets"):
         Batches(X, Y[:-1], batch_size=4)
     with pytest.raises(ValueError, match="batch_size of 1 or more"):
         Batches(X, Y, batch_size=0)
     with pytest.raises(ValueError, match="no seed without shuffle"):
         Batches(X, Y, batch_size=4, seed=0)
+
+
+def test_tuples_dicts_and_weights_are_cut_alike() -> None:
+    a, b, y, weight = torch.arange(10), torch.arange(10) + 100, torch.arange(10) * 2, torch.rand(10)
+    for x in ((a, b), {"a": a, "b": b}):
+        seen = 0
+        for inputs, targets, w in Batches(x, y, batch_size=4, weight=weight, shuffle=True, seed=0):
+            first, second = inputs.values() if isinstance(inputs, dict) else inputs
+            assert torch.equal(first * 2, targets)
+            assert torch.equal(second, first + 100)
+            assert torch.equal(w, weight[first])
+            seen += len(targets)
+        assert seen == 10
+    with pytest.raises(ValueError, match="as many inputs as targets"):
+        Batches((a, b[:3]), y, batch_size=2)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Rows, Tensors, plain_attention, random_state
+from dissensus.core.modes import plain_attention
+from dissensus.core.particles import Rows, Tensors, random_state
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior

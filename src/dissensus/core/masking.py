@@ -1,5 +1,6 @@
 """Dropout sites: where a network drops units, and how to take hold of them without changing the network."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dissensus.core.modes import plain_attention
+
+log = logging.getLogger("dissensus")
 
 DROPOUT = nn.modules.dropout._DropoutNd
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
@@ -18,14 +23,18 @@ WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
     """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else before all weight layers but the first."""
     own = {name: module.p for name, module in network.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
+    functional = [
+        name or type(module).__name__
+        for name, module in network.named_modules()
+        if isinstance(getattr(module, "dropout", None), float) and module.dropout > 0
+    ]
     if rate is None:
         if own:
+            if functional:
+                log.info(
+                    "dropout inside %s stays off in prediction: it has no module to switch on", ", ".join(functional)
+                )
             return own
-        functional = [
-            name or type(module).__name__
-            for name, module in network.named_modules()
-            if isinstance(getattr(module, "dropout", None), float) and module.dropout > 0
-        ]
         hint = f" ({', '.join(functional)} drop inside their own forward)" if functional else ""
         raise ValueError(
             f"expected a network with dropout modules of positive rate, got none{hint}; functional dropout (F.dropout) has "
@@ -65,7 +74,8 @@ def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str,
 
     handles = [hook(name) for name in sites]
     try:
-        yield
+        with plain_attention():  # its fast path calls no submodule
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -26,3 +26,14 @@ def same_random_state(device: torch.device) -> Iterator[None]:
     """torch's random streams (the host's and the device's) are put back afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention without torch's inference fast path, which vmap does not see through: it has no derivative there."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -6,8 +6,7 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.modes import plain_attention
 
 log = logging.getLogger("dissensus")
 
@@ -74,6 +74,7 @@ class Particles(nn.Module):
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
         """One member whose tensors are those of the caller's module itself: nothing is copied."""
+        _check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood))
         member.training = network.training  # not member.train(): parts the caller has frozen in eval mode stay so
@@ -82,6 +83,7 @@ class Particles(nn.Module):
     @classmethod
     def stack(cls, networks: Sequence[nn.Module], likelihood: Likelihood) -> "Particles":
         """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity)."""
+        _check_likelihood(likelihood)
         for network in networks:
             check_initialised(network)
         template = Member(copy.deepcopy(networks[0]), copy.deepcopy(likelihood))
@@ -249,15 +251,10 @@ def random_state() -> Callable[[], None]:
     return restore
 
 
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention without torch's inference fast path, which vmap does not see through: it has no derivative there."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+def _check_likelihood(likelihood: object) -> None:
+    if not isinstance(likelihood, Likelihood):
+        what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
+        raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")
 
 
 def _empty(template: nn.Module) -> None:

@@ -163,8 +163,20 @@ class Posterior(nn.Module, ABC):
 
     def predict(self, x: Inputs) -> Predictive:
         """What the mixture of drawn functions predicts; eval mode, no gradients, modes and random streams left as found."""
+        if not batches.tensors(x):
+            raise TypeError(
+                f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
+            )
         with evaluation(self):
             return self.tempered(self.draw().predict(batches.to(x, self.device)))
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        network = type(self.particles.template.network).__name__
+        return (
+            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={count:,}, "
+            f"likelihood={type(self.likelihood).__name__})"
+        )
 
     def tempered(self, predictive: Predictive) -> Predictive:
         """The predictive at this posterior's temperature (see `ds.temperature_scale`)."""

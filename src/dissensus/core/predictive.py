@@ -120,7 +120,15 @@ class ClassificationPredictive(Predictive):
         return self.mean.amax(1)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        if y.is_floating_point():  # soft labels (B, C, ...)
+        soft = y.is_floating_point()
+        expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
+        if y.shape != expected:
+            raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
+        classes = self.log_mean.shape[1]
+        if not soft and y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:
+            bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
+            raise ValueError(f"expected labels in 0…{classes - 1}, got {bad}; leave out positions that do not count")
+        if soft:  # (B, C, ...)
             return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
         return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
 

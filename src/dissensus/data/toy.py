@@ -24,8 +24,9 @@ def two_moons(
     x = torch.cat(
         [torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)]
     )  # (count, 2)
-    x = x + noise * _normal(x.shape, _generator(seed))
-    return x.to(dtype), _classes(len(upper), len(lower))
+    generator = _generator(seed)
+    x = x + noise * _normal(x.shape, generator)
+    return _shuffled(x.to(dtype), _classes(len(upper), len(lower)), generator)
 
 
 def five_blobs(
@@ -45,8 +46,9 @@ def five_blobs(
     _positive(points=points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
     centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
-    x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), _generator(seed))
-    return (scale * x).to(dtype), _classes(*[points] * 5)
+    generator = _generator(seed)
+    x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), generator)
+    return _shuffled((scale * x).to(dtype), _classes(*[points] * 5), generator)
 
 
 def donuts(
@@ -60,7 +62,8 @@ def donuts(
     """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin."""
     _positive(count=count)
     y = _classes(count // 2, count - count // 2)
-    return _ring(torch.tensor(radii, dtype=torch.float64)[y], std, _generator(seed)).to(dtype), y
+    generator = _generator(seed)
+    return _shuffled(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
 
 
 def far_ring(
@@ -159,6 +162,12 @@ def _ring(radius: Tensor, std: float, generator: torch.Generator) -> Tensor:
     angle = _uniform(tuple(radius.shape), 0.0, 2 * math.pi, generator)
     distance = radius + std * _normal(tuple(radius.shape), generator)
     return distance[:, None] * torch.stack([angle.cos(), angle.sin()], 1)
+
+
+def _shuffled(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows in random order, so that the first ones are a fair sample of all."""
+    order = torch.randperm(len(x), generator=generator)
+    return x[order], y[order]
 
 
 def _classes(*counts: int) -> Tensor:

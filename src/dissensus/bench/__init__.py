@@ -1,0 +1,1 @@
+"""The bench: tasks, runs, reports and the command line."""

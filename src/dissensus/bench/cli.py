@@ -1,0 +1,196 @@
+"""The command line: parses, calls, prints. Errors a user can meet are one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from dissensus.bench import jobs, sets
+from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
+from dissensus.bench.names import listed
+from dissensus.bench.results import Results
+from dissensus.bench.run import Run
+from dissensus.bench.tables import Table, draws_of, main_table
+from dissensus.methods import METHODS
+
+app = typer.Typer(
+    help="Trains networks that say how sure they are, and measures whether they are right about it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+STOPPED = 130  # by the user, as shells have it
+
+TaskName = Annotated[str, typer.Argument(help="A task's name (see `dissensus list`) or a .toml file.")]
+Size = Annotated[str, typer.Option(help=f"How long it takes: {', '.join(SIZES)}.")]
+Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
+Out = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
+Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
+
+
+@app.command()
+def bench(
+    task: TaskName = "digits",
+    methods: Annotated[str | None, typer.Option(help="Methods, with commas between; the task's by default.")] = None,
+    set_: Sets = [],  # noqa: B006 - typer reads it
+    seeds: Annotated[int, typer.Option(help="How often to repeat everything.")] = 1,
+    size: Size = "short",
+    out: Out = None,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
+    results, written = jobs.bench(
+        load_task(task, size=size, overrides=set_),
+        methods=None if methods is None else listed(methods),
+        seeds=seeds,
+        out=out,
+        source=data,
+        progress=not quiet,
+        tell=_silent if quiet else _tell,
+    )
+    _print_results(results)
+    _print_written(written)
+
+
+@app.command()
+def train(
+    task: TaskName,
+    method: Annotated[str, typer.Option(help="The method.")],
+    set_: Sets = [],  # noqa: B006 - typer reads it
+    seed: Annotated[int, typer.Option(help="Of initial weights and of the order of batches.")] = 0,
+    size: Size = "short",
+    out: Out = None,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train one method on a task; prints the run's folder."""
+    loaded = load_task(task, size=size, overrides=set_)
+    config = run_config(loaded, method, seed)
+    folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
+    run = Run(folder / f"{method}-seed{seed}", config, source=data)
+    run.begin()
+    run.train(progress=not quiet)
+    print(run.folder)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    again: Annotated[bool, typer.Option("--again", help="Also where it was done before.")] = False,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Evaluate a trained run and print its metrics."""
+    opened = Run.open(run, source=data)
+    if again:
+        opened.forget_evaluation()
+    print(opened.evaluate(tell=_silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; the first run's parent by default.")] = None,
+) -> None:
+    """Write results.csv, report.md and report.html of evaluated runs."""
+    folder = jobs.found_runs(runs)[0].parent if out is None else out
+    results, written = jobs.report_runs(runs, folder)
+    _print_results(results)
+    _print_written(written)
+
+
+@app.command("list")
+def list_(data: Data = None) -> None:
+    """Tasks, methods, and data sets with where they are."""
+    tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
+    for name in task_names():
+        task = read_task(name)
+        tasks.add_row(name, escape(str(task.get("title", ""))), task["data"]["name"], ", ".join(task["methods"]))
+    methods = Grid("method", "what", title="Methods", title_justify="left")
+    for name, method in METHODS.items():
+        about = (method.__doc__ or "").strip().split("\n")[0]
+        methods.add_row(name, escape(about))
+    known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
+    for name, source in sets.SETS.items():
+        known.add_row(name, escape(source.about), escape(sets.present(name, data)))
+    console = _console()
+    for grid in (tasks, methods, known):
+        console.print(grid)
+
+
+def main() -> None:
+    """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
+    try:
+        code = app(standalone_mode=False)  # what a command exits with, where it does not come back by itself
+    except (ValueError, TypeError, OSError) as error:
+        if os.environ.get("DISSENSUS_TRACEBACK"):
+            raise
+        _fail(str(error) or type(error).__name__)
+    except (KeyboardInterrupt, typer.Abort):
+        code = STOPPED
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # click's errors about the arguments themselves
+        if usage is None:
+            raise
+        if str(usage()).strip():
+            _fail(usage())
+        sys.exit(2)  # no arguments at all: the help was printed
+    if code == STOPPED:
+        _fail("stopped; the same command goes on from here", code=STOPPED)
+    sys.exit(code or 0)
+
+
+def _fail(text: str, *, code: int = 2) -> None:
+    print(f"dissensus: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[bold]{escape(text)}[/bold]")
+
+
+def _silent(text: str) -> None:
+    """Says nothing."""
+
+
+def _console() -> Console:
+    """A console that does not cut tables where there is no terminal to know the width of."""
+    wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
+    return Console(width=wide, highlight=False)
+
+
+def _print_results(results: Results) -> None:
+    found, draws = draws_of(results)
+    table: Table = main_table(results, found, draws)
+    grid = Grid("", *table.columns, title=results.title, title_justify="left")
+    group = ""
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            grid.add_section()
+            grid.add_row(f"[dim]{escape(group)}[/dim]", *[""] * len(row.cells))
+        label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
+        cells = [
+            f"[bold]{escape(cell.text)}[/bold]" if cell.best else f"{escape(cell.text)}{' ≈' if cell.equal else ''}"
+            for cell in row.cells
+        ]
+        grid.add_row(escape(label), *cells)
+    console = _console()
+    console.print(grid)
+    console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+
+
+def _print_written(written: list[Path]) -> None:
+    for path in written:
+        print(path)

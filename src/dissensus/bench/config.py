@@ -1,0 +1,179 @@
+"""Tasks: TOML files with sizes, overridden from the command line, resolved into one settings table per run."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dissensus.bench.names import listed, unknown
+from dissensus.bench.schema import SECTIONS, TOP, check_task, known_keys
+from dissensus.methods import METHODS
+
+SIZES = ("smoke", "short", "paper")
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task at one size: everything but the method and the seed."""
+
+    name: str
+    size: str
+    settings: Settings
+
+    @property
+    def methods(self) -> list[str]:
+        return listed(self.settings["methods"])
+
+    @property
+    def title(self) -> str:
+        return str(self.settings.get("title", self.name))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one run depends on: written into its folder, and all that is needed to do it again."""
+
+    task: str
+    size: str
+    method: str
+    seed: int
+    title: str
+    description: str
+    baseline: str
+    data: Settings
+    network: Settings
+    likelihood: Settings
+    settings: Settings  # of the method
+    training: Settings
+    evaluation: Settings
+
+    def table(self) -> Settings:
+        return asdict(self)
+
+
+def task_names() -> list[str]:
+    """Names of the tasks that come with the package."""
+    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) -> Task:
+    """The task of that name, or in that .toml file, at a size, with "key=value" overrides applied last."""
+    if size not in SIZES:
+        raise unknown("a size", size, SIZES)
+    settings = read_task(name)
+    sizes = settings.pop("size", {})
+    for each in sizes:
+        if each not in SIZES:
+            raise unknown("a size", each, SIZES)
+    settings = merged(settings, sizes.get(size, {}))
+    check_task(settings, name)
+    for override in overrides:
+        settings = overridden(settings, override)
+    check_task(settings, name)
+    if not listed(settings.get("methods", [])):
+        raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
+    check_methods(listed(settings["methods"]))
+    return Task(Path(name).stem, size, settings)
+
+
+def read_task(name: str) -> Settings:
+    """The task file as it stands."""
+    if name.endswith(".toml"):
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"expected a task file, got nothing at {name}; correct the path")
+        text = Path(name).read_text(encoding="utf-8")
+    elif name in task_names():
+        text = (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    else:
+        raise unknown("a task", name, task_names())
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"expected TOML in {name}, got a file that is not ({error}); correct it") from error
+
+
+def run_config(task: Task, method: str, seed: int) -> RunConfig:
+    """What a run of one method with one seed depends on."""
+    check_methods([method])
+    tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
+    settings = tables["method"].get(method, {})
+    training = merged(tables["training"], settings.pop("training", {}))
+    return RunConfig(
+        task=task.name,
+        size=task.size,
+        method=method,
+        seed=seed,
+        title=task.title,
+        description=str(task.settings.get("description", "")),
+        baseline=str(task.settings.get("baseline", "")),
+        data=tables["data"],
+        network=tables["network"],
+        likelihood=tables["likelihood"],
+        settings=settings,
+        training=training,
+        evaluation=tables["evaluation"],
+    )
+
+
+def overridden(settings: Settings, override: str) -> Settings:
+    """Settings with one "section.key=value" applied; method.key=value goes to every method of the task that has the key."""
+    name, equals, text = override.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path):
+        raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
+    value = parsed(text.strip())
+    changed = copy.deepcopy(settings)
+    known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else settings)
+    section, key = ".".join(path[:-1]), path[-1]
+    if section == "method" and key not in METHODS:
+        takers = [each for each in listed(settings["methods"]) if key in known[f"method.{each}"]]
+        if not takers:
+            available = {k for each in listed(settings["methods"]) for k in known[f"method.{each}"]}
+            raise unknown("a key of [method]", key, available)
+        for each in takers:
+            changed.setdefault("method", {}).setdefault(each, {})[key] = value
+        return changed
+    allowed = {**known, "": TOP}
+    if key not in allowed.get(section, {}):
+        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() for k in keys]
+        what = f"a key of [{section}]" if section in allowed else "a key"
+        shown = allowed.get(section) or ["title", "methods", *(f"{each}.…" for each in SECTIONS if each != "size")]
+        raise unknown(what, ".".join(path), every, shown=shown)
+    table = changed
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+    table[key] = value
+    return changed
+
+
+def parsed(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: 3, 0.1, true, [1, 2], "a", a."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
+    """base with over's values on top, tables merged key by key."""
+    result = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    for method in methods:
+        if method not in METHODS:
+            raise unknown("a method", method, METHODS)
+
+
+def _folder() -> Any:
+    return files("dissensus.bench") / "tasks"

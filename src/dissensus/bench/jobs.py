@@ -1,0 +1,103 @@
+"""The main job: every method and seed of a task trained, evaluated and reported; done stages are not done again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dissensus.bench.config import Task, check_methods, run_config
+from dissensus.bench.files import write_text
+from dissensus.bench.results import Results, results_of_runs
+from dissensus.bench.run import Run, Tell, silent
+from dissensus.bench.sets import task_data
+from dissensus.methods import METHODS
+
+
+def default_folder(task: Task) -> Path:
+    return Path("runs") / f"{task.name}-{task.size}"
+
+
+def bench(
+    task: Task,
+    *,
+    methods: Sequence[str] | None = None,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    source: str | None = None,
+    progress: bool = False,
+    tell: Tell = silent,
+) -> tuple[Results, list[Path]]:
+    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens."""
+    chosen = list(methods or task.methods)
+    check_methods(chosen)
+    if seeds < 1:
+        raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
+    data = task_data(task.settings["data"], source)  # before the folder: data that is not there leaves nothing behind
+    folder = checked_folder(default_folder(task) if out is None else Path(out))
+    runs = [
+        Run(folder / f"{method}-seed{seed}", run_config(task, method, seed), data=data, source=source)
+        for seed in range(seeds)
+        for method in chosen
+    ]
+    for run in runs:  # a folder of another run is an error before anything is trained
+        run.begin()
+    evaluations = []
+    for i, run in enumerate(runs, start=1):
+        name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
+        tell(f"{name}: {'trained already' if run.trained else 'training'}")
+        run.train(progress=progress)
+        evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    tell("writing the report")
+    from dissensus.bench.report import write_report  # loads matplotlib
+
+    ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
+    results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
+    return results, write_report(results, folder)
+
+
+def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results, list[Path]]:
+    """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
+    from dissensus.bench.report import write_report  # loads matplotlib
+
+    order = list(METHODS)
+    runs = [Run.open(folder) for folder in found_runs(folders)]
+    runs.sort(key=lambda run: (order.index(run.config.method), run.config.seed))
+    evaluations = []
+    for run in runs:
+        if not (run.folder / "metrics.json").is_file():
+            raise FileNotFoundError(
+                f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
+            )
+        evaluations.append(run.measure())
+    results = results_of_runs(runs, evaluations)
+    return results, write_report(results, checked_folder(Path(out)))
+
+
+def found_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """The run folders named, or inside the folders named, in order."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
+        if not inside:
+            raise FileNotFoundError(f"expected run folders in {folder}, got none; pass what `dissensus bench` wrote")
+        found += [path.parent if path.name == "config.toml" else path for path in inside]
+    return list(dict.fromkeys(found))
+
+
+def checked_folder(folder: Path) -> Path:
+    """The folder, made if need be, and writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}.probe"
+        write_text(probe, "")
+        probe.unlink()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"expected a folder to write to, got a file at {error.filename}; choose another --out"
+        ) from error
+    except PermissionError as error:
+        raise PermissionError(
+            f"expected a folder to write to, got {folder} without permission; choose another --out"
+        ) from error
+    return folder

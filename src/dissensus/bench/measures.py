@@ -1,0 +1,129 @@
+"""What a report shows of an evaluation: each number with its meaning, its unit, and the arrays it can be resampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from dissensus.bench import resampling
+from dissensus.evaluate import Evaluation
+
+Best = Literal["high", "low"]
+Arrays = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric. `samples`: the arrays it is a statistic of, grouped by the examples they share; () where it has none."""
+
+    key: str
+    label: str
+    group: str
+    best: Best | float | None = None  # high, low, nearest to a number; None: not a matter of better or worse
+    scale: float = 1.0  # 100 for percent
+    digits: int = 2
+    unit: str = ""
+    samples: tuple[Arrays, ...] = ()
+    statistic: Callable[..., Tensor] = resampling.mean  # of one weights table per sample, then the arrays in order
+
+    def text(self, value: float) -> str:
+        """The value as shown, without its unit."""
+        shown = value * self.scale
+        if abs(shown) >= 1000:
+            return f"{shown:,.0f}"
+        return f"{shown:.{self.digits}f}"
+
+    def goodness(self, value: float) -> float:
+        """Higher = better."""
+        if isinstance(self.best, float):
+            return -abs(value - self.best)
+        return -value if self.best == "low" else value
+
+
+def measures(evaluation: Evaluation) -> list[Measure]:
+    """The measures of an evaluation, in the order of a report."""
+    found = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    for name in evaluation.ood:
+        score = evaluation.score
+        pair: tuple[Arrays, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
+        if f"ood/{name}/score/{score}" not in evaluation.arrays:
+            pair = ()
+        told = f"told apart from {name}"
+        found += [
+            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, resampling.auroc),
+            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, resampling.aupr),
+            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, resampling.fpr95),
+        ]
+    for name in evaluation.shift:
+        found += [
+            Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
+            for m in (_regression() if evaluation.kind == "regression" else _classification(evaluation))
+        ]
+    if evaluation.corruptions:
+        damaged = "corrupted inputs"
+        found += [
+            Measure("corrupt/accuracy", "Accuracy", damaged, "high", 100, 2, "%", (("corrupt/example_accuracy",),)),
+            Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
+            Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
+        ]
+    found += [
+        Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
+        Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
+        Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
+    ]
+    return [m for m in found if m.key in evaluation.metrics]
+
+
+def member_measures(evaluation: Evaluation) -> list[Measure]:
+    """What is said of the members of a mixture."""
+    percent = evaluation.kind != "regression"
+    found = [
+        Measure("members/count", "Members", "", None, 1, 0),
+        Measure("nll", "NLL of the mixture", "", None, 1, 4, "nats"),
+        Measure("members/nll_best", "NLL of the best member", "", None, 1, 4, "nats"),
+        Measure("members/nll", "NLL of a member, mean", "", None, 1, 4, "nats"),
+        Measure("members/diversity", "Diversity", "", None, 1, 4, "nats"),
+        Measure("accuracy", "Accuracy of the mixture", "", None, 100, 2, "%"),
+        Measure("members/accuracy_best", "Accuracy of the best member", "", None, 100, 2, "%"),
+        Measure("members/accuracy", "Accuracy of a member, mean", "", None, 100, 2, "%"),
+    ]
+    for name in evaluation.ood:
+        found += [
+            Measure(f"ood/{name}/auroc", f"AUROC against {name}, mixture", "", None, 100, 2, "%"),
+            Measure(f"members/ood/{name}/auroc", f"AUROC against {name}, a member, mean", "", None, 100, 2, "%"),
+        ]
+    found += [
+        Measure("members/disagreement", "Disagreement of two members", "", None, 100, 2, "%"),
+        Measure("members/effective_members", "Effective members", "", None, 1, 2),
+    ]
+    return [m for m in found if m.key in evaluation.metrics and (percent or m.scale == 1)]
+
+
+def _classification(evaluation: Evaluation) -> list[Measure]:
+    test = "test"
+    whole = evaluation.kind == "classification"  # pixels are not stored, so what is not a mean has no interval
+    confidence: tuple[Arrays, ...] = (("test/confidence", "test/correct"),) if whole else ()
+    ranked: tuple[Arrays, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
+    brier: tuple[Arrays, ...] = (("test/brier",),) if whole else ()
+    return [
+        Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
+        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
+        Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, resampling.ece),
+        Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, resampling.aurc),
+        Measure("miou", "mIoU", test, "high", 100, 2, "%"),
+    ]
+
+
+def _regression() -> list[Measure]:
+    test = "test"
+    return [
+        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), resampling.root_mean),
+        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
+        Measure("coverage90", "Coverage of 90 % intervals", test, 0.9, 100, 1, "%", (("test/covered90",),)),
+        Measure("width90", "Width of 90 % intervals", test, None, 1, 3),
+    ]

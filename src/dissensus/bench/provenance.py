@@ -1,0 +1,60 @@
+"""Where numbers come from: commit, versions, device, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+import dissensus
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Facts about this program and this machine, for the run's config."""
+    return {
+        "dissensus": dissensus.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "command": " ".join(["dissensus", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "dissensus" else "python",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str:
+    """The commit of the source this runs from, "+ changes" where files differ from it, or "none" outside a repository.
+
+    DISSENSUS_COMMIT names it where the files came without their history.
+    """
+    if named := os.environ.get("DISSENSUS_COMMIT"):
+        return named
+    source = Path(dissensus.__file__)
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return "none"  # installed, perhaps into somebody else's repository
+    changed = _git(source.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{_git(source.parent, 'rev-parse', '--short=12', 'HEAD')}{' + changes' if changed else ''}"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} ({platform.processor() or platform.machine()})"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,122 @@
+"""results.csv, report.md and one self-contained report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from dissensus.bench import figures, tables
+from dissensus.bench.files import write_text
+from dissensus.bench.measures import Measure
+from dissensus.bench.results import Results, csv_text
+from dissensus.bench.sentences import headline
+
+NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
+PICTURES = {
+    "most": "Most certain",
+    "least": "Least certain",
+    "mistakes": "Most certain mistakes",
+}
+
+
+def write_report(results: Results, path: str | Path) -> list[Path]:
+    """The files written: all three into the folder `path`, or the one its suffix names (.csv, .md, .html)."""
+    path = Path(path)
+    targets = {path.suffix: path} if path.suffix in NAMES else {end: path / name for end, name in NAMES.items()}
+    if path.suffix and path.suffix not in NAMES and not path.is_dir():
+        raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
+    content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
+    for end, target in targets.items():
+        write_text(target, csv_text(results) if end == ".csv" else _rendered(f"report{end}.j2", content or {}))
+    return list(targets.values())
+
+
+def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
+    """Everything the templates show."""
+    found, draws = tables.draws_of(results)
+    accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
+    nll = Measure("", "NLL", "", "low", 1, 3, "nats")
+    baseline = results.baseline
+    if baseline is None and len(results.methods) > 1:
+        baseline = next(iter(results.methods))
+    shown = baseline is not None and len(results.methods) > 1
+    corruptions = [
+        (name, table)
+        for name, table in (
+            ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy)),
+            ("NLL, nats", tables.corruption_table(results, "nll", nll)),
+        )
+        if table is not None
+    ]
+    return {
+        "title": results.title,
+        "description": results.description,
+        "kind": results.kind,
+        "headline": headline(results, found, draws),
+        "main": tables.main_table(results, found, draws),
+        "baseline": baseline,
+        "differences": tables.difference_table(results, found, draws, str(baseline)) if shown else None,
+        "members": tables.member_table(results),
+        "corruptions": corruptions,
+        "scores": tables.score_table(results, figures.auroc),
+        "score": next(iter(results.methods.values()))[0].score,
+        "sections": figures.sections(results, draws) if with_figures else [],
+        "pictures": _pictures(results) if with_figures else {},
+        "groups": PICTURES,
+        "facts": results.facts,
+        "seeds": len(next(iter(results.methods.values()))),
+        "glossary": _glossary(found),
+    }
+
+
+def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
+    shown = {name: figures.pictures(several[0]) for name, several in results.methods.items()}
+    return {name: groups for name, groups in shown.items() if groups}
+
+
+def _glossary(found: list[Measure]) -> Mapping[str, str]:
+    """What each number in the tables means."""
+    labels = {measure.label for measure in found}
+    corrupted = {"corrupted inputs": MEANINGS["corrupted inputs"]} if any("corrupt/" in m.key for m in found) else {}
+    return {label: text for label, text in MEANINGS.items() if label in labels} | corrupted
+
+
+MEANINGS = {
+    "Accuracy": "share of test inputs whose most probable class is the true one",
+    "NLL": "mean of −log p(truth): low when the truth is given high probability; the one number that judges the whole "
+    "predictive distribution",
+    "Brier score": "mean squared distance between the predicted probabilities and the truth, summed over classes (0 to 2)",
+    "ECE": "expected calibration error: how far confidence is from accuracy, over 15 bins of confidence",
+    "AURC": "mean error over all coverages when the least certain inputs are refused first: low when certainty ranks well",
+    "mIoU": "overlap of predicted and true regions, mean over classes",
+    "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
+    "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
+    "FPR at 95 % TPR": "share of test inputs flagged when 95 % of the foreign ones are",
+    "RMSE": "root of the mean squared error of the predicted mean",
+    "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
+    "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
+    "Width of 90 % intervals": "how wide those intervals are, in the target's units",
+    "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "
+    "together, then severities are averaged",
+}
+
+
+def _rendered(template: str, content: Mapping[str, Any]) -> str:
+    environment = Environment(
+        loader=PackageLoader("dissensus.bench"),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = _markdown
+    return environment.get_template(template).render(**content)
+
+
+def _markdown(text: object) -> str:
+    """Text for a cell of a Markdown table."""
+    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

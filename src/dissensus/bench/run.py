@@ -1,0 +1,248 @@
+"""One run of a bench: train, predict, measure. Each stage reads what the one before wrote; a stage that is done is kept.
+
+runs/ID/config.toml                     what the run depends on, and where it was made
+        log.jsonl                       one line per epoch
+        checkpoint.pt                   while training: where to go on from
+        posterior/                      `dissensus.load` reads it
+        training.json                   seconds, the epoch kept, the temperature
+        predictions/SPLIT.safetensors   what the members said
+        metrics.json, arrays.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dissensus import storage
+from dissensus.bench import build
+from dissensus.bench.config import RunConfig
+from dissensus.bench.files import damaged, read_json, read_toml, write_json, write_text
+from dissensus.bench.loaders import StandardisedBatches
+from dissensus.bench.provenance import provenance
+from dissensus.bench.records import read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.sets import SETS, Kind, Rows, TaskData, task_data
+from dissensus.bench.splits import corruptions, split_names, write_split
+from dissensus.bench.toml import toml
+from dissensus.core.modes import same_random_state
+from dissensus.core.posterior import Posterior
+from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
+from dissensus.evaluation.functions import drawn_once
+from dissensus.history import Epoch
+from dissensus.temperature import temperature_scale
+from dissensus.train import fit
+
+Tell = Callable[[str], object]
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
+
+
+class Run:
+    """A run folder and what it is a run of. `data` is read when a stage first needs it."""
+
+    def __init__(
+        self, folder: Path, config: RunConfig, *, data: TaskData | None = None, source: str | None = None
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.source = source  # the folder of the user's data
+        self._data = data
+
+    @classmethod
+    def open(cls, folder: Path, *, source: str | None = None) -> Run:
+        """The run in a folder that `begin` made."""
+        path = folder / "config.toml"
+        if not path.is_file():
+            raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
+        table = read_toml(path)
+        table.pop("provenance", None)
+        try:
+            return cls(folder, RunConfig(**table), source=source)
+        except TypeError as error:
+            raise damaged(path, error) from error
+
+    def begin(self) -> None:
+        """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
+        corruptions(self.config)
+        checked_score(self.config.evaluation.get("score"), self.kind, members=2)
+        path = self.folder / "config.toml"
+        if not path.is_file():
+            made = provenance(self.device)
+            write_text(path, toml(self.config.table() | {"provenance": made}))
+            return
+        there = Run.open(self.folder).config
+        if there != self.config:
+            mine, other = _leaves(self.config.table()), _leaves(there.table())
+            key = next(k for k in {**mine, **other} if mine.get(k) != other.get(k))
+            raise ValueError(
+                f"expected {self.folder} to hold a run with {key} = {mine.get(key)!r}, got one with {other.get(key)!r}; "
+                "choose another --out, or delete that folder"
+            )
+
+    @property
+    def data(self) -> TaskData:
+        if self._data is None:
+            self._data = task_data(self.config.data, self.source)
+        return self._data
+
+    @property
+    def kind(self) -> Kind:
+        return SETS[self.config.data["name"]].kind
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        table: dict[str, Any] = read_toml(self.folder / "config.toml").get("provenance", {})
+        return table
+
+    def loader(self, rows: Rows, *, shuffle: bool = False) -> StandardisedBatches:
+        training, evaluation = self.config.training, self.config.evaluation
+        return StandardisedBatches(
+            rows,
+            self.data.standardiser,
+            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 250),
+            shuffle=shuffle,
+            augment=training.get("augment", "none") if shuffle else "none",
+        )
+
+    # ------------------------------------------------------------------ stages
+
+    @property
+    def trained(self) -> bool:
+        return (self.folder / "training.json").is_file()
+
+    def train(self, *, progress: bool = False) -> None:
+        """Trains and saves the posterior, going on from a checkpoint where there is one."""
+        if self.trained:
+            return
+        training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
+        validation = self.loader(self.data.validation)
+        with same_random_state(self.device), _threads(training.get("threads")):
+            torch.manual_seed(self.config.seed)  # put back afterwards
+            posterior = build.posterior(self.config, self.data).to(self.device)
+            optimizer, scheduler = build.optimizer(posterior, training)
+            history = fit(
+                posterior,
+                self.loader(self.data.train, shuffle=True),
+                epochs=training["epochs"],
+                validation=validation if training.get("keep_best", True) else None,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                clip=training.get("clip"),
+                patience=training.get("patience"),
+                precision=training.get("precision", "auto"),
+                engine=training.get("engine", "auto"),
+                callback=self._log,
+                progress=progress,
+                checkpoint=checkpoint,
+            )
+            temperature = temperature_scale(posterior, validation) if training.get("temperature", False) else 1.0
+        storage.save(posterior, self.folder / "posterior")
+        # Written whole once more: a run that was stopped may have lost or doubled its last line.
+        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in history.epochs))
+        facts = {
+            "seconds": sum(epoch.seconds for epoch in history.epochs),
+            "epochs": len(history),
+            "best": history.best,
+            "temperature": temperature,
+            "engine": history.engine,
+        }
+        write_json(self.folder / "training.json", facts)
+        checkpoint.unlink(missing_ok=True)
+
+    def _log(self, epoch: Epoch) -> None:
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(epoch)) + "\n")
+
+    def posterior(self) -> Posterior:
+        """The trained posterior."""
+        try:
+            with same_random_state(self.device):  # networks are built before their weights are read
+                return storage.load(self.folder / "posterior").to(self.device).eval()
+        except ValueError as error:
+            raise ValueError(f"{error} (a damaged run: delete {self.folder} and run the command again)") from error
+
+    def predict(self, *, tell: Tell = silent) -> None:
+        """Writes what the members say about every split; files already there are kept."""
+        wanted = self._splits()
+        if all(path.is_file() for path in wanted.values()):
+            return
+        with _threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
+            for split, path in wanted.items():
+                if not path.is_file():
+                    write_split(path, split, self.config, self.data, functions, self.loader, tell)
+
+    def measure(self) -> Evaluation:
+        """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
+        if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
+            return read_evaluation(self.folder)
+        splits = self._splits()
+        test = read_predictions(splits["test"])
+        counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
+        evaluation = evaluation_of(
+            test,
+            ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
+            shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
+            corrupted=counts,
+            score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
+            parameters=parameters(self.posterior()),
+        )
+        facts = read_json(self.folder / "training.json")
+        if "seconds" not in facts:
+            raise damaged(self.folder / "training.json", "without 'seconds'")
+        evaluation = replace(
+            evaluation,
+            metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
+            notes={"classes": "\n".join(self.data.classes)},
+        )
+        write_evaluation(self.folder, evaluation)
+        return evaluation
+
+    def evaluate(self, *, tell: Tell = silent) -> Evaluation:
+        """Predictions and metrics of a trained run."""
+        if not self.trained:
+            raise FileNotFoundError(
+                f"expected a trained run in {self.folder}, got none; run `dissensus bench` or `dissensus train` first"
+            )
+        self.predict(tell=tell)
+        return self.measure()
+
+    def forget_evaluation(self) -> None:
+        """Removes predictions and metrics, so that `evaluate` makes them anew."""
+        paths = [*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"]
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def _splits(self) -> dict[str, Path]:
+        """Split -> file of its predictions."""
+        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch's number of processor threads, put back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,194 @@
+"""The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dissensus.bench.measures import Measure, measures, member_measures
+from dissensus.bench.results import Results
+from dissensus.bench.statistics import Resampled, compared, resampled
+from dissensus.evaluate import Evaluation
+from dissensus.evaluation import classification, regression
+
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: its text, its interval, and whether it is the best or cannot be told from it."""
+
+    text: str
+    interval: str = ""
+    best: bool = False
+    equal: bool = False  # p ≥ 0.05 against the best
+    note: str = ""  # p-value
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    unit: str
+    arrow: str
+    cells: list[Cell]
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[Row]
+
+
+Draws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
+
+
+def draws_of(results: Results) -> tuple[list[Measure], Draws]:
+    """The measures any method has, and their resamples for every method that has them."""
+    found: dict[str, Measure] = {}
+    for several in results.methods.values():
+        found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
+    draws = {
+        key: {
+            name: resampled(measure, several)
+            for name, several in results.methods.items()
+            if all(key in each.metrics for each in several)
+        }
+        for key, measure in found.items()
+    }
+    return list(found.values()), draws
+
+
+def main_table(results: Results, found: Sequence[Measure], draws: Draws) -> Table:
+    """Every measure of every method, the best marked."""
+    rows = []
+    for measure in found:
+        each = draws[measure.key]
+        best = best_method(measure, each)
+        cells = [
+            _cell(measure, each[name], None if best is None else each[best]) if name in each else Cell("–")
+            for name in results.methods
+        ]
+        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+    return Table(list(results.methods), rows)
+
+
+def difference_table(results: Results, found: Sequence[Measure], draws: Draws, baseline: str) -> Table:
+    """Every other method minus the baseline, with interval and p-value of no difference."""
+    others = [name for name in results.methods if name != baseline]
+    rows = []
+    for measure in found:
+        each = draws[measure.key]
+        if baseline not in each or measure.best is None or not measure.samples:
+            continue
+        cells = []
+        for name in others:
+            comparison = compared(each[name], each[baseline]) if name in each else None
+            if comparison is None:
+                cells.append(Cell("–"))
+                continue
+            sure = comparison.p_value < SIGNIFICANT
+            better = measure.goodness(each[name].estimate) > measure.goodness(each[baseline].estimate)
+            cells.append(
+                Cell(
+                    text=signed(measure, comparison.difference),
+                    interval=f"{signed(measure, comparison.lower)} to {signed(measure, comparison.upper)}",
+                    best=sure and better,
+                    note=p_text(comparison.p_value),
+                )
+            )
+        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+    return Table(others, rows)
+
+
+def member_table(results: Results) -> Table | None:
+    """Mixtures and their members; None where no method has several."""
+    several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
+    if not several:
+        return None
+    found = {m.key: m for each in several.values() for m in member_measures(each[0])}
+    rows = [Row(m.label, m.unit, "", [Cell(_mean_text(m, each)) for each in several.values()]) for m in found.values()]
+    return Table(list(several), rows)
+
+
+def corruption_table(results: Results, metric: str, measure: Measure) -> Table | None:
+    """A metric of every type of corruption, averaged over severities and seeds."""
+    first = next(iter(results.methods.values()))[0]
+    if not first.corruptions:
+        return None
+    rows = []
+    for kind in first.corruptions:
+        key = f"corrupt/{kind}/{metric}"
+        values = {n: _mean(key, each) for n, each in results.methods.items() if all(key in e.metrics for e in each)}
+        best = max(map(measure.goodness, values.values())) if len(values) > 1 else None
+        cells = [
+            Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
+            for n in results.methods
+        ]
+        rows.append(Row(kind.replace("_", " "), "", "", cells))
+    return Table(list(results.methods), rows)
+
+
+def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float | None]) -> Table | None:
+    """AUROC of every score on every OOD set."""
+    first = next(iter(results.methods.values()))[0]
+    known_scores = [
+        name
+        for name in (*classification.SCORES, *regression.SCORES)
+        if any(f"test/score/{name}" in several[0].arrays for several in results.methods.values())
+    ]
+    rows = []
+    for foreign in first.ood:
+        for name in known_scores:
+            cells = []
+            for several in results.methods.values():
+                values = [auroc(each, foreign, name) for each in several]
+                known = [value for value in values if value is not None]
+                cells.append(Cell(f"{100 * sum(known) / len(known):.2f}" if known else "–"))
+            rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
+    return Table(list(results.methods), rows) if rows else None
+
+
+def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
+    """The method with the best estimate; None where there is nothing to choose."""
+    if measure.best is None or len(draws) < 2:
+        return None
+    return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
+
+
+def arrow(measure: Measure) -> str:
+    if isinstance(measure.best, float):
+        return f"→ {measure.text(measure.best)}"
+    return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
+
+
+def signed(measure: Measure, value: float) -> str:
+    text = measure.text(value)
+    return text.replace("-", "−") if value < 0 else f"+{text}"
+
+
+def p_text(p_value: float) -> str:
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
+
+
+def _cell(measure: Measure, mine: Resampled, best: Resampled | None) -> Cell:
+    """A number, marked as best where it is (several may be), or compared with the best."""
+    interval = mine.interval()
+    is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
+    comparison = None if best is None or is_best else compared(mine, best)
+    return Cell(
+        text=measure.text(mine.estimate),
+        interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
+        best=is_best,
+        equal=comparison is not None and comparison.p_value >= SIGNIFICANT,
+        note="" if comparison is None else p_text(comparison.p_value),
+    )
+
+
+def _mean(key: str, several: Sequence[Evaluation]) -> float:
+    return sum(each.metrics[key] for each in several) / len(several)
+
+
+def _mean_text(measure: Measure, several: Sequence[Evaluation]) -> str:
+    known = all(measure.key in each.metrics for each in several)
+    return measure.text(_mean(measure.key, several)) if known else "–"

@@ -1,0 +1,107 @@
+"""The numbers of a classification: accuracy, proper scores, calibration, selective and OOD metrics, members."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.evaluation.predictions import Predictions
+
+SCORES = ("max_probability", "entropy", "mutual_information", "energy")
+OOD_METRICS = {
+    "auroc": metrics.auroc,
+    "aupr": metrics.aupr,
+    "aupr_in": metrics.aupr_in,
+    "aupr_adjusted": metrics.aupr_adjusted,
+    "fpr95": metrics.fpr95,
+    "fpr95_in": metrics.fpr95_in,
+}
+
+
+def test_metrics(predictions: Predictions) -> dict[str, float]:
+    """accuracy, nll, brier, ece and aurc of a labelled set."""
+    predictive, y = _classes(predictions), predictions.targets
+    probabilities = predictive.mean
+    correct = metrics.accuracy_values(probabilities, y)
+    return {
+        "accuracy": float(correct.mean()),
+        "nll": float(metrics.nll(predictive.log_mean, y)),
+        "brier": float(metrics.brier(probabilities, y)),
+        "ece": float(metrics.ece(probabilities, y)),
+        # Ranked by −log max p: where probabilities round to one they would tie.
+        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean), 1 - correct)),
+    }
+
+
+def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
+    """One number per example, the reliability bins and the risk–coverage curve."""
+    predictive, y = _classes(predictions), predictions.targets
+    probabilities = predictive.mean
+    confidence, prediction = probabilities.max(1)
+    correct = metrics.accuracy_values(probabilities, y)
+    bins = metrics.reliability_bins(probabilities, y)
+    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean), 1 - correct)
+    return {
+        "test/target": y,
+        "test/prediction": prediction,
+        "test/confidence": confidence,
+        "test/correct": correct,
+        "test/nll": metrics.nll_values(predictive.log_mean, y),
+        "test/brier": metrics.brier_values(probabilities, y),
+        **{f"reliability/{name}": value for name, value in bins._asdict().items()},
+        **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
+    }
+
+
+def scores(predictions: Predictions) -> dict[str, Tensor]:
+    """Name -> (N,) float64, higher = more foreign; mutual information only where there is more than one member."""
+    predictive = _classes(predictions)
+    found = {
+        "max_probability": metrics.max_probability_score(predictive.log_mean),
+        "entropy": metrics.entropy_score(predictive.log_mean),
+    }
+    if predictions.members > 1:
+        found["mutual_information"] = metrics.mutual_information_score(predictive.members)
+    if predictions.energy is not None:
+        found["energy"] = predictions.energy.mean(0)
+    return found
+
+
+def member_scores(predictions: Predictions, score: str) -> Tensor | None:
+    """(M, N) every member's own score; None for mutual information, which one member does not have."""
+    if score == "energy":
+        return predictions.energy
+    function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
+    return None if function is None else torch.stack([function(m) for m in _classes(predictions).members])
+
+
+def member_metrics(predictions: Predictions) -> dict[str, float]:
+    """What members are worth alone and together; nothing for a single one."""
+    if predictions.members == 1:
+        return {}
+    members, y = _classes(predictions).members, predictions.targets
+    nll = torch.stack([metrics.nll(member, y) for member in members])
+    accuracy = torch.stack([metrics.accuracy(member.exp(), y) for member in members])
+    return {
+        "members/count": float(len(members)),
+        "members/nll": float(nll.mean()),
+        "members/nll_best": float(nll.min()),
+        "members/accuracy": float(accuracy.mean()),
+        "members/accuracy_best": float(accuracy.max()),
+        "members/diversity": float(metrics.ensemble_gain(members, y).diversity),
+        "members/disagreement": float(metrics.disagreement(members)),
+        "members/effective_members": float(metrics.effective_members(members, y)),
+    }
+
+
+def ood_metrics(score_in: Tensor, score_ood: Tensor) -> dict[str, float]:
+    """The six ranking metrics, OOD positive."""
+    return {name: float(function(score_in, score_ood)) for name, function in OOD_METRICS.items()}
+
+
+def _classes(predictions: Predictions) -> ClassificationPredictive:
+    return cast(ClassificationPredictive, predictions.predictive)

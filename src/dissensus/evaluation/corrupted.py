@@ -1,0 +1,230 @@
+"""Accuracy, likelihood and calibration on corrupted inputs: counted batch by batch, images are never stored.
+
+With a(t, s), l(t, s) and the calibration bins of corruption t at severity s: every severity is evaluated on all types
+pooled, and the severities are averaged (Hendrycks and Dietterich, ICLR 2019, as in the CIFAR-C tables of Ovadia et al.,
+NeurIPS 2019): cA, cNLL and cECE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
+from dissensus.data.standardise import Standardiser
+from dissensus.evaluation.functions import Functions
+from dissensus.evaluation.predictions import check_hard, is_image
+from dissensus.metrics.calibration import bin_sums, ece_from_sums
+from dissensus.metrics.checks import labelled
+
+BINS = 15
+NAMED = {"all": CORRUPTIONS, "benchmark": BENCHMARK}
+
+
+@dataclass(frozen=True)
+class Corruptions:
+    """Which corruptions to apply, how hard, and how to get from the loader's inputs to images and back.
+
+    `names`: "all" (19 types), "benchmark" (the 15 main ones) or names of `dissensus.data.corruptions.CORRUPTIONS`.
+    `severities`: 1 … 5. `seed`: of the random ones; image number i gets the same noise whatever its batch.
+    `standardiser`: corruptions act on pixels, uint8 or in [0, 1]. Where the loader gives standardised images, pass the
+    standardiser: images are brought back to pixels, corrupted and standardised again.
+    """
+
+    names: str | Sequence[str] = "all"
+    severities: Sequence[int] = (1, 2, 3, 4, 5)
+    seed: int = 0
+    standardiser: Standardiser | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.names, str) and self.names not in NAMED:
+            raise ValueError(
+                f'expected "all", "benchmark" or a list of corruptions, got {self.names!r}; '
+                f"pass [{self.names!r}] for one, of {', '.join(CORRUPTIONS)}"
+            )
+        if not self.types or not self.severities:
+            raise ValueError("expected at least one corruption and one severity, got none; pass None to leave them out")
+        probe = torch.zeros(0, 1, 32, 32)
+        for name in self.types:  # an error now rather than after the clean pass
+            for severity in self.severities:
+                corrupt(probe, name, severity)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return NAMED[self.names] if isinstance(self.names, str) else tuple(self.names)
+
+    def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
+        """x (B, C, H, W) corrupted, in x's own units."""
+        if self.standardiser is None:
+            return corrupt(x, name, severity, seed=self.seed, index=index)
+        pixels = self.standardiser.inverse(x)
+        inside = pixels.clamp(0, 1)
+        pixels = torch.where((pixels - inside).abs() < 1e-3, inside, pixels)  # rounding; anything more is an error
+        return self.standardiser(corrupt(pixels, name, severity, seed=self.seed, index=index))
+
+
+def as_corruptions(value: str | Sequence[str] | Corruptions | None) -> Corruptions | None:
+    """What `evaluate(corrupt=...)` accepts, as Corruptions."""
+    return value if value is None or isinstance(value, Corruptions) else Corruptions(value)
+
+
+@dataclass(frozen=True, eq=False)
+class CorruptedCounts:
+    """Sums over the loader for T types and S severities: everything the metrics depend on."""
+
+    types: tuple[str, ...]
+    severities: tuple[int, ...]
+    nll: Tensor  # (T, S) sums
+    counts: Tensor  # (T, S, K) examples per confidence bin
+    confidence: Tensor  # (T, S, K) sums
+    correct: Tensor  # (T, S, K) sums
+    clean: Tensor  # (3,) accuracy, nll and ece of the same inputs undamaged: where the curves over severity start
+    example_accuracy: Tensor  # (N,) mean over types and severities, for intervals and tests
+    example_nll: Tensor  # (N,)
+
+    def metrics(self) -> dict[str, float]:
+        """corrupt/accuracy, nll and ece; the same per type and per severity."""
+        found = {f"corrupt/{name}": float(values.mean()) for name, values in self.by_severity().items()}
+        for name, values in self.by_severity().items():
+            for severity, value in zip(self.severities, values.tolist(), strict=True):
+                found[f"corrupt/severity{severity}/{name}"] = value
+        for name, table in self.each().items():
+            for kind, value in zip(self.types, table.mean(1).tolist(), strict=True):
+                found[f"corrupt/{kind}/{name}"] = value
+        return found
+
+    def by_severity(self) -> dict[str, Tensor]:
+        """accuracy, nll and ece (S,) of each severity, types pooled."""
+        total = self.counts.sum((0, 2)).double()  # (S,)
+        pooled = (self.counts.sum(0), self.confidence.sum(0), self.correct.sum(0))  # (S, K) each
+        return {
+            "accuracy": self.correct.sum((0, 2)) / total,
+            "nll": self.nll.sum(0) / total,
+            "ece": torch.stack([ece_from_sums(*each) for each in zip(*pooled, strict=True)]),
+        }
+
+    def each(self) -> dict[str, Tensor]:
+        """accuracy, nll and ece (T, S) of each type at each severity."""
+        total = self.counts.sum(2).double()
+        sums = (tensor.flatten(0, 1) for tensor in (self.counts, self.confidence, self.correct))
+        ece = torch.stack([ece_from_sums(*each) for each in zip(*sums, strict=True)])
+        return {"accuracy": self.correct.sum(2) / total, "nll": self.nll / total, "ece": ece.reshape(total.shape)}
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {
+            "corrupt/example_accuracy": self.example_accuracy,
+            "corrupt/example_nll": self.example_nll,
+            **{f"corrupt/{name}": table for name, table in self.each().items()},
+            **{f"corrupt/by_severity/{name}": values for name, values in self.by_severity().items()},
+            **{f"corrupt/clean/{name}": self.clean[i] for i, name in enumerate(("accuracy", "nll", "ece"))},
+        }
+
+
+def corrupted_counts(
+    functions: Functions, loader: Iterable[Any], spec: Corruptions, *, tell: Callable[[int], object] | None = None
+) -> CorruptedCounts:
+    """CorruptedCounts of all inputs of a loader; `tell` is called with the inputs done so far after every batch."""
+    types, severities = spec.types, tuple(spec.severities)
+    sums = _Sums((len(types), len(severities)))
+    clean = _Sums(())
+    example_accuracy, example_nll, seen = [], [], 0
+    for batch in loader:
+        x, y, _ = batches.unpack(batch)
+        batches.check_finite(x)
+        if not is_image(x):
+            raise ValueError(
+                f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "
+                "pass corrupt=None"
+            )
+        check_hard(y, functions)
+        images, y = x.to(functions.device), y.to(functions.device)  # type: ignore[union-attr]
+        index = torch.arange(seen, seen + len(y), device=functions.device)
+        seen += len(y)
+        clean.add((), _outcome(functions, images, y))
+        examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
+        for t, name in enumerate(types):
+            for s, severity in enumerate(severities):
+                outcome = _outcome(functions, spec.apply(images, name, severity, index), y)
+                sums.add((t, s), outcome)
+                examples += outcome.per_example(len(y))
+        examples /= len(types) * len(severities)
+        example_accuracy.append(examples[0])
+        example_nll.append(examples[1])
+        if tell is not None:
+            tell(seen)
+    if not seen:
+        raise ValueError(
+            "expected images to corrupt, got no batch; pass a loader that can be gone through more than once"
+        )
+    return CorruptedCounts(
+        types=types,
+        severities=severities,
+        nll=sums.nll,
+        counts=sums.counts,
+        confidence=sums.confidence,
+        correct=sums.correct,
+        clean=clean.metrics(),
+        example_accuracy=torch.cat(example_accuracy),
+        example_nll=torch.cat(example_nll),
+    )
+
+
+class _Sums:
+    """Sums of outcomes, one set per place of a table."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.nll = torch.zeros(shape, dtype=torch.float64)
+        self.counts, self.confidence, self.correct = (torch.zeros(*shape, BINS, dtype=torch.float64) for _ in range(3))
+
+    def add(self, place: tuple[int, ...], outcome: _Outcome) -> None:
+        self.nll[place] += outcome.nll.sum()
+        counts, confidence, correct = bin_sums(outcome.confidence, outcome.correct, BINS)
+        self.counts[place] += counts
+        self.confidence[place] += confidence
+        self.correct[place] += correct
+
+    def metrics(self) -> Tensor:
+        """(3,) accuracy, nll and ece of a table with one place."""
+        total = self.counts.sum()
+        ece = ece_from_sums(self.counts, self.confidence, self.correct)
+        return torch.stack([self.correct.sum() / total, self.nll / total, ece])
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """One entry per place that counts (an example, or a pixel), on the host."""
+
+    confidence: Tensor  # (n,)
+    correct: Tensor  # (n,) float64
+    nll: Tensor  # (n,) float64
+    example: Tensor  # (n,) which example it belongs to
+
+    def per_example(self, examples: int) -> Tensor:
+        """(2, B) mean accuracy and mean nll of each example."""
+        values = torch.stack([self.correct, self.nll])
+        number = torch.bincount(self.example, minlength=examples).clamp(min=1)
+        return torch.zeros(2, examples, dtype=torch.float64).index_add(1, self.example, values) / number
+
+
+def _outcome(functions: Functions, x: Tensor, y: Tensor) -> _Outcome:
+    predictive = functions.predict(x)
+    if not isinstance(predictive, ClassificationPredictive):
+        raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
+    rows, labels = labelled(predictive.log_mean, y, functions.ignore_index, log=True)  # (n, C), (n,)
+    example = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
+    if functions.ignore_index is not None:
+        example = example[y != functions.ignore_index]
+    largest, prediction = rows.max(1)
+    nll = -rows.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return _Outcome(
+        confidence=largest.exp().cpu(),
+        correct=(prediction == labels).double().cpu(),
+        nll=nll.double().cpu(),
+        example=example.flatten().cpu(),
+    )

@@ -1,0 +1,36 @@
+"""The inputs worth looking at: those the posterior is surest and least sure of, and its surest mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+GROUPS = ("most", "least", "mistakes")
+
+
+@dataclass
+class Extremes:
+    """Keeps `count` inputs of each group while batches go by: nothing else of the inputs is stored."""
+
+    count: int = 8
+    kept: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # rank, index, inputs; first is best
+
+    def update(self, score: Tensor, correct: Tensor, index: Tensor, inputs: Tensor) -> None:
+        """score (B,): higher = less sure; correct (B,) boolean; index (B,) the inputs' numbers; inputs (B, ...)."""
+        every = torch.ones_like(correct)
+        for group, rank, among in (("most", -score, every), ("least", score, every), ("mistakes", -score, ~correct)):
+            found = (rank[among], index[among], inputs[among])
+            if group in self.kept:
+                found = tuple(torch.cat(pair) for pair in zip(self.kept[group], found, strict=True))  # type: ignore[assignment]
+            best = torch.argsort(found[0], descending=True, stable=True)[: self.count]
+            self.kept[group] = (found[0][best], found[1][best], found[2][best])
+
+    def arrays(self) -> dict[str, Tensor]:
+        """`examples/GROUP/index` (K,) and `examples/GROUP/inputs` (K, ...) of every group."""
+        return {
+            f"examples/{group}/{name}": tensor
+            for group, (_, index, inputs) in self.kept.items()
+            for name, tensor in (("index", index), ("inputs", inputs))
+        }

@@ -1,0 +1,77 @@
+"""One draw of a posterior, asked batch by batch: every number of an evaluation belongs to the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.drawn import Drawn
+from dissensus.core.likelihood import Classification
+from dissensus.core.particles import Member
+from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.predictive import Predictive
+from dissensus.metrics import energy_score
+
+
+class Answer(NamedTuple):
+    """What the functions say about a batch, on the posterior's device."""
+
+    predictive: Predictive
+    energy: Tensor | None  # (M, B, ...) energy of every member's logits; None where outputs are not logits
+
+
+class Functions:
+    """M functions drawn once from a posterior. Made by `drawn_once`, within which they may be called."""
+
+    def __init__(self, posterior: Posterior, drawn: Drawn) -> None:
+        self.posterior = posterior
+        self.drawn = drawn
+        self.members = drawn.members
+        self.logits = isinstance(posterior.likelihood, Classification)
+
+    @property
+    def device(self) -> torch.device:
+        return self.posterior.device
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The label of places that do not count, None where all do."""
+        return getattr(self.posterior.likelihood, "ignore_index", None)
+
+    def predict(self, x: Inputs) -> Predictive:
+        """The mixture's prediction for one batch."""
+        return self.posterior.tempered(self.drawn.predict(batches.to(x, self.device)))
+
+    def answer(self, x: Inputs) -> Answer:
+        """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
+        if not self.logits:
+            return Answer(self.predict(x), None)
+        x = batches.to(x, self.device)
+        with batches.unchanged(x):
+            outputs, *described = self.drawn.each(_outputs_and_description, x)
+        predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
+        # The energy of the logits at the posterior's temperature, member by member.
+        flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))
+        return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
+
+
+@contextmanager
+def drawn_once(posterior: Posterior) -> Iterator[Functions]:
+    """Functions of one draw; eval mode without gradients, modes and random streams put back afterwards."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
+    with evaluation(posterior):
+        yield Functions(posterior, posterior.draw())
+
+
+def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:
+    outputs = batches.call(member.network, x)
+    return outputs, *member.likelihood.describe(outputs)

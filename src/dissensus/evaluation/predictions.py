@@ -1,0 +1,139 @@
+"""Predictions of a whole loader: what the members said, the targets, and a few inputs to look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.evaluation.examples import Extremes
+from dissensus.evaluation.functions import Answer, Functions
+from dissensus.metrics import max_probability_score
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What one draw says about all inputs of a loader, on the host."""
+
+    predictive: Predictive
+    targets: Tensor  # (N,) classes or (N, D) values
+    energy: Tensor | None  # (M, N)
+    examples: dict[str, Tensor]  # of Extremes.arrays; empty where inputs are not images
+    shapes: Shapes  # of one input
+    milliseconds: float  # per input, in the loader's batches
+
+    @property
+    def members(self) -> int:
+        return int(self.predictive.described()[0].shape[0])
+
+
+def predictions(
+    functions: Functions,
+    loader: Iterable[Any],
+    *,
+    name: str = "test",
+    labelled: bool = True,
+    like: Shapes | None = None,
+    picture: Callable[[Tensor], Tensor] | None = None,
+) -> Predictions:
+    """Predictions for all inputs of a loader of (x, y), in its order.
+
+    `labelled`: whether y belongs to the functions' task (it does not for OOD inputs, and is then not read). `like`: the
+    shapes inputs must have. `picture`: from inputs to images to show; None shows them as they are.
+    """
+    answers: list[Answer] = []
+    targets: list[Tensor] = []
+    seconds: list[tuple[float, int]] = []
+    extremes, shapes, seen = Extremes(), like, 0
+    for batch in loader:
+        x, y, _ = batches.unpack(batch)
+        batches.check_finite(x)
+        shapes = checked_shapes(x, shapes, name)
+        if labelled:
+            functions.posterior.check_batch(batches.to(x, functions.device), y)
+            check_hard(y, functions)
+        start = now(functions.device)
+        answer = functions.answer(x)
+        seconds.append((now(functions.device) - start, batches.size(x)))
+        answer, index = on_host(answer), torch.arange(seen, seen + batches.size(x))
+        seen += batches.size(x)
+        if labelled and functions.ignore_index is not None:
+            counted = y.cpu() != functions.ignore_index
+            answer, index = rows(answer, counted), index[counted]
+            x, y = batches.apply(x, partial(_at, counted)), y.cpu()[counted]
+        if labelled and is_image(x) and isinstance(answer.predictive, ClassificationPredictive) and len(index):
+            log_mean = answer.predictive.log_mean
+            shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
+            extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
+        answers.append(answer)
+        targets.append(y.cpu())
+    if not answers:
+        raise ValueError(
+            f"expected at least one batch in {name!r}, got none; is it empty, or a generator that can be read only once?"
+        )
+    energies = [answer.energy for answer in answers if answer.energy is not None]
+    timed = seconds[1:] or seconds  # the first batch pays for what is set up once
+    return Predictions(
+        predictive=Predictive.cat([answer.predictive for answer in answers]),
+        targets=torch.cat(targets),
+        energy=torch.cat(energies, 1) if energies else None,
+        examples=extremes.arrays(),
+        shapes=shapes or (),
+        milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
+    )
+
+
+def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
+    """The shapes of one input; an error where they are not those of the inputs before."""
+    shapes = tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
+    if like is not None and shapes != like:
+        raise ValueError(
+            f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {_shown(shapes)}; "
+            "resize them or convert their channels first"
+        )
+    return shapes
+
+
+def check_hard(y: Tensor, functions: Functions) -> None:
+    """An error where targets of a classification are soft: accuracy and calibration need one true class."""
+    if functions.logits and y.is_floating_point():
+        raise ValueError(f"expected class indices to evaluate on, got {y.dtype} labels; pass y.argmax(1)")
+
+
+def is_image(x: Inputs) -> bool:
+    """Whether inputs are images (B, 1 or 3, H, W)."""
+    return isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3)
+
+
+def on_host(answer: Answer) -> Answer:
+    return Answer(answer.predictive.to("cpu"), None if answer.energy is None else answer.energy.cpu())
+
+
+def _at(keep: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.cpu()[keep]
+
+
+def rows(answer: Answer, keep: Tensor) -> Answer:
+    """The answer for some of the inputs; keep: (B,) boolean."""
+    return Answer(answer.predictive[keep], None if answer.energy is None else answer.energy[:, keep])
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _shown(shapes: Shapes) -> str:
+    return " and ".join(map(str, shapes)) if shapes else "()"

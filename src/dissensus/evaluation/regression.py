@@ -1,0 +1,89 @@
+"""The numbers of a regression: errors, densities, interval coverage, members."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.core.predictive import RegressionPredictive
+from dissensus.evaluation.predictions import Predictions
+
+SCORES = ("variance", "epistemic")
+LEVEL = 0.9
+
+
+def test_metrics(predictions: Predictions) -> dict[str, float]:
+    """rmse, nll of the mixture, gaussian_nll of its first two moments, crps, and coverage and width of 90 % intervals."""
+    predictive, y = _gaussians(predictions), predictions.targets
+    means, variances = predictive.described()
+    lower, upper = predictive.interval(LEVEL)
+    return {
+        "rmse": float(metrics.rmse(predictive.mean, y)),
+        "nll": float(metrics.mixture_nll(means, variances, y)),
+        "gaussian_nll": float(metrics.gaussian_nll(*metrics.moment_match(means, variances), y)),
+        "crps": float(metrics.crps_mixture(means, variances, y)),
+        "coverage90": float(metrics.interval_coverage(lower, upper, y)),
+        "width90": float(metrics.mean_interval_width(lower, upper)),
+    }
+
+
+def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
+    """One number per example (means over outputs), the probability integral transform and the risk–coverage curve."""
+    predictive, y = _gaussians(predictions), predictions.targets
+    means, variances = predictive.described()
+    squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
+    curve = metrics.risk_coverage(-_flat(predictive.total), squared)
+    return {
+        "test/target": y,
+        "test/mean": predictive.mean,
+        "test/variance": predictive.total,
+        "test/squared_error": squared,
+        "test/nll": metrics.mixture_nll_values(means, variances, y),
+        "test/gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),
+        "test/crps": _flat(metrics.crps_mixture_values(means, variances, y)),
+        "test/covered90": _flat(metrics.interval_coverage_values(*predictive.interval(LEVEL), y)),
+        # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
+        "test/cumulative": predictive.cdf(y),
+        **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
+    }
+
+
+def scores(predictions: Predictions) -> dict[str, Tensor]:
+    """Name -> (N,) float64, higher = more foreign: variances summed over outputs."""
+    predictive = _gaussians(predictions)
+    return {
+        "variance": predictive.total.double().reshape(len(predictive), -1).sum(1),
+        "epistemic": predictive.epistemic.double().reshape(len(predictive), -1).sum(1),
+    }
+
+
+def member_metrics(predictions: Predictions) -> dict[str, float]:
+    """What members are worth alone and together; nothing for a single one."""
+    if predictions.members == 1:
+        return {}
+    predictive, y = _gaussians(predictions), predictions.targets
+    means, variances = predictive.described()
+    log_likelihood = torch.stack(
+        [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
+    )  # (M, N)
+    gain = metrics.ensemble_gain_of(log_likelihood)
+    return {
+        "members/count": float(len(means)),
+        "members/nll": float(gain.member_nll),
+        "members/nll_best": float(-log_likelihood.mean(1).max()),
+        "members/rmse": float(torch.stack([metrics.rmse(m, y) for m in means]).mean()),
+        "members/diversity": float(gain.diversity),
+        "members/effective_members": float(metrics.effective_members_regression(means, y)),
+    }
+
+
+def _flat(values: Tensor) -> Tensor:
+    """(N,) means over outputs."""
+    return values.double().reshape(len(values), -1).mean(1)
+
+
+def _gaussians(predictions: Predictions) -> RegressionPredictive:
+    return cast(RegressionPredictive, predictions.predictive)

@@ -1,0 +1,122 @@
+"""The command line: what it prints, what it returns, and that errors are one line."""
+
+import sys
+
+import pytest
+
+from dissensus.bench import cli
+
+
+@pytest.fixture
+def dissensus(monkeypatch, capsys, tmp_path):
+    """Runs the command line in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DISSENSUS_DATA", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dissensus", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as done:
+            code = int(done.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
+    code, out, _ = dissensus("train", "moons", "--method", "map", "--size", "smoke", "--seed", "3", "--quiet")
+    assert code == 0
+    assert out.strip() == "runs/moons-smoke/map-seed3"
+    code, out, _ = dissensus("evaluate", out.strip(), "--quiet")
+    assert code == 0
+    assert "accuracy" in out
+    assert "ood/far_ring/auroc" in out
+    again = dissensus("evaluate", "runs/moons-smoke/map-seed3", "--again", "--quiet")
+    assert again[0] == 0
+    code, out, _ = dissensus("report", "runs/moons-smoke", "--out", "page")
+    assert code == 0
+    assert "page/report.html" in out
+    assert (tmp_path / "page" / "report.html").is_file()
+
+
+def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):
+    code, out, err = dissensus(
+        "bench", "moons", "--size", "smoke", "--methods", "map,deep_ensemble", "--set", "training.epochs=2",
+        "--set", "method.members=3", "--out", "here",
+    )  # fmt: skip
+    assert code == 0
+    assert "Accuracy" in out
+    assert "here/report.html" in out
+    assert "[2/2] deep_ensemble, seed 0: training" in err
+    assert "epoch 2/2" in err
+    assert (tmp_path / "here" / "deep_ensemble-seed0" / "metrics.json").is_file()
+    assert "members = 3" in (tmp_path / "here" / "deep_ensemble-seed0" / "config.toml").read_text()
+    command = "dissensus bench moons --size smoke"
+    assert command in (tmp_path / "here" / "report.md").read_text()
+
+
+def test_list_names_tasks_methods_and_data_sets(dissensus):
+    code, out, _ = dissensus("list")
+    assert code == 0
+    for name in ("digits", "moons", "cifar10", "deep_ensemble", "mc_dropout", "shipped", "not found"):
+        assert name in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "mons"), "did you mean 'moons'"),
+        (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
+        (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
+        (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
+        (("bench", "moons", "--size", "huge"), "expected a size"),
+        (("bench", "moons", "--seeds", "none"), "--seeds"),
+        (("bench", "moons", "--sizes", "smoke"), "--size"),
+        (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
+        (("bench", "mine.toml"), "expected a task file"),
+        (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
+        (("evaluate", "nothing"), "expected a run folder"),
+        (("report", "nothing"), "expected run folders"),
+        (("flub",), "flub"),
+    ],
+)
+def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(dissensus, tmp_path, arguments, message):
+    (tmp_path / "taken").write_text("")
+    code, out, err = dissensus(*arguments)
+    assert code == 2
+    assert message in err
+    assert err.startswith("dissensus: ")
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in out + err
+
+
+def test_a_missing_data_set_lists_its_files(dissensus):
+    code, _, err = dissensus("bench", "cifar10", "--data", ".")
+    assert code == 2
+    assert "data_batch_1.bin" in err
+    assert "sha256" in err
+
+
+def test_a_stop_says_that_the_same_command_goes_on(dissensus, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.jobs, "bench", stop)
+    code, _, err = dissensus("bench", "moons")
+    assert code == 130
+    assert "goes on from here" in err
+
+
+def test_the_traceback_can_be_asked_for(dissensus, monkeypatch):
+    monkeypatch.setenv("DISSENSUS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="did you mean"):
+        dissensus("bench", "mons")
+
+
+def test_no_arguments_print_the_help(dissensus):
+    code, out, err = dissensus()
+    assert code == 2
+    assert "bench" in out + err

@@ -1,0 +1,423 @@
+"""evaluate: every number against a direct computation on the same functions."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+from dissensus import metrics
+from dissensus.data import Batches, Standardiser
+from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
+from dissensus.evaluate import Evaluation, evaluate, number
+from dissensus.evaluation.corrupted import Corruptions
+
+
+def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator)
+    return x, torch.randint(classes, (count,), generator=generator)
+
+
+def ensemble(members: int = 3, *, outputs: int = 3, inputs: int = 4) -> ds.DeepEnsemble:
+    torch.manual_seed(1)
+    networks = [ds.nets.MLP(inputs, outputs, hidden=(8,)) for _ in range(members)]
+    with torch.no_grad():
+        for network in networks:
+            for parameter in network.parameters():
+                parameter.mul_(4)  # confident enough for the numbers to differ
+    return ds.DeepEnsemble(networks)
+
+
+def images(count: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(256, (count, 1, 16, 16), generator=generator).float() / 255
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def test_test_metrics_are_those_of_the_metric_functions():
+    posterior, (x, y) = ensemble(), rows()
+    found = evaluate(posterior, Batches(x, y, batch_size=7)).metrics
+    predictive = posterior.predict(x)
+    log_mean, mean = predictive.log_mean, predictive.mean
+    wrong = 1 - metrics.accuracy_values(mean, y)
+    expected = {
+        "accuracy": metrics.accuracy(mean, y),
+        "nll": metrics.nll(log_mean, y),
+        "brier": metrics.brier(mean, y),
+        "ece": metrics.ece(mean, y),
+        "aurc": metrics.aurc(-metrics.max_probability_score(log_mean), wrong),
+        "members/nll": metrics.ensemble_gain(predictive.members, y).member_nll,
+        "members/diversity": metrics.ensemble_gain(predictive.members, y).diversity,
+        "members/disagreement": metrics.disagreement(predictive.members),
+        "members/effective_members": metrics.effective_members(predictive.members, y),
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), abs=1e-6), name
+    assert found["members/nll"] - found["members/diversity"] == pytest.approx(found["nll"], abs=1e-6)
+    alone = [float(metrics.nll(member, y)) for member in predictive.members]
+    assert found["members/nll_best"] == pytest.approx(min(alone), abs=1e-6)
+    assert found["cost/parameters"] == sum(p.numel() for p in posterior.parameters())
+    assert found["cost/predict_ms"] > 0
+
+
+def test_the_flat_keys_are_those_of_the_contract():
+    x, y = images()
+    posterior = ensemble(inputs=256)
+    loader = Batches(x, y, batch_size=5)
+    found = evaluate(posterior, loader, ood={"noise": loader}, shift={"moved": loader}, corrupt=["fog"]).metrics
+    expected = ["accuracy", "nll", "brier", "ece", "aurc"]
+    expected += [f"ood/noise/{k}" for k in ("auroc", "aupr", "aupr_in", "aupr_adjusted", "fpr95", "fpr95_in")]
+    expected += [f"corrupt/{k}" for k in ("accuracy", "nll", "ece")] + ["shift/moved/accuracy", "shift/moved/nll"]
+    expected += [f"members/{k}" for k in ("nll", "diversity", "disagreement", "effective_members")]
+    assert {*expected, "cost/parameters", "cost/predict_ms"} <= found.keys()
+    assert all(isinstance(value, float) for value in found.values())
+
+
+def test_per_example_arrays_average_to_the_metrics():
+    posterior, (x, y) = ensemble(), rows()
+    result = evaluate(posterior, Batches(x, y, batch_size=7))
+    for name in ("nll", "brier"):
+        assert float(result.arrays[f"test/{name}"].mean()) == pytest.approx(result.metrics[name], abs=1e-9)
+    assert float(result.arrays["test/correct"].mean()) == result.metrics["accuracy"]
+    assert float(result.arrays["risk_coverage/risk"].mean()) == pytest.approx(result.metrics["aurc"], abs=1e-12)
+    counts, confidence, accuracy = (result.arrays[f"reliability/{n}"] for n in ("counts", "confidence", "accuracy"))
+    held = counts > 0
+    gap = (counts * (confidence - accuracy).abs())[held].sum() / counts.sum()
+    assert float(gap) == pytest.approx(result.metrics["ece"], abs=1e-9)
+
+
+def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
+    posterior, (x, y) = ensemble(), rows()
+    other, _ = rows(seed=5)
+    loaders = {"far": Batches(other * 3, y, batch_size=20)}
+    predictive, foreign = posterior.predict(x), posterior.predict(other * 3)
+    scored = {
+        "max_probability": lambda p: metrics.max_probability_score(p.log_mean),
+        "entropy": lambda p: metrics.entropy_score(p.log_mean),
+        "mutual_information": lambda p: metrics.mutual_information_score(p.members),
+    }
+    for name, score in scored.items():
+        result = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score=name)
+        assert result.arrays[f"ood/far/score/{name}"].dtype == torch.float64
+        assert torch.allclose(result.arrays[f"test/score/{name}"], score(predictive), atol=1e-6)
+        assert result.metrics["ood/far/auroc"] == pytest.approx(
+            float(metrics.auroc(score(predictive), score(foreign))), abs=1e-9
+        )
+    energy = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score="energy")
+    direct = -torch.logsumexp(posterior(x).double(), 2).mean(0)
+    assert torch.allclose(energy.arrays["test/score/energy"], direct, atol=1e-6)
+
+
+def test_temperature_enters_every_number_and_the_energy():
+    posterior, (x, y) = ensemble(), rows()
+    posterior.temperature.fill_(3.0)
+    result = evaluate(posterior, Batches(x, y, batch_size=60))
+    assert result.metrics["nll"] == pytest.approx(float(metrics.nll(posterior.predict(x).log_mean, y)), abs=1e-6)
+    direct = -torch.logsumexp(posterior(x).double() / 3, 2).mean(0)
+    assert torch.allclose(result.arrays["test/score/energy"], direct, atol=1e-6)
+
+
+def test_a_members_own_auroc_is_averaged():
+    posterior, (x, y) = ensemble(), rows()
+    other, _ = rows(seed=5)
+    result = evaluate(posterior, Batches(x, y, batch_size=9), ood={"far": Batches(other * 3, y, batch_size=9)})
+    inside, outside = posterior.predict(x).members, posterior.predict(other * 3).members
+    score = metrics.max_probability_score
+    alone = [float(metrics.auroc(score(i), score(o))) for i, o in zip(inside, outside, strict=True)]
+    assert result.metrics["members/ood/far/auroc"] == pytest.approx(sum(alone) / 3, abs=1e-9)
+
+
+def test_all_numbers_come_from_one_draw():
+    torch.manual_seed(0)
+    posterior = ds.MCDropout(ds.nets.MLP(4, 3, hidden=(32, 32)), rate=0.5, samples=3)
+    x, y = rows()
+    loader = Batches(x, y, batch_size=13)
+    result = evaluate(posterior, loader, ood={"same": loader}, shift={"same": loader})
+    assert result.metrics["ood/same/auroc"] == 0.5  # equal scores everywhere: only the same functions give that
+    assert result.metrics["shift/same/nll"] == result.metrics["nll"]
+
+
+def test_the_world_is_left_as_found():
+    posterior, (x, y) = ensemble(), rows()
+    posterior.train()
+    state, weights = torch.get_rng_state(), [p.clone() for p in posterior.parameters()]
+    evaluate(posterior, Batches(x, y, batch_size=13))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert posterior.training
+    assert posterior.particles.training
+    assert all(torch.equal(a, b) for a, b in zip(weights, posterior.parameters(), strict=True))
+
+
+def test_a_generator_is_enough_where_the_loader_is_needed_once():
+    posterior, (x, y) = ensemble(), rows()
+    once = evaluate(posterior, ((x[i : i + 10], y[i : i + 10]) for i in range(0, 60, 10)))
+    assert once.metrics["nll"] == pytest.approx(evaluate(posterior, [(x, y)]).metrics["nll"], abs=1e-6)
+    pictures, labels = images()
+    with pytest.raises(ValueError, match="more than once"):
+        evaluate(ensemble(inputs=256), ((pictures, labels) for _ in range(1)), corrupt=["fog"])
+
+
+@pytest.mark.parametrize("batch_size", [5, 12])
+def test_corruption_metrics_pool_types_and_average_severities(batch_size):
+    posterior, (x, y) = ensemble(inputs=256), images()
+    types, severities = ("fog", "gaussian_noise", "contrast"), (1, 4)
+    spec = Corruptions(types, severities, seed=3)
+    result = evaluate(posterior, Batches(x, y, batch_size=batch_size), corrupt=spec)
+    per_severity: dict[str, list[float]] = {"accuracy": [], "nll": [], "ece": []}
+    for severity in severities:
+        parts = [posterior.predict(corrupt(x, name, severity, seed=3)) for name in types]
+        mean, log_mean = torch.cat([p.mean for p in parts]), torch.cat([p.log_mean for p in parts])
+        labels = y.repeat(len(types))
+        per_severity["accuracy"].append(float(metrics.accuracy(mean, labels)))
+        per_severity["nll"].append(float(metrics.nll(log_mean, labels)))
+        per_severity["ece"].append(float(metrics.ece(mean, labels)))
+        for t, name in enumerate(types):
+            direct = metrics.ece(parts[t].mean, y)
+            cell = result.arrays["corrupt/ece"][t, severities.index(severity)]
+            assert float(cell) == pytest.approx(float(direct), abs=1e-6), name
+    for name, values in per_severity.items():
+        assert result.metrics[f"corrupt/{name}"] == pytest.approx(sum(values) / 2, abs=1e-6)
+        assert result.arrays[f"corrupt/by_severity/{name}"].tolist() == pytest.approx(values, abs=1e-6)
+        assert result.metrics[f"corrupt/severity4/{name}"] == pytest.approx(values[1], abs=1e-6)
+        assert float(result.arrays[f"corrupt/clean/{name}"]) == pytest.approx(result.metrics[name], abs=1e-6)
+    fog = [float(metrics.nll(posterior.predict(corrupt(x, "fog", s, seed=3)).log_mean, y)) for s in severities]
+    assert result.metrics["corrupt/fog/nll"] == pytest.approx(sum(fog) / 2, abs=1e-6)
+    for name in ("accuracy", "nll"):
+        example = result.arrays[f"corrupt/example_{name}"]
+        assert example.shape == (12,)
+        assert float(example.mean()) == pytest.approx(result.metrics[f"corrupt/{name}"], abs=1e-9)
+
+
+def test_standardised_images_are_corrupted_as_pixels():
+    x, y = images()
+    standardiser = Standardiser.of_channels((x * 255).round().to(torch.uint8))
+    on_pixels = ensemble(inputs=256)
+
+    class Standardised(nn.Module):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, z):
+            return self.network(standardiser.inverse(z))
+
+    on_standardised = ds.DeepEnsemble([Standardised(on_pixels.member(i)) for i in range(3)])
+    plain = evaluate(on_pixels, Batches(x, y, batch_size=6), corrupt=Corruptions(["snow"], [3]))
+    moved = evaluate(
+        on_standardised,
+        Batches(standardiser(x), y, batch_size=6),
+        corrupt=Corruptions(["snow"], [3], standardiser=standardiser),
+    )
+    assert moved.metrics["corrupt/nll"] == pytest.approx(plain.metrics["corrupt/nll"], abs=1e-4)
+    shown = moved.arrays["examples/least/inputs"]
+    assert shown.min() >= -1e-6
+    assert shown.max() <= 1 + 1e-6
+
+
+def test_named_sets_of_corruptions():
+    assert Corruptions("all").types == CORRUPTIONS
+    assert Corruptions("benchmark").types == BENCHMARK
+    with pytest.raises(ValueError, match="'fog'"):
+        Corruptions(["fig"])
+    with pytest.raises(ValueError, match=r'expected "all"'):
+        Corruptions("fog")
+    with pytest.raises(ValueError, match="severity"):
+        Corruptions(["fog"], [6])
+
+
+def test_extreme_examples_are_those_of_a_full_sort():
+    posterior, (x, y) = ensemble(inputs=256), images(40)
+    result = evaluate(posterior, Batches(x, y, batch_size=7))
+    score = result.arrays["test/score/max_probability"]
+    order = score.argsort()
+    wrong = [i for i in order.tolist() if not result.arrays["test/correct"][i]]
+    assert result.arrays["examples/most/index"].tolist() == order[:8].tolist()
+    assert result.arrays["examples/least/index"].tolist() == order.flip(0)[:8].tolist()
+    assert result.arrays["examples/mistakes/index"].tolist() == wrong[:8]
+    assert torch.equal(result.arrays["examples/most/inputs"], x[order[:8]])
+
+
+def test_regression_metrics_are_those_of_the_metric_functions():
+    torch.manual_seed(0)
+    x, y = ds.data.x_sin_x(20)
+    posterior = ds.DeepEnsemble([ds.nets.MLP(1, 1, hidden=(8,)) for _ in range(3)], likelihood=ds.Regression(0.4))
+    result = evaluate(posterior, Batches(x, y, batch_size=9), shift={"far": [(x + 3, y)]}, ood={"far": [(x + 9, y)]})
+    predictive = posterior.predict(x)
+    means, variances = predictive.described()
+    expected = {
+        "rmse": metrics.rmse(predictive.mean, y),
+        "nll": metrics.mixture_nll(means, variances, y),
+        "gaussian_nll": metrics.gaussian_nll(*metrics.moment_match(means, variances), y),
+        "crps": metrics.crps_mixture(means, variances, y),
+        "coverage90": metrics.interval_coverage(*predictive.interval(0.9), y),
+        "members/effective_members": metrics.effective_members_regression(means, y),
+        "ood/far/auroc": metrics.auroc(predictive.total[:, 0], posterior.predict(x + 9).total[:, 0]),
+        "shift/far/rmse": metrics.rmse(posterior.predict(x + 3).mean, y),
+    }
+    for name, value in expected.items():
+        assert result.metrics[name] == pytest.approx(float(value), abs=1e-5), name
+    inside = (2 * result.arrays["test/cumulative"] - 1).abs() <= 0.9
+    assert float(inside.double().mean()) == pytest.approx(result.metrics["coverage90"])
+
+
+class Pixels(nn.Module):
+    """(B, 3, H, W) -> (B, 4, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        return 3 * self.convolution(x)
+
+
+def segmentation() -> tuple[ds.DeepEnsemble, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    posterior = ds.DeepEnsemble([Pixels() for _ in range(3)], likelihood=ds.Classification(ignore_index=255))
+    x, y = torch.rand(5, 3, 12, 12), torch.randint(4, (5, 12, 12))
+    y[:, :3] = 255
+    return posterior, x, y
+
+
+def test_segmentation_metrics_are_those_of_all_pixels_at_once():
+    posterior, x, y = segmentation()
+    result = evaluate(posterior, [(x[:2], y[:2]), (x[2:], y[2:])], corrupt=["contrast"])
+    predictive = posterior.predict(x)
+    expected = {
+        "accuracy": metrics.accuracy(predictive.mean, y, ignore_index=255),
+        "nll": metrics.nll(predictive.log_mean, y, ignore_index=255),
+        "brier": metrics.brier(predictive.mean, y, ignore_index=255),
+        "ece": metrics.ece(predictive.mean, y, ignore_index=255),
+        "miou": metrics.miou(predictive.mean, y, ignore_index=255),
+        "members/nll": metrics.ensemble_gain(predictive.members, y, ignore_index=255).member_nll,
+        "members/diversity": metrics.ensemble_gain(predictive.members, y, ignore_index=255).diversity,
+        "members/disagreement": metrics.disagreement(predictive.members[:, :, :, 3:]),
+    }
+    for name, value in expected.items():
+        assert result.metrics[name] == pytest.approx(float(value), abs=1e-6), name
+    assert result.kind == "segmentation"
+    damaged = [posterior.predict(corrupt(x, "contrast", s)).mean for s in range(1, 6)]
+    direct = sum(float(metrics.accuracy(mean, y, ignore_index=255)) for mean in damaged) / 5
+    assert result.metrics["corrupt/accuracy"] == pytest.approx(direct, abs=1e-6)
+
+
+@pytest.mark.parametrize("score", ["max_probability", "entropy", "mutual_information", "energy"])
+def test_segmentation_ranks_ood_pixels_image_by_image(score):
+    posterior, x, y = segmentation()
+    mask = torch.randint(2, (5, 12, 12))
+    mask[:, -1] = 7  # void
+    mask[4] = 0  # an image without OOD pixels has no ranking
+    result = evaluate(posterior, [(x, y)], ood={"odd": [(x[:2], mask[:2]), (x[2:], mask[2:])]}, score=score)
+    predictive = posterior.predict(x)
+    value = {
+        "max_probability": metrics.max_probability_score(predictive.log_mean),
+        "entropy": metrics.entropy_score(predictive.log_mean),
+        "mutual_information": metrics.mutual_information_score(predictive.members),
+        "energy": -torch.logsumexp(posterior(x).double(), 2).mean(0),
+    }[score]
+    expected = metrics.per_image_ood(value, mask == 1, void=mask == 7)
+    assert result.metrics["ood/odd/auroc"] == pytest.approx(float(expected.auroc), abs=1e-6)
+    assert result.metrics["ood/odd/aupr"] == pytest.approx(float(expected.aupr), abs=1e-6)
+    assert result.metrics["ood/odd/fpr95"] == pytest.approx(float(expected.fpr95), abs=1e-6)
+    pooled = metrics.auroc(value[mask == 0], value[mask == 1])
+    assert result.metrics["ood/odd/pooled_auroc"] == pytest.approx(float(pooled), abs=2e-2)
+
+
+def test_labels_to_ignore_are_left_out_of_a_classification():
+    torch.manual_seed(1)
+    posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(8,)), likelihood=ds.Classification(ignore_index=9))
+    x, y = rows()
+    marked = y.clone()
+    marked[::4] = 9
+    kept = marked != 9
+    with_ignored = evaluate(posterior, Batches(x, marked, batch_size=7)).metrics
+    without = evaluate(posterior, [(x[kept], y[kept])]).metrics
+    for name in ("accuracy", "nll", "brier", "ece", "aurc"):
+        assert with_ignored[name] == pytest.approx(without[name], abs=1e-6)
+
+
+def test_one_member_has_no_member_metrics():
+    x, y = rows()
+    found = evaluate(ds.MAP(ds.nets.MLP(4, 3)), [(x, y)])
+    assert not any(name.startswith("members/") for name in found.metrics)
+    assert "test/score/mutual_information" not in found.arrays
+
+
+def test_the_table_is_aligned_and_leaves_out_single_corruptions():
+    x, y = images()
+    result = evaluate(ensemble(inputs=256), [(x, y)], corrupt=["fog"])
+    lines = result.table().splitlines()
+    names = [line.split()[0] for line in lines]
+    assert "corrupt/nll" in names
+    assert "corrupt/fog/nll" not in names
+    assert "corrupt/severity1/nll" not in names
+    assert len({line.index(line.split()[1]) for line in lines}) == 1
+    assert isinstance(result, Evaluation)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.12345, "0.1235"), (0.0, "0.0000"), (12.0, "12"), (2e-5, "2e-05"), (math.inf, "inf")]
+)
+def test_numbers_are_written_short(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"ood": {"b": [(torch.zeros(3, 5), torch.zeros(3))]}}, r"shape \(4,\) in 'b', as in the test set, got \(5,\)"),
+        ({"ood": {"a/b": []}}, "without '/'"),
+        ({"ood": {"b": []}}, "at least one batch in 'b'"),
+        ({"score": "entropi"}, "expected a score of max_probability, entropy"),
+        ({"score": "variance"}, "expected a score of max_probability, entropy"),
+        ({"corrupt": ["fog"]}, "expected images"),
+        ({"corrupt": "everything"}, '"all", "benchmark"'),
+        ({"shift": {"b": [(torch.zeros(3, 4), torch.tensor([0, 1, 3]))]}}, "labels in 0…2"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(keywords, message):
+    x, y = rows()
+    with pytest.raises(ValueError, match=message):
+        evaluate(ensemble(), [(x, y)], **keywords)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (torch.eye(3)[torch.zeros(60, dtype=torch.long)], "class indices to evaluate on"),
+        (torch.eye(3, dtype=torch.long)[torch.zeros(60, dtype=torch.long)], "not one-hot rows"),
+        (torch.full((60,), -1), "expected labels in 0…2, got -1"),
+    ],
+)
+def test_bad_targets_are_one_clear_error(y, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(ensemble(), [(rows()[0], y)])
+
+
+def test_other_bad_input_is_one_clear_error():
+    x, y = rows()
+    with pytest.raises(TypeError, match="expected a posterior, got MLP"):
+        evaluate(ds.nets.MLP(4, 3), [(x, y)])
+    with pytest.raises(ValueError, match="at least one batch"):
+        evaluate(ensemble(), [])
+    with pytest.raises(ValueError, match="several members"):
+        evaluate(ds.MAP(ds.nets.MLP(4, 3)), [(x, y)], score="mutual_information")
+    with pytest.raises(ValueError, match="NaN"):
+        evaluate(ensemble(), [(x * math.nan, y)])
+    posterior, pictures, labels = segmentation()
+    with pytest.raises(ValueError, match="expected a mask of shape"):
+        evaluate(posterior, [(pictures, labels)], ood={"odd": [(pictures, torch.zeros(5))]})
+    with pytest.raises(ValueError, match="both OOD and other pixels"):
+        evaluate(posterior, [(pictures, labels)], ood={"odd": [(pictures, torch.zeros(5, 12, 12).long())]})
+
+
+def test_severities_stand_in_the_order_given():
+    x, y = images()
+    posterior = ensemble(inputs=256)
+    both = evaluate(posterior, [(x, y)], corrupt=Corruptions(["gaussian_noise"], (5, 1)))
+    hard = evaluate(posterior, [(x, y)], corrupt=Corruptions(["gaussian_noise"], (5,)))
+    assert both.severities == (5, 1)
+    assert both.arrays["corrupt/nll"][0, 0] == hard.arrays["corrupt/nll"][0, 0]
+    assert both.arrays["corrupt/nll"][0, 0] != both.arrays["corrupt/nll"][0, 1]
