@@ -518,3 +518,16 @@ def test_an_optimizer_over_the_callers_networks_is_refused():
 def test_a_network_is_not_a_posterior():
     with pytest.raises(TypeError, match="expected a posterior, got Linear; wrap the network"):
         ds.fit(nn.Linear(4, 3), [(x32, labels)], epochs=1)
+
+
+def test_a_tracker_is_kept_only_from_when_there_is_something_to_draw():
+    torch.manual_seed(0)
+    x, y = ds.data.two_moons(120, seed=0)
+    loader = ds.data.Batches(x, y, batch_size=30)
+    swag = ds.SWAG(ds.nets.MLP(2, 2, hidden=(8,)), rank=2, samples=3, start=12, every=2)
+    # Validation gets worse from the first epoch on, since the rate is absurd: the best epoch precedes every snapshot.
+    optimizer = torch.optim.SGD(swag.parameters(), lr=3.0)
+    history = ds.fit(swag, loader, epochs=6, validation=loader, patience=2, optimizer=optimizer, progress=False)
+    assert history.best is not None
+    assert history.best >= 3  # twelve steps are three epochs
+    assert swag.predict(x).members.shape == (3, 120, 2)

@@ -74,7 +74,7 @@ def fit(
 
     with run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
-            if patience is not None and number - 1 - best.epoch >= patience:
+            if patience is not None and best.state is not None and number - 1 - best.epoch >= patience:
                 break
             start, steps = time.perf_counter(), int(posterior.steps)
             posterior.train()
@@ -89,7 +89,7 @@ def fit(
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            if score is not None and best.better(score):
+            if score is not None and posterior.ready and best.better(score):
                 best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.modes import plain_attention
 from dissensus.core.particles import Rows, Tensors, random_state
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA st
 
 def vectorised(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """All members at once by vmap."""
-    with plain_attention():
+    with posterior.particles.vectorising():
         return vectorised_gradients(posterior, state_of(posterior), x, y, weight)
 
 

@@ -6,7 +6,9 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import plain_attention
+from dissensus.core.stacking import stacked_linear
 
 log = logging.getLogger("dissensus")
 
@@ -177,7 +180,7 @@ class Particles(nn.Module):
             return loop(one, rows, count)
         restore = random_state()
         try:
-            with plain_attention():
+            with self.vectorising():
                 return torch.func.vmap(one, randomness="different")(rows)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -186,6 +189,14 @@ class Particles(nn.Module):
             result = loop(one, rows, count)  # raises the caller's own error if it was one
             self.note_fallback(error)
             return result
+
+    @contextmanager
+    def vectorising(self) -> Iterator[None]:
+        """What vmap over members runs in: layers in forms that it sees through and that are fast."""
+        first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
+        device = torch.device("cpu") if first is None else first.device
+        with plain_attention(), stacked_linear(self.template, device):
+            yield
 
     def note_fallback(self, error: Exception) -> None:
         """From now on members run one after the other; said once."""

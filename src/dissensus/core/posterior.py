@@ -110,6 +110,11 @@ class Posterior(nn.Module, ABC):
         """The functions as training has left them so far: what validation during `fit` looks at."""
         return self.draw()
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything to draw from yet: trackers must have observed something first."""
+        return True
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again around a network."""

@@ -54,11 +54,6 @@ class Sampled(Posterior):
         """The caller's module."""
         return self.particles.template.network
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is anything to sample from yet."""
-        return True
-
     def draw(self) -> Drawn:
         return SampledFunctions(self._around(self.sample()) if self.stored is None else self.stored)
 

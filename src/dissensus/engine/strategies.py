@@ -66,7 +66,8 @@ class Compiled:
         self.function = _compile(_contiguous_vectorised_gradients)
 
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        found: Gradients = self.function(posterior, gradients.state_of(posterior), x, y, weight)
+        with posterior.particles.vectorising():
+            found: Gradients = self.function(posterior, gradients.state_of(posterior), x, y, weight)
         return found
 
 

@@ -94,7 +94,7 @@ class Tracked(Posterior):
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw of every posterior that has something to draw from."""
         for posterior in self:
-            if getattr(posterior, "ready", True):
+            if posterior.ready:
                 posterior.store_draw(loader)
 
     def config(self) -> dict[str, Any]:
