@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
+from dissensus.core import batch as batches
 
 
 def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -59,3 +60,18 @@ def ensemble(make, members: int = 3, *, how: str | None = None, dtype: torch.dty
     if how is not None:
         posterior.particles.how = how
     return posterior
+
+
+class Repelling(ds.DeepEnsemble):
+    """A toy coupling: outputs are pushed away from the members' mean."""
+
+    def member_loss(self, params, buffers, x, y, weight=None):
+        def both(member):
+            outputs = batches.call(member.network, x)
+            return member.likelihood.nll(outputs, y, weight), outputs
+
+        (value, outputs), buffers = self.particles.call(both, params, buffers)
+        return value, outputs, buffers
+
+    def couple(self, z):
+        return -1e-3 * torch.tanh(z - z.mean(0))

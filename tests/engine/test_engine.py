@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.core import batch as batches
 from dissensus.core import gradients, seam
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine.memory import prediction_bytes, training_memory
 from dissensus.engine.strategies import OrElse, functional_member_gradients, strategy
+from tiny import Repelling
 
 
 def dense() -> nn.Module:
@@ -29,21 +29,6 @@ def data(shape: tuple[int, ...] = (4,), rows: int = 50) -> tuple[Tensor, Tensor]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (rows,), generator=generator)
-
-
-class Repelling(ds.DeepEnsemble):
-    """A toy coupling: outputs are pushed away from the members' mean."""
-
-    def member_loss(self, params, buffers, x, y, weight=None):
-        def both(member):
-            outputs = batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight), outputs
-
-        (value, outputs), buffers = self.particles.call(both, params, buffers)
-        return value, outputs, buffers
-
-    def couple(self, z):
-        return -1e-2 * torch.tanh(z - z.mean(0))
 
 
 def trained(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
+import tiny
 from dissensus.data import Batches
 
 pytestmark = [
@@ -181,27 +182,11 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so_once(caplog: pytest.Lo
 
 @pytest.mark.parametrize("engine", ["vectorised", "streamed", "streamed+captured", "vectorised+captured"])
 def test_coupled_members_train_as_in_the_loop(engine: str) -> None:
-    from dissensus.core import batch as batches
-
-    class Repelling(ds.DeepEnsemble):
-        """A toy coupling: outputs are pushed away from the members' mean."""
-
-        def member_loss(self, params, buffers, x, y, weight=None):
-            def both(member):
-                outputs = batches.call(member.network, x)
-                return member.likelihood.nll(outputs, y, weight), outputs
-
-            (value, outputs), buffers = self.particles.call(both, params, buffers)
-            return value, outputs, buffers
-
-        def couple(self, z):
-            return -1e-3 * torch.tanh(z - z.mean(0))
-
     torch.manual_seed(0)
     networks = [conv_net() for _ in range(3)]
     results = []
     for each in ("loop", engine):
-        posterior = Repelling(copy.deepcopy(networks)).to("cuda", torch.float64)
+        posterior = tiny.Repelling(copy.deepcopy(networks)).to("cuda", torch.float64)
         optimizer = torch.optim.SGD(posterior.parameters(), lr=2**-5, momentum=0.9)
         ds.fit(posterior, Batches(*data(), batch_size=12), epochs=3, optimizer=optimizer, engine=each, progress=False)
         results.append(posterior.state_dict())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -14,37 +13,23 @@ from dissensus.core.predictive import (
     RegressionPredictive,
     credible_set,
     sample_classes,
-    tail_probability,
 )
 
 
 class SummaryPredictive(Predictive):
-    """Mean, aleatoric and epistemic of a mixture; the same as a `Predictive` but for what needs each member."""
+    """Mean (as it is stored), aleatoric and epistemic of a mixture, each with an axis of length one for the members.
+
+    The same as a `Predictive` but for what needs each member.
+    """
+
+    def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
+        self._described = (centre, aleatoric, epistemic)
 
     @property
     def members(self) -> Tensor:
         raise TypeError(
             "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise"
         )
-
-    @abstractmethod
-    def described(self) -> tuple[Tensor, ...]:
-        """The tensors this was made of, input axis first after an axis of length one."""
-
-
-class ClassificationSummary(SummaryPredictive):
-    """log p̄ (1, B, C, ...), aleatoric and epistemic (1, B, ...) in nats."""
-
-    def __init__(self, log_mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
-        self._described = (log_mean, aleatoric, epistemic)
-
-    @property
-    def log_mean(self) -> Tensor:
-        return self._described[0][0]
-
-    @property
-    def mean(self) -> Tensor:
-        return self.log_mean.exp()
 
     @property
     def aleatoric(self) -> Tensor:
@@ -53,6 +38,24 @@ class ClassificationSummary(SummaryPredictive):
     @property
     def epistemic(self) -> Tensor:
         return self._described[2][0]
+
+    def described(self) -> tuple[Tensor, ...]:
+        return self._described
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(inputs={len(self)}, outputs={tuple(self._described[0].shape[2:])})"
+
+
+class ClassificationSummary(SummaryPredictive):
+    """log p̄ (1, B, C, ...), aleatoric and epistemic (1, B, ...) in nats."""
+
+    @property
+    def log_mean(self) -> Tensor:
+        return self._described[0][0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.log_mean.exp()
 
     @property
     def confidence(self) -> Tensor:
@@ -74,27 +77,13 @@ class ClassificationSummary(SummaryPredictive):
     def tempered(self, temperature: float) -> Predictive:
         raise TypeError("expected members to temper, got a summary; temper the posterior before it is summarised")
 
-    def described(self) -> tuple[Tensor, ...]:
-        return self._described
-
 
 class RegressionSummary(SummaryPredictive):
     """Mean, aleatoric and epistemic variance (1, B, D): the Gaussian with the mixture's mean and variance."""
 
-    def __init__(self, mean: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
-        self._described = (mean, aleatoric, epistemic)
-
     @property
     def mean(self) -> Tensor:
         return self._described[0][0]
-
-    @property
-    def aleatoric(self) -> Tensor:
-        return self._described[1][0]
-
-    @property
-    def epistemic(self) -> Tensor:
-        return self._described[2][0]
 
     def _gaussian(self) -> RegressionPredictive:
         return RegressionPredictive(self.mean[None], self.total[None])
@@ -104,7 +93,6 @@ class RegressionSummary(SummaryPredictive):
         return self._gaussian().log_prob(y)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        tail_probability(level)
         return self._gaussian().interval(level)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -113,9 +101,6 @@ class RegressionSummary(SummaryPredictive):
     def tempered(self, temperature: float) -> RegressionSummary:
         mean, aleatoric, epistemic = self._described
         return RegressionSummary(mean, aleatoric * temperature**2, epistemic)
-
-    def described(self) -> tuple[Tensor, ...]:
-        return self._described
 
 
 class RunningSummary:
