@@ -1,5 +1,6 @@
 """The engines on a CPU: every way of running members gives the same training."""
 
+import contextlib
 import copy
 import logging
 from typing import ClassVar
@@ -237,3 +238,20 @@ def test_mixed_gradients_reach_grad_alike_through_loss_and_backward() -> None:
     torch.testing.assert_close(total.detach(), losses.sum())
     for name, parameter in posterior.named_parameters():
         torch.testing.assert_close(parameter.grad, got[name])
+
+
+def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def timed(run, *_, captured: bool) -> float | None:
+        asked.append(captured)
+        return None if captured else 0.01
+
+    monkeypatch.setattr(plans, "timed", timed)
+    posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
+    monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
+    monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
+    chosen = plans.make_plan("auto", posterior, *data(), None, precision=None, steps=1)
+    assert asked == [True, True, False, False]
+    assert not chosen.captured
+    assert chosen.kind in ("vectorised", "streamed")

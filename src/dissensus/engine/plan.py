@@ -101,7 +101,7 @@ def _best(
     steps: int,
 ) -> Plan:
     on_gpu = posterior.device.type == "cuda"
-    captured = on_gpu and (engine == "auto" or "captured" in words)
+    captured = on_gpu and ("captured" in words or (engine == "auto" and posterior.capturable))
     open_question = len(candidates) > 1 or (engine == "auto" and _compiler_gains(posterior, on_gpu))
     if not open_question:
         return Plan(candidates[0], "compiled" in words, captured)
@@ -116,6 +116,10 @@ def _best(
     try:
         times = {kind: seconds(kind, False) for kind in candidates}
         possible = {kind: found for kind, found in times.items() if found is not None}
+        if captured and not possible:  # no graph can hold it: which is the fastest without one?
+            captured = False
+            times = {kind: seconds(kind, False) for kind in candidates}
+            possible = {kind: found for kind, found in times.items() if found is not None}
         if not possible:  # each of them fails: let the plain loop say why, or work
             return Plan("loop", "compiled" in words, False)
         kind = min(possible, key=lambda each: possible[each])
