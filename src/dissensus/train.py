@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, evaluation, refresh
-from dissensus.engine import Plan, Step, build_step
+from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
+from dissensus.engine.strategies import fallen_back
 from dissensus.history import Best, Epoch, History
 from dissensus.progress import Progress
 
@@ -80,7 +82,7 @@ def fit(
             posterior.train()
             losses = run.epoch(loader, bar)  # (M,)
             seconds = time.perf_counter() - start
-            history.engine, history.memory = str(run.plan), run.memory
+            history.engine, history.memory = str(run.ran()), run.memory
             lr = float(optimizer.param_groups[0]["lr"])
             score = None if validation is None else mixture_nll(posterior, validation)
             epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score)
@@ -129,6 +131,8 @@ class _Run:
         total, count = None, 0
         for batch in loader:
             x, y, weight = batches.unpack(batch)
+            if batches.size(x) == 0:
+                raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batches.check_finite(x)
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
@@ -150,6 +154,22 @@ class _Run:
             mean, step=int(posterior.steps)
         )  # on a GPU once per epoch: reading each step would stall it
         return mean
+
+    def ran(self) -> Plan | None:
+        """The plan as it turned out, fallbacks included."""
+        plan, step = self.plan, self.step
+        eager = step.step if isinstance(step, CapturedStep) else step
+        if plan is None or eager is None:
+            return plan
+        for change in fallen_back(eager.strategy):
+            plan = replace(
+                plan,
+                kind=change.kind or plan.kind,
+                compiled=plan.compiled if change.compiled is None else change.compiled,
+            )
+        if isinstance(step, CapturedStep) and step.failed:
+            plan = replace(plan, captured=False)
+        return plan
 
     def _build(self, x: batches.Inputs, y: Tensor, weight: Tensor | None) -> Step:
         self.memory = training_memory(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.core import gradients, seam
+from dissensus.core import gradients
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine.memory import prediction_bytes, training_memory
-from dissensus.engine.strategies import OrElse, functional_member_gradients, strategy
+from dissensus.engine.strategies import OrElse, Plainer, functional_member_gradients, strategy
 from tiny import Repelling
 
 
@@ -64,12 +64,15 @@ def test_vectorised_training_equals_the_loop_over_twenty_steps(make, shape, kind
 @pytest.mark.parametrize(("engine", "kind"), [("vectorised+compiled", Repelling), ("loop+compiled", ds.DeepEnsemble)])
 def test_compiled_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     networks = [dense() for _ in range(2)]
     expected = trained("loop", networks, kind, (4,))
     with caplog.at_level(logging.INFO, logger="dissensus"):
         got = trained(engine, networks, kind, (4,))
     assert not any("uncompiled" in record.message for record in caplog.records)  # it really was compiled
+    # Once for each shape of batch, a full one and a partial one; the loop's member function likewise.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
@@ -146,7 +149,7 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.Log
         raise RuntimeError("no such kernel")
 
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-    run = OrElse(failing, gradients.looped)
+    run = OrElse(failing, gradients.looped, Plainer(compiled=False))
     with caplog.at_level(logging.INFO, logger="dissensus"):
         for _ in range(3):
             run(posterior, *data(), None)
@@ -213,9 +216,35 @@ def test_the_size_of_a_prediction_is_known_before() -> None:
     assert prediction_bytes(10, 1000, 5, keep_members=False) == 1000 * 7 * 4
 
 
-def test_unknown_kinds_never_reach_a_strategy() -> None:
-    assert strategy("loop") is gradients.looped
-    assert strategy("vectorised") is seam.automatic
+def test_vectorised_means_vectorised_for_convolutions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    real = gradients.vectorised
+    monkeypatch.setattr(gradients, "vectorised", lambda *a: called.append(1) or real(*a))
+    posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
+    strategy("vectorised")(posterior, *data((1, 4, 4)), None)
+    assert called
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorised"])
+def test_the_history_says_how_members_really_ran(engine: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x[:, None])[0][:, -1])
+
+    posterior = ds.DeepEnsemble([Recurrent() for _ in range(2)]).double()
+    history = ds.fit(posterior, Batches(*data(), batch_size=25), epochs=1, engine=engine, progress=False)
+    assert history.engine == "loop"
+
+
+def test_an_empty_batch_is_named() -> None:
+    posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
+    x, y = data()
+    with pytest.raises(ValueError, match="got an empty one"):
+        ds.fit(posterior, [(x, y), (x[:0], y[:0])], epochs=1, progress=False)
 
 
 def test_mixed_gradients_reach_grad_alike_through_loss_and_backward() -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import plain_attention
-from dissensus.core.stacking import stacked_linear
+from dissensus.core.stacking import StackedLinear
 
 log = logging.getLogger("dissensus")
 
@@ -71,6 +71,7 @@ class Particles(nn.Module):
         self.members = members
         self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
         self.training = template.training
+        self._linear = StackedLinear(template)
         # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
         self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
 
@@ -195,7 +196,7 @@ class Particles(nn.Module):
         """What vmap over members runs in: layers in forms that it sees through and that are fast."""
         first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
         device = torch.device("cpu") if first is None else first.device
-        with plain_attention(), stacked_linear(self.template, device):
+        with plain_attention(), self._linear.on(device):
             yield
 
     def note_fallback(self, error: Exception) -> None:

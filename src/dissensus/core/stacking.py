@@ -14,18 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@contextmanager
-def stacked_linear(template: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the template's linear layers compute (W xᵀ)ᵀ + b; on a CPU only, GPUs do well without."""
-    layers = [m for m in template.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
-    layers = [layer for layer in layers if "forward" not in vars(layer)]
-    for layer in layers:
-        layer.forward = _Transposed(layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+class StackedLinear:
+    """The linear layers of a template, and the forward each has while members are vectorised."""
+
+    def __init__(self, template: nn.Module) -> None:
+        # Made once: the compiler keeps what it has compiled for as long as it meets the same objects.
+        self.forwards = [(layer, _Transposed(layer)) for layer in template.modules() if type(layer) is nn.Linear]
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Inside, the layers compute (W xᵀ)ᵀ + b; on a CPU only, GPUs do well without."""
+        changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
+        for layer, forward in changed:
+            layer.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer, _ in changed:
+                del layer.forward
 
 
 class _Transposed:

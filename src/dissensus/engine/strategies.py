@@ -8,14 +8,14 @@ each of them plain or compiled. Every strategy changes nothing but the random st
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dissensus.core import gradients, seam
+from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy
 from dissensus.core.particles import Tensors, random_state
@@ -29,18 +29,29 @@ Kind = Literal["loop", "vectorised", "streamed"]
 def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strategy:
     """The strategy of this kind."""
     if kind == "vectorised":
-        return OrElse(Compiled(), seam.automatic) if compiled else seam.automatic
+        plain = OrElse(gradients.vectorised, gradients.looped, Plainer(kind="loop"))
+        return OrElse(Compiled(), plain, Plainer(compiled=False)) if compiled else plain
     if kind == "loop":
-        return OrElse(CompiledLoop(), gradients.looped) if compiled else gradients.looped
-    return OrElse(Streamed(streams, compiled=True), Streamed(streams)) if compiled else Streamed(streams)
+        return OrElse(CompiledLoop(), gradients.looped, Plainer(compiled=False)) if compiled else gradients.looped
+    if compiled:
+        return OrElse(Streamed(streams, compiled=True), Streamed(streams), Plainer(compiled=False))
+    return Streamed(streams)
+
+
+class Plainer(NamedTuple):
+    """What a strategy is once it has fallen back."""
+
+    kind: Kind | None = None
+    compiled: bool | None = None
 
 
 class OrElse:
     """One strategy until it fails, from then on another; said once."""
 
-    def __init__(self, first: Strategy, second: Strategy) -> None:
+    def __init__(self, first: Strategy, second: Strategy, instead: Plainer) -> None:
         self.first: Strategy | None = first
         self.second = second
+        self.instead = instead
 
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         if self.first is None:
@@ -50,13 +61,25 @@ class OrElse:
             return self.first(posterior, x, y, weight)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the compiler can fail in many ways, none of which must end a training run
+        except Exception as error:  # vmap and the compiler can fail in many ways, none of which must end a training run
             restore()
             result = self.second(posterior, x, y, weight)  # raises the caller's own error if it was one
             self.first = None
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-            log.info("members run uncompiled: this network cannot be compiled (%s)", reason)
+            if self.instead.kind == "loop":
+                posterior.particles.how = "loop"
+                log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+            else:
+                log.info("members run uncompiled: this network cannot be compiled (%s)", reason)
             return result
+
+
+def fallen_back(run: Strategy) -> Iterator[Plainer]:
+    """What has become of a strategy by falling back, outermost first."""
+    while isinstance(run, OrElse):
+        if run.first is None:
+            yield run.instead
+        run = run.second
 
 
 class Compiled:
