@@ -31,10 +31,15 @@ def write_checkpoint(
         "random": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if posterior.device.type == "cuda" else None,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError where a folder is missing
+        raise OSError(f"expected a checkpoint that can be written, got {path} ({error}); choose another") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def resume(

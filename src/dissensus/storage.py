@@ -64,8 +64,11 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
     }
     text = json.dumps(config, indent=1)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
+    except OSError as error:
+        raise OSError(f"expected a folder that can be written, got {folder} ({error}); choose another") from error
 
 
 def load(

@@ -102,3 +102,29 @@ def test_metrics_can_be_pickled_with_what_they_have_seen():
     metric = metrics.ECE()
     metric.update(LOG_P.exp(), Y)
     assert pickle.loads(pickle.dumps(metric)).compute() == metric.compute()
+
+
+def test_any_function_is_a_class_that_keeps_what_it_is_given() -> None:
+    from dissensus import metrics
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 60, 4, generator=generator, dtype=torch.float64)
+    members, y = logits.log_softmax(2), torch.randint(4, (60,), generator=generator)
+    probabilities = members.exp().mean(0)
+    cases = [
+        (metrics.Gathered(metrics.adaptive_ece), (probabilities, y), metrics.adaptive_ece(probabilities, y)),
+        (
+            metrics.Gathered(metrics.ece, settings={"bins": 5}),
+            (probabilities, y),
+            metrics.ece(probabilities, y, bins=5),
+        ),
+        (metrics.Gathered(metrics.disagreement, arguments=1, axis=1), (members,), metrics.disagreement(members)),
+        (metrics.Gathered(metrics.effective_members, axis=1), (members, y), metrics.effective_members(members, y)),
+    ]
+    for metric, tensors, expected in cases:
+        axis = metric.axis
+        for rows in (slice(0, 25), slice(25, 60)):
+            metric.update(*(t[:, rows] if axis and t.ndim > 1 else t[rows] for t in tensors))
+        torch.testing.assert_close(metric.compute(), expected)
+        with pytest.raises(ValueError, match="say how many"):
+            metric.update(*tensors, y)

@@ -94,6 +94,7 @@ def evaluate(
     """Evaluate a trained run and print its metrics."""
     opened = Run.open(run, source=data)
     if again:
+        opened.posterior()  # a damaged one is an error before anything good is removed
         opened.forget_evaluation()
     print(opened.evaluate(tell=_silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
 

@@ -7,11 +7,13 @@ the classes, because torchmetrics takes seconds to import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from dissensus.metrics import checks, proper, regression, streaming
 
@@ -207,3 +209,46 @@ class IntervalCoverage(_MeanOfValues):
 
     def update(self, lower: Tensor, upper: Tensor, y: Tensor) -> None:
         self.add(regression.interval_coverage_values(lower, upper, y))
+
+
+class Gathered(Metric):
+    """Any plain function as a class: keeps every example it is given and applies the function to all of them.
+
+    For what no sums can give: `Gathered(metrics.adaptive_ece)`, `Gathered(metrics.aurc)`, and, with examples on the second
+    axis, functions of members (M, N, ...): `Gathered(metrics.disagreement, arguments=1, axis=1)`. `arguments`: how many
+    tensors the function takes; `settings`: its keywords.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        arguments: int = 2,
+        axis: int = 0,
+        settings: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.function, self.axis, self.settings = function, axis, settings or {}
+        self.names = [f"argument{i}" for i in range(arguments)]
+        for name in self.names:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(self, *tensors: Tensor) -> None:
+        """One batch of what the function takes."""
+        if len(tensors) != len(self.names):
+            raise ValueError(f"expected {len(self.names)} tensors, got {len(tensors)}; say how many with arguments=")
+        for name, tensor in zip(self.names, tensors, strict=True):
+            # Examples first, as torchmetrics joins them; labels (N,) among members (M, N, ...) are so already.
+            getattr(self, name).append(tensor.movedim(self.axis, 0) if tensor.ndim > self.axis else tensor)
+
+    def compute(self) -> Any:
+        """The function of everything seen."""
+        states = [getattr(self, name) for name in self.names]
+        if not len(states[0]):
+            raise ValueError("expected at least one update, got none; call update with a batch first")
+        joined = [dim_zero_cat(state) for state in states]
+        return self.function(*(t.movedim(0, self.axis) if t.ndim > self.axis else t for t in joined), **self.settings)
