@@ -5,6 +5,9 @@ without changing its code. A network that never met dropout loses a little by it
 with it on give that back. `temperature_scale` mends the confidence of any of them on data held back from training.
 
     python examples/pretrained.py
+
+The rate and the three epochs were picked by looking at these test digits, and nothing here shows what three more epochs without
+dropout would give: an illustration, not a comparison.
 """
 
 from __future__ import annotations
