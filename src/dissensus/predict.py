@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
+from dissensus.engine.replayed import Replayed
 from dissensus.stored import stored_members
 
 log = logging.getLogger("dissensus")
@@ -100,46 +102,55 @@ def _in_parts(
     device = posterior.device
     with evaluation(posterior):
         drawn = posterior.draw()
-    at_once = _Compiled(drawn) if compiled else drawn.predict
 
-    def parts(x: batches.Inputs) -> Iterator[Predictive]:
-        pieces = iter([None]) if whole or compiled else drawn.predict_parts(x)
+    @contextmanager
+    def around() -> Iterator[None]:
+        # Entered anew for every piece: between two of them the caller has the world as it was.
+        with evaluation(posterior), autocast(device, dtype):
+            yield
+
+    describe = Replayed(_Compiled(drawn) if compiled else drawn.describe, drawn, around)
+
+    def at_once(x: batches.Inputs) -> Iterator[Predictive]:
+        with batches.unchanged(x):
+            described = describe(x)
+        yield posterior.tempered(drawn.likelihood.predictive(*described))
+
+    def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
+        pieces = drawn.predict_parts(x)
         while True:
-            # Entered anew for every piece: between two of them the caller has the world as it was.
-            with evaluation(posterior), autocast(device, dtype):
-                piece = next(pieces, _END)
-                if piece is _END:
-                    return
-                predictive = at_once(x) if piece is None else piece
-            yield posterior.tempered(predictive)
+            with around():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield posterior.tempered(piece)
 
+    parts = at_once if whole or compiled or drawn.particles.how == "vectorised" else one_by_one
     for batch in loader:
         x, y, _ = batches.unpack(batch)
         batches.check_finite(x)
         yield parts(batches.to(x, device)), y.to(device)
 
 
-_END: Any = object()
-
-
 class _Compiled:
-    """Drawn functions through the compiler; plain from the first failure on, said once."""
+    """What drawn functions say, through the compiler; plain from the first failure on, said once."""
 
     def __init__(self, drawn: Drawn) -> None:
         self.drawn = drawn
         self.function: Any = torch.compile(drawn.describe, dynamic=False)
 
-    def __call__(self, x: batches.Inputs) -> Predictive:
+    def __call__(self, x: batches.Inputs) -> tuple[Tensor, ...]:
         if self.function is not None:
             try:
-                return self.drawn.likelihood.predictive(*self.function(x))
+                described: tuple[Tensor, ...] = self.function(x)
+                return described
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the compiler can fail in many ways, none of which must end a prediction
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
                 log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
                 self.function = None
-        return self.drawn.predict(x)
+        return self.drawn.describe(x)
 
 
 def _summarise_stored(

@@ -204,3 +204,86 @@ def test_auto_chooses_remembers_and_says_what_it_chose(caplog: pytest.LogCapture
     assert first.engine == second.engine
     assert first.engine.endswith("captured")
     assert sum(record.message.startswith("members run") for record in caplog.records) == 1
+
+
+POSTERIORS = {
+    "deep_ensemble, looped": lambda: ds.DeepEnsemble([conv_net() for _ in range(3)]),
+    "deep_ensemble, vectorised": lambda: ds.DeepEnsemble(
+        [nn.Sequential(nn.Flatten(), ds.nets.MLP(192, 5)) for _ in range(3)]
+    ),
+    "mc_dropout": lambda: ds.MCDropout(conv_net(), rate=0.3, samples=4),
+    "gaussian_perturbation": lambda: ds.GaussianPerturbation(conv_net(), samples=4),
+    "map": lambda: ds.MAP(conv_net()),
+}
+
+
+@pytest.mark.parametrize("name", POSTERIORS)
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]().cuda()
+    x, y = data(90)
+    x = x.float()
+    ds.refresh(posterior, Batches(x, y, batch_size=12))  # samples are stored: every prediction is of the same functions
+    state = torch.cuda.get_rng_state()
+    loader = Batches(x, y, batch_size=12)  # 7 full batches, of which five come from a graph, and one of 6
+    torch.manual_seed(1)
+    got, _ = ds.predict(posterior, loader, precision=precision)
+    torch.manual_seed(1)
+    parts = []
+    for batch, _ in loader:
+        torch.manual_seed(1)  # MC dropout draws its masks by a seed from here
+        one = Batches(batch, torch.zeros(len(batch), dtype=torch.long), batch_size=12)
+        parts.append(ds.predict(posterior, one, precision=precision)[0].members)  # a single batch is never captured
+    # The same kernels on the same numbers, several at a time: only the choice of algorithm may differ.
+    torch.testing.assert_close(got.members, torch.cat(parts, 1), rtol=0, atol=1e-5 if precision == "float32" else 2e-2)
+    summary, _ = ds.summarise(posterior, loader, precision="float32")
+    if name != "mc_dropout" and precision == "float32":
+        torch.testing.assert_close(summary.mean, got.mean, rtol=0, atol=1e-5)
+    torch.cuda.set_rng_state(state)
+
+
+def test_an_evaluation_on_the_gpu_is_the_one_on_the_host() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)])
+    x, y = data(90)
+    loader = Batches(x.float().cpu(), y.cpu(), batch_size=12)
+    host = ds.evaluate(posterior, loader).metrics
+    gpu = ds.evaluate(posterior.cuda(), loader).metrics
+    for key in ("accuracy", "nll", "brier", "ece"):
+        assert gpu[key] == pytest.approx(host[key], abs=1e-5), key
+
+
+def test_a_prediction_that_cannot_be_captured_runs_plainly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 5, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * (2.0 if float(x.sum()) > 0 else 1.0)).flatten(1)
+
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Looks() for _ in range(2)]).cuda()
+    x, y = data(90)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got, _ = ds.predict(posterior, Batches(x.float(), y, batch_size=10))
+    expected = torch.cat([posterior.predict(part).members for part in x.float().split(10)], 1)
+    torch.testing.assert_close(got.members, expected, rtol=0, atol=1e-5)
+    assert sum("not captured" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("engine", ["vectorised+captured", "streamed+captured", "loop"])
+def test_the_memory_stated_before_training_is_about_what_it_takes(engine: str) -> None:
+    torch.manual_seed(0)
+    networks = [nn.Sequential(nn.Flatten(), ds.nets.MLP(192, 5, hidden=(2000, 2000))) for _ in range(4)]
+    posterior = ds.DeepEnsemble(networks).cuda()
+    x, y = data(1024)
+    optimizer = torch.optim.Adam(posterior.parameters())
+    loader = Batches(x.float(), y, batch_size=128)
+    before = torch.cuda.memory_allocated() - sum(p.numel() * 4 for p in posterior.parameters())
+    history = ds.fit(posterior, loader, epochs=2, optimizer=optimizer, engine=engine, progress=False)
+    took = torch.cuda.max_memory_allocated() - before
+    memory = history.memory
+    stated = memory.one_at_a_time if engine == "loop" else memory.at_once
+    assert 0.5 * took < stated < 2 * took, (stated / 2**20, took / 2**20, str(memory))

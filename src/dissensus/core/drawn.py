@@ -19,6 +19,7 @@ class Drawn(nn.Module, ABC):
     """Functions drawn from a posterior, fixed: (B, *in) -> (M, B, *out)."""
 
     members: int
+    particles: Particles  # whose tensors the functions are made of
 
     @abstractmethod
     def each(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -7,7 +7,7 @@ the engines add compiled, streamed and captured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Rows, Tensors, random_state
+from dissensus.core.particles import Lane, Rows, Tensors, random_state
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior
@@ -41,7 +41,6 @@ class State(NamedTuple):
 
 
 Strategy = Callable[["Posterior", Inputs, Tensor, Tensor | None], Gradients]
-Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
 
 
 def vectorised(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:

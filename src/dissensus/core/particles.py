@@ -7,7 +7,7 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ log = logging.getLogger("dissensus")
 
 How = Literal["loop", "vectorised"]
 Tensors = dict[str, Tensor]
+Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
 
 
 class Member(nn.Module):
@@ -72,6 +73,7 @@ class Particles(nn.Module):
         self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
         self.training = template.training
         self._linear = StackedLinear(template)
+        self._lanes: tuple[Lane, Callable[[], None]] | None = None
         # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
         self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
 
@@ -178,7 +180,7 @@ class Particles(nn.Module):
     def run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, *, how: How | None = None) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
         if (how or self.how) == "loop" or count == 1:
-            return loop(one, rows, count)
+            return loop(one, rows, count, *(self._lanes or ()))
         restore = random_state()
         try:
             with self.vectorising():
@@ -198,6 +200,15 @@ class Particles(nn.Module):
         device = torch.device("cpu") if first is None else first.device
         with plain_attention(), self._linear.on(device):
             yield
+
+    @contextmanager
+    def in_lanes(self, lane: Lane, join: Callable[[], None]) -> Iterator[None]:
+        """Members that run one after the other do so within lane(i), a CUDA stream for example; join() waits for all."""
+        self._lanes = (lane, join)
+        try:
+            yield
+        finally:
+            self._lanes = None
 
     def note_fallback(self, error: Exception) -> None:
         """From now on members run one after the other; said once."""
@@ -231,9 +242,19 @@ class Rows(NamedTuple):
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
 
-def loop(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
-    """one(row) of each row in turn, results stacked along a new first axis."""
-    results = [one(rows.at(i)) for i in range(count)]
+def loop(
+    one: Callable[[Rows], Any],
+    rows: Rows,
+    count: int,
+    lane: Lane = lambda _: nullcontext(),
+    join: Callable[[], None] = lambda: None,
+) -> Any:
+    """one(row) of each row in turn, the i-th within lane(i), results stacked along a new first axis."""
+    results = []
+    for i in range(count):
+        with lane(i):
+            results.append(one(rows.at(i)))
+    join()
     structure = pytree.tree_structure(results[0])
     columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
     return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)

@@ -11,27 +11,37 @@ from dissensus.core.batch import Inputs
 from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
 from dissensus.engine.eager import autocast
+from dissensus.engine.lanes import Lanes
+
+EXTRA_STREAMS = 2  # the one plain steps run on, and the one graphs are made on
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training needs: weights, gradients, the optimiser's state, and what each member keeps for backward."""
+    """Bytes that training needs: weights, gradients, the optimiser's state, and what each member takes on the way."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of one member on one batch
+    activations: int  # of one member on one batch; on a GPU with all that is there for a moment only
     members: int
+    workspace: int = 0  # that the GPU's libraries keep for every stream they are used on
 
     @property
     def at_once(self) -> int:
-        """With all members' graphs alive: vectorised and streamed."""
-        return self.weights + self.gradients + self.optimizer + self.members * self.activations
+        """With all members' graphs alive: vectorised, and streamed with a stream for each of up to ten members."""
+        lanes = min(self.members, Lanes().most) + EXTRA_STREAMS
+        return self._lasting + self.members * self.activations + lanes * self.workspace
 
     @property
     def one_at_a_time(self) -> int:
         """With one member's graph alive: the loop."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self._lasting + self.activations + (1 + EXTRA_STREAMS) * self.workspace
+
+    @property
+    def _lasting(self) -> int:
+        # Gradients of members that run one after the other are there twice while they are put together.
+        return self.weights + 2 * self.gradients + self.optimizer
 
     def fits(self, device: torch.device) -> bool:
         """Whether all members at once fit in what the device has free; always true on the host, which can swap."""
@@ -45,7 +55,8 @@ class Memory:
         return (
             f"about {readable(self.at_once)} with all members at once, {readable(self.one_at_a_time)} one after the other "
             f"(weights {readable(self.weights)}, gradients {readable(self.gradients)}, optimiser "
-            f"{readable(self.optimizer)}, activations {readable(self.activations)} a member)"
+            f"{readable(self.optimizer)}, activations {readable(self.activations)} a member"
+            + (f", libraries {readable(self.workspace)} a stream)" if self.workspace else ")")
         )
 
 
@@ -58,15 +69,20 @@ def training_memory(
     *,
     precision: torch.dtype | None = None,
 ) -> Memory:
-    """What training on batches like this one needs; activations are counted by running one member once."""
+    """What training on batches like this one needs: on a GPU measured by running one member, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
+    if posterior.device.type == "cuda":
+        activations, workspace = _measured(posterior, x, y, weight, precision)
+    else:
+        activations, workspace = _activations(posterior, x, y, weight, precision), 0
     return Memory(
         weights=_bytes(tensors),
         gradients=_bytes(trained),
         optimizer=_states(optimizer) * _bytes(trained),
-        activations=_activations(posterior, x, y, weight, precision),
+        activations=activations,
         members=posterior.particles.members,
+        workspace=workspace,
     )
 
 
@@ -83,6 +99,38 @@ def readable(size: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+def forget_workspaces() -> None:
+    """Gives back what the GPU's libraries keep for streams they were used on; they take it again where they need it."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        torch.cuda.synchronize()
+        clear()
+
+
+def _measured(
+    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
+) -> tuple[int, int]:
+    """(bytes one member takes on its way through forward and backward, bytes libraries keep for the stream it ran on)."""
+    state = gradients.member_state(gradients.state_of(posterior), 0)
+
+    def run() -> int:
+        """The largest number of bytes more than before while it ran; the member's gradients are not among them."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with autocast(posterior.device, precision):
+            found = gradients.member_gradients(posterior, state, x, y, weight, None)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
+
+    with same_random_state(posterior.device), torch.cuda.stream(torch.cuda.Stream()):
+        before = torch.cuda.memory_allocated()
+        run()
+        workspace = torch.cuda.memory_allocated() - before
+        activations = run()
+    return max(activations, 0), max(workspace, 0)
 
 
 def _activations(

@@ -14,6 +14,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.engine.eager import autocast
+from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
 
 log = logging.getLogger("dissensus")
@@ -132,6 +133,8 @@ def _best(
         return plain
     finally:
         posterior.train(was_training)
+        if on_gpu:
+            forget_workspaces()  # of the ways that were tried
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:

@@ -9,7 +9,6 @@ each of them plain or compiled. Every strategy changes nothing but the random st
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy
 from dissensus.core.particles import Tensors, random_state
 from dissensus.core.posterior import Posterior
+from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")
 
@@ -111,23 +111,10 @@ class Streamed:
         self.compiled = compiled
         self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
         self.forward: Callable[..., Any] | None = None
-        self.count = streams
-        self.streams: list[torch.cuda.Stream] = []
+        self.lanes = Lanes(streams)
 
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        if not self.streams:
-            self.streams = [torch.cuda.Stream() for _ in range(min(self.count, posterior.particles.members))]
-        main = torch.cuda.current_stream()
-
-        def lane(index: int) -> AbstractContextManager[object]:
-            stream = self.streams[index % len(self.streams)]
-            stream.wait_stream(main)  # what the member reads was written there
-            return torch.cuda.stream(stream)
-
-        def join() -> None:
-            for stream in self.streams:
-                main.wait_stream(stream)
-
+        lane, join = self.lanes.for_members(posterior.particles.members)
         if posterior.coupled:
             # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
             if self.forward is None:

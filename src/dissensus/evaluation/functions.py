@@ -16,6 +16,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.engine.replayed import Replayed
 from dissensus.metrics import energy_score
 
 
@@ -34,6 +35,8 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
+        self._describe = Replayed(drawn.describe, drawn)
+        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn)
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +49,10 @@ class Functions:
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
-        return self.posterior.tempered(self.drawn.predict(batches.to(x, self.device)))
+        x = batches.to(x, self.device)
+        with batches.unchanged(x):
+            described = self._describe(x)
+        return self.posterior.tempered(self.drawn.likelihood.predictive(*described))
 
     def answer(self, x: Inputs) -> Answer:
         """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
@@ -54,7 +60,7 @@ class Functions:
             return Answer(self.predict(x), None)
         x = batches.to(x, self.device)
         with batches.unchanged(x):
-            outputs, *described = self.drawn.each(_outputs_and_description, x)
+            outputs, *described = self._everything(x)
         predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
         # The energy of the logits at the posterior's temperature, member by member.
         flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))

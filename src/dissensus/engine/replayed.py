@@ -1,0 +1,96 @@
+"""Prediction from CUDA graphs: a shape of batch that comes again is captured once and replayed, with the same results.
+
+Small batches pay for launches, not arithmetic: ten ResNets on 16 images take 18 ms by calling them and 2 ms from a graph.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.drawn import Drawn
+from dissensus.engine.lanes import Lanes
+
+log = logging.getLogger("dissensus")
+
+Function = Callable[[Inputs], tuple[Tensor, ...]]
+
+WARM_UP = 2  # plain calls before a capture
+MOST_GRAPHS = 3
+
+
+class Replayed:
+    """A function of a batch that calls drawn members: on a GPU replayed from a graph where there is one for the batch's shape.
+
+    `around()`: the context (evaluation mode, mixed precision) that the function is called in. The members' tensors must
+    stay where they are as long as this object is used. What cannot be captured runs plainly, said once.
+    """
+
+    def __init__(
+        self, function: Function, drawn: Drawn, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.function = function
+        self.drawn = drawn
+        self.around = around
+        self.graphs: dict[Any, _Graph] = {}
+        self.seen: Counter[Any] = Counter()
+        self.failed = False
+
+    def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
+        """What the function gives for x."""
+        if self.failed or not _on_gpu(x):
+            return self._plain(x)
+        key = tuple((tensor.shape, tensor.dtype) for tensor in batches.tensors(x))
+        graph = self.graphs.get(key)
+        if graph is None:
+            self.seen[key] += 1
+            if self.seen[key] > WARM_UP and len(self.graphs) < MOST_GRAPHS:
+                graph = self._capture(key, x)
+        return self._plain(x) if graph is None else graph.replay(x)
+
+    def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
+        with self.around():
+            return self.function(x)
+
+    def _capture(self, key: Any, x: Inputs) -> "_Graph | None":
+        try:
+            with self.around():
+                self.graphs[key] = _Graph(self.function, self.drawn, x)
+        except Exception as error:  # whatever a user's network does that a capture refuses
+            torch.cuda.synchronize()
+            self.failed = True
+            self.graphs.clear()
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+            log.info("prediction is not captured in a CUDA graph: %s", reason)
+            return None
+        return self.graphs[key]
+
+
+class _Graph:
+    """One captured call, with the memory it reads and writes."""
+
+    def __init__(self, function: Function, drawn: Drawn, x: Inputs) -> None:
+        self.x = batches.apply(x, torch.clone)
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with (
+            torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
+            drawn.particles.in_lanes(*Lanes().for_members(drawn.members)),
+        ):
+            self.results = function(self.x)
+
+    def replay(self, x: Inputs) -> tuple[Tensor, ...]:
+        for mine, given in zip(batches.tensors(self.x), batches.tensors(x), strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return tuple(result.clone() for result in self.results)
+
+
+def _on_gpu(x: Inputs) -> bool:
+    return all(tensor.device.type == "cuda" for tensor in batches.tensors(x))
