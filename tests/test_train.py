@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -531,3 +532,17 @@ def test_a_tracker_is_kept_only_from_when_there_is_something_to_draw():
     assert history.best is not None
     assert history.best >= 3  # twelve steps are three epochs
     assert swag.predict(x).members.shape == (3, 120, 2)
+
+
+def test_checkpoints_are_as_far_apart_as_asked_and_the_last_state_is_always_kept(tmp_path: Path) -> None:
+    for seconds, expected in ((0.0, [1, 2, 3, 4]), (1e6, [1, 1, 1, 1])):
+        path, seen = tmp_path / f"{seconds}.pt", []
+        torch.manual_seed(0)
+        posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(4,))).double()
+
+        def look(_: ds.Epoch, path: Path = path, seen: list[int] = seen) -> None:
+            seen.append(len(torch.load(path)["history"]))
+
+        ds.fit(posterior, data(), epochs=5, callback=look, checkpoint=path, checkpoint_seconds=seconds, **QUIET)
+        assert seen[:4] == expected
+        assert seen[4] == 5

@@ -44,6 +44,7 @@ def fit(
     callback: Callable[[Epoch], object] | None = None,
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_seconds: float = 0.0,
 ) -> History:
     """The history of training the posterior in place.
 
@@ -54,7 +55,7 @@ def fit(
     `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
     run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
     is the GPU if there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a
-    file written after each epoch; if it exists, training goes on from it.
+    file written after each epoch, or every `checkpoint_seconds` and at the end; if it exists, training goes on from it.
     """
     _check(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
     posterior.to(_device(device, posterior))
@@ -73,6 +74,7 @@ def fit(
         history, best = resume(Path(checkpoint), posterior, optimizer, scheduler)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
     run = _Run(posterior, optimizer, engine, settings, steps=(steps_per_epoch or 1) * epochs)
+    written = -math.inf  # when the last checkpoint was
 
     with run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
@@ -95,8 +97,10 @@ def fit(
                 best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))
-            if checkpoint is not None:
+            due = time.monotonic() - written >= checkpoint_seconds or number == epochs - 1
+            if checkpoint is not None and due:
                 write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
+                written = time.monotonic()
             if callback is not None and callback(epoch):
                 break
             if steps_per_epoch is None:  # now it is known
