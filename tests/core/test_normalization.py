@@ -68,9 +68,18 @@ def test_statistics_of_a_second_layer_are_those_under_the_first_ones_batch_stati
     )
 
 
+class Doubled(nn.BatchNorm2d):
+    """Somebody's own kind of batch norm."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape", "dims"),
     [
+        (nn.SyncBatchNorm(2), (2, 3, 3), (0, 2, 3)),  # one process: as batch norm
+        (Doubled(2), (2, 3, 3), (0, 2, 3)),
         (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
         (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
         (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),
@@ -85,11 +94,12 @@ def test_every_batch_norm_is_refreshed(layer, shape, dims):
     torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
 
 
-def test_instance_norm_with_running_statistics_is_refreshed():
-    network = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)).double()
-    particles, loader = stack(network), batches((2, 7))
+@pytest.mark.parametrize(("layer", "shape"), [(nn.InstanceNorm1d, (2, 7)), (nn.InstanceNorm3d, (2, 3, 2, 2))])
+def test_instance_norm_with_running_statistics_is_refreshed(layer, shape):
+    network = nn.Sequential(layer(2, track_running_stats=True)).double()
+    particles, loader = stack(network), batches(shape)
     refresh_statistics(particles, loader, torch.device("cpu"))
-    x = torch.cat([x for x, _ in loader])
+    x = torch.cat([x for x, _ in loader]).flatten(2)
     mean, variance = x.mean(2).mean(0), x.var(2, correction=1).mean(0)  # of instances, then their mean
     torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
@@ -119,6 +129,29 @@ def test_a_home_made_norm_layer_is_refreshed():
     torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
     assert particles.template.network[0].momentum == 0.3
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_a_layer_that_runs_twice_averages_over_both_runs(how):
+    """As torch's own `update_bn` does, for batches of one size."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.second(torch.relu(self.norm(self.first(x)))))
+
+    networks, loader = [Twice().double() for _ in range(2)], batches(sizes=(6, 6, 6))
+    particles = stack(*networks, how=how)
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    after = particles.own_buffers()
+    for i, network in enumerate(networks):
+        torch.optim.swa_utils.update_bn([x for x, _ in loader], network)
+        torch.testing.assert_close(after["network.norm.running_mean"][i], network.norm.running_mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(after["network.norm.running_var"][i], network.norm.running_var, rtol=0, atol=1e-12)
+    assert not any(part._forward_pre_hooks for part in particles.template.modules())
 
 
 def test_momentum_modes_and_gradients_are_left_as_found():
@@ -159,8 +192,17 @@ def test_dropout_is_off():
 
 
 def test_a_loader_without_data_is_refused():
-    with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
-        refresh_statistics(stack(tiny.mlp().double()), [], torch.device("cpu"))
+    for loader in ([], [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]):
+        with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
+            refresh_statistics(stack(tiny.mlp().double()), loader, torch.device("cpu"))
+
+
+def test_batches_without_examples_do_not_count():
+    with_empty, without = stack(network := tiny.mlp().double()), stack(network)
+    empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]
+    refresh_statistics(with_empty, empty + batches() + empty, torch.device("cpu"))
+    refresh_statistics(without, batches(), torch.device("cpu"))
+    assert tiny.largest_difference(tiny.state(with_empty), tiny.state(without)) == 0
 
 
 def test_a_network_without_statistics_does_not_read_the_loader():

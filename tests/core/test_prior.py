@@ -17,6 +17,16 @@ def test_norm_layers_are_found_wherever_they_are():
     assert norm_parameters(nn.LayerNorm(3)) == {"weight", "bias"}
     assert norm_parameters(nn.RMSNorm(3)) == {"weight"}
 
+    class HomeMade(nn.Module):
+        """None of torch's, but it keeps running statistics."""
+
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+            self.register_buffer("running_mean", torch.zeros(3))
+
+    assert norm_parameters(nn.Sequential(nn.Linear(3, 3), HomeMade())) == {"1.gain"}
+
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_the_penalty_is_the_sum_of_squares_of_each_member(how):

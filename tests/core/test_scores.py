@@ -15,6 +15,7 @@ ESTIMATORS = {"kde": scores.kde, "stein": scores.stein, "spectral_stein": scores
 def test_the_bandwidth_and_the_kernel_have_the_worked_values():
     squared = kernels.squared_distances(PARTICLES)
     h = kernels.median_bandwidth(squared)
+    assert float(kernels.median(squared.flatten(), 0)) == pytest.approx(4.5, abs=1e-12)
     assert float(h) == pytest.approx(1.398004, abs=5e-7)
     assert kernels.rbf(squared, h)[0].tolist() == pytest.approx([1, 0.69932, 0.23916, 0.02797], abs=5e-6)
 
@@ -29,14 +30,14 @@ def test_the_bandwidth_and_the_kernel_have_the_worked_values():
 )
 def test_scores_have_the_worked_values(name, expected):
     found = ESTIMATORS[name](PARTICLES)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=6e-6)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-6)
 
 
 def test_svgd_has_the_worked_values():
     """Of the target N(0, I), whose score is −w."""
     expected = [(-0.33587, -0.21711), (-0.28029, -0.21516), (-0.10771, -0.35664), (-0.70198, -0.23408)]
     found = scores.svgd(PARTICLES, -PARTICLES)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=6e-6)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-6)
 
 
 # ---------------------------------------------------------------------------------------------------- definitions
@@ -133,9 +134,13 @@ def direction(name: str, z: Tensor, target: Tensor, **keywords) -> Tensor:
 def settled_on_the_gaussian(name: str, particles: int, steps: int, **keywords) -> Tensor:
     """Particles from N((−1, 5), I/2) after so many steps. SVGD's direction has a 1/M in it, so it takes longer ones."""
     z = torch.tensor([-1.0, 5.0], dtype=torch.float64) + 0.5**0.5 * torch.randn(particles, 2, dtype=torch.float64)
+    return go_on(z, name, steps, 1.0 if name == "svgd" else 0.1, **keywords)
+
+
+def go_on(z: Tensor, name: str, steps: int, rate: float, **keywords) -> Tensor:
+    precision = torch.linalg.inv(COVARIANCE)
     for _ in range(steps):
-        target = -(z - MEAN) @ torch.linalg.inv(COVARIANCE)
-        z = z + (1.0 if name == "svgd" else 0.1) * direction(name, z, target, **keywords)
+        z = z + rate * direction(name, z, -(z - MEAN) @ precision, **keywords)
     return z
 
 
@@ -157,14 +162,35 @@ def test_a_hundred_particles_recover_a_gaussian(name):
         assert relative_error(covariance, COVARIANCE) < 0.15
 
 
-def test_kde_approaches_its_law_as_particles_grow_in_number():
-    """At a fixed bandwidth of 0.25, finite numbers of particles fall short of Σ − hI: 13 % for 100, 4 % for 400."""
-    expected = COVARIANCE - 0.25 * IDENTITY
-    few = settled_on_the_gaussian("kde", particles=100, steps=200, bandwidth=0.25)
-    many = settled_on_the_gaussian("kde", particles=400, steps=200, bandwidth=0.25)
-    errors = [relative_error(torch.cov(z.T, correction=0), expected) for z in (few, many)]
-    assert errors[1] < 0.1
-    assert errors[1] < errors[0] / 2
+@pytest.mark.parametrize("name", [*ESTIMATORS, "svgd"])
+def test_laws_at_a_fixed_bandwidth_are_approached_as_particles_grow_in_number(name):
+    """At h = 0.25 a hundred particles are too few for the laws that they keep under the median heuristic.
+
+    Settled covariances fall short by (50, 100, 200 particles; Frobenius norm, divisor n; n − 1 takes a hundredth off)
+
+        kde, of Σ − hI    21 %  13 %  7 %        stein, spectral stein, SVGD, of Σ    24 %  15 %  9 %
+
+    whatever the seed (± 1 %) and however many the steps; a program of its own, written from the formulas with explicit
+    differences, gives the same numbers. It is the estimate, not the flow: on independent draws from the very fixed point,
+    N(m, Σ − hI), the kde score of 50, 100, 200, 400, 800 particles is 0.60, 0.73, 0.85, 0.92, 0.94 times the target's,
+    since each particle's own kernel, 1, is in its density and has no slope. Against it stand 2π h n π(x) others: 14 in the
+    middle for a hundred, 2 at two standard deviations. Repulsion is too weak by that much and the particles too close.
+    """
+    expected = COVARIANCE - 0.25 * IDENTITY if name == "kde" else COVARIANCE
+    # Steps of 0.1 never come to rest where kernels so narrow are inverted: that flow is stiff.
+    rate = {"kde": 0.1, "svgd": 1.0}.get(name, 0.02)
+    errors = {}
+    for particles in (50, 100, 200):
+        white = torch.randn(particles, 2, dtype=torch.float64)
+        white = (white - white.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(white.T, correction=0))).T
+        z = MEAN + white @ torch.linalg.cholesky(expected).T  # they start with the moments of the law, exactly
+        assert relative_error(torch.cov(z.T, correction=0), expected) < 1e-10
+        z = go_on(z, name, 300, rate, bandwidth=0.25)
+        torch.testing.assert_close(z.mean(0), MEAN, rtol=0, atol=0.02)
+        errors[particles] = relative_error(torch.cov(z.T, correction=0), expected)
+    assert errors[200] < (0.10 if name == "kde" else 0.15)
+    assert errors[100] == pytest.approx(0.128 if name == "kde" else 0.15, abs=0.01)
+    assert errors[200] < 0.7 * errors[100] < 0.7 * 0.7 * errors[50]
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, "svgd"])

@@ -145,5 +145,7 @@ def test_backward_works_without_grad_mode():
 def test_an_uncoupled_method_says_so():
     posterior = tiny.ensemble(tiny.mlp)
     assert not posterior.coupled
-    with pytest.raises(TypeError, match="does not couple"):
+    with pytest.raises(
+        TypeError, match=r"expected a method that couples its members, got DeepEnsemble, which does not; define couple"
+    ):
         posterior.couple(())

@@ -36,6 +36,14 @@ def taken(snapshots: Snapshots, steps: int) -> list[int]:
     return [step for step in range(steps) if snapshots.due()]
 
 
+def test_a_step_to_record_is_known_before_it_is_taken():
+    snapshots = Snapshots(3, 4, wanted=9)
+    for _ in range(14):
+        expected = snapshots.upcoming
+        assert snapshots.upcoming == expected  # asking changes nothing
+        assert snapshots.due() == expected
+
+
 def test_given_times_are_counted_from_0():
     assert taken(Snapshots(3, 4, wanted=9), 14) == [3, 7, 11]
     snapshots = Snapshots(3, 4, wanted=9)

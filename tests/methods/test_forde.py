@@ -64,6 +64,50 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss_with_batch_nor
         torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
 
 
+class Token:
+    """Something that a graph holds; how many there are, and the most at any time."""
+
+    now = most = 0
+
+    def __init__(self):
+        Token.now += 1
+        Token.most = max(Token.most, Token.now)
+
+    def __del__(self):
+        Token.now -= 1
+
+
+class Marked(torch.autograd.Function):
+    """The identity, with a token in every graph that it is part of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.token = Token()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope
+
+
+def test_in_the_loop_one_members_graph_is_alive_at_a_time():
+    """Also for coupled members: what they are compared in is found first, and no graph of it is kept."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(torch.tanh(Marked.apply(self.first(x))))
+
+    posterior, (x, y) = FoRDE(networks(5, Network)), tiny.points()
+    for strategy, expected in ((strategies.looped, 1), (strategies.looped_keeping_graphs, 5)):
+        Token.most = 0
+        strategy(posterior, x, y, None)
+        assert (Token.now, Token.most) == (0, expected)
+
+
 def test_options_reach_the_kernel():
     nets, (x, y) = networks(), tiny.points()
     scales = pca_lengthscales(x * torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64), 0.7)

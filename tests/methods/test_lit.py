@@ -79,6 +79,24 @@ def test_without_strength_it_is_a_deep_ensemble_and_alone_it_is_map():
     assert torch.equal(flat_gradients(alone)[0], expected)
 
 
+def test_the_order_of_members_does_not_matter():
+    nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
+    straight, shuffled = LIT(nets, strength=0.7), LIT([nets[i] for i in order], strength=0.7)
+    straight.backward(x, y)
+    shuffled.backward(x, y)
+    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
+
+
+def test_float32_agrees_with_float64():
+    nets, (x, y) = networks(), tiny.points()
+    double = LIT(nets, strength=0.7)
+    single = copy.deepcopy(double).float()
+    double.backward(x, y)
+    single.backward(x.float(), y)
+    a, b = flat_gradients(double), flat_gradients(single).double()
+    assert float((a - b).norm() / a.norm()) < 1e-4
+
+
 def test_bad_input_is_a_clear_error():
     nets = networks(2)
     with pytest.raises(ValueError, match="expected a strength of at least 0, got -1"):

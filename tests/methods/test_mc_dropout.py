@@ -1,6 +1,7 @@
 """MC dropout: what is dropped, how often, for whom, and that nothing else changes."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -320,7 +321,7 @@ def test_fit_stores_a_draw():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_attention_layers_drop_too():
+def test_attention_layers_drop_too(caplog):
     """In eval mode torch would take a road past the dropout modules; masks must not be lost on it."""
 
     class Encoder(nn.Module):
@@ -332,7 +333,9 @@ def test_attention_layers_drop_too():
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.layer(x)[:, 0])
 
-    posterior = ds.MCDropout(Encoder(), samples=3)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        posterior = ds.MCDropout(Encoder(), samples=3)
+    assert "dropout inside layer.self_attn stays off in prediction: it has no module to switch on" in caplog.text
     assert sorted(posterior.sites) == ["layer.dropout", "layer.dropout1", "layer.dropout2"]
     x = torch.randn(2, 5, 4)
     with torch.no_grad():

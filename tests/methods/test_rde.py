@@ -334,6 +334,16 @@ def test_one_member_is_exactly_a_map_network(method):
     assert not alone.mixes
 
 
+def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_prior():
+    net, (x, y) = tiny.mlp().double(), tiny.points()
+    alone = FunctionRDE([net], data_size=50, prior="functional", weight_prior_std=0.7)
+    single = ds.MAP(copy.deepcopy(net), weight_prior_std=0.7, data_size=50)
+    alone.backward(x, y)
+    single.backward(x, y)
+    for ours, theirs in zip(alone.parameters(), single.parameters(), strict=True):
+        assert torch.equal(ours.grad[0], theirs.grad)
+
+
 @pytest.mark.parametrize("method", ["weight", "function", "feature"])
 def test_near_equal_members_separate_and_do_not_explode(method):
     """Two members 1e-3 apart, trained on the same data, end further apart than without repulsion."""

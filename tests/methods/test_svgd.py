@@ -149,6 +149,50 @@ def test_the_order_of_members_does_not_matter(space):
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
+def test_float32_agrees_with_float64(space):
+    nets, (x, y) = networks(4), tiny.points()
+    double = SVGD(nets, data_size=50, space=space)
+    single = copy.deepcopy(double).float()
+    double.backward(x, y)
+    single.backward(x.float(), y)
+    expected = flat_gradients(double)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(flat_gradients(single).double(), expected, rtol=1e-4, atol=1e-4 * scale)
+
+
+def nearly_equal(distance: float) -> list[nn.Module]:
+    first = plain().double()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(distance * torch.randn_like(parameter))
+    return [first, second]
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+def test_near_equal_members_separate(space):
+    """Two members 1e-3 apart, trained on the same data, end further apart than without repulsion."""
+    nets, (x, y) = nearly_equal(1e-3), tiny.points()
+    distances = []
+    for posterior in (SVGD(nets, data_size=12, space=space), ds.DeepEnsemble(nets)):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        ds.fit(posterior, [(x, y)] * 50, epochs=1, optimizer=optimizer, progress=False)
+        members = posterior.predict(x).members
+        distances.append(float((members[0] - members[1]).norm()))
+    assert distances[0] > 10 * distances[1]
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
+@pytest.mark.parametrize("distance", [1e-6, 1e-9])
+def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(space, distance):
+    """Without it the force is 1/distance: a million at 1e-6. The same limit as for the repulsive ensembles."""
+    nets, (x, y) = nearly_equal(distance), tiny.points()
+    posterior = SVGD(nets, data_size=50, space=space)
+    posterior.backward(x, y)
+    assert float(flat_gradients(posterior).abs().max()) < 100
+
+
+@pytest.mark.parametrize("space", ["weight", "function"])
 def test_annealing_scales_the_driving_force_alone(space):
     nets, (x, y) = networks(), tiny.points()
 

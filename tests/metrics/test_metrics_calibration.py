@@ -149,6 +149,12 @@ def test_union_ece_counts_every_ood_answer_as_wrong():
     ood, _ = binary([0.95, 0.75], [1, 1])
     expected = ece_by_brute_force([0.95, 1.0, 0.6, 0.95, 0.75], [1, 1, 0, 0, 0], 15)
     assert metrics.union_ece(p, y, ood).item() == pytest.approx(expected, abs=1e-14)
+    # The share they have when each is there four times: the same bins, weighted.
+    share = 4 * len(ood) / (4 * len(ood) + len(p))
+    repeated = metrics.union_ece(p, y, ood.repeat(4, 1))
+    assert metrics.union_ece(p, y, ood, prevalence=share).item() == pytest.approx(repeated.item(), abs=1e-14)
+    with pytest.raises(ValueError, match="prevalence between 0 and 1"):
+        metrics.union_ece(p, y, ood, prevalence=1.0)
     assert expected == pytest.approx((3 * abs(2 / 3 - 2.9 / 3) + 0.6 + 0.75) / 5)
 
 

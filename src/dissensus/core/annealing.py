@@ -33,13 +33,15 @@ class Annealing:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+            raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {self.schedule!r}; name one of them")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least one step to anneal over, got {self.steps}; None takes the whole run")
         if not self.weight > 0:
-            raise ValueError(f"expected a positive weight of the driving force, got {self.weight}")
+            raise ValueError(
+                f"expected a positive weight of the driving force, got {self.weight}; 1 leaves it as it is"
+            )
         if self.cycles < 1:
-            raise ValueError(f"expected at least one cycle, got {self.cycles}")
+            raise ValueError(f"expected at least one cycle, got {self.cycles}; 5 is the paper's")
 
     def __call__(self, step: Tensor, run: int | None) -> Tensor | float:
         """() a_t at the step (), of a run of so many steps. Tensor arithmetic: a captured step goes on with the clock."""

@@ -80,7 +80,10 @@ def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
     if not isinstance(y, Tensor):
         raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
     if not tensors(x):
-        raise TypeError(f"expected inputs as a tensor, tuple or dict of tensors, got {type(x).__name__}")
+        raise TypeError(
+            f"expected inputs as a tensor, tuple or dict of tensors, got {type(x).__name__}; "
+            "convert x with torch.as_tensor"
+        )
     return x, y, weight
 
 

@@ -40,10 +40,13 @@ class EmpCov(nn.Module):
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
         if layer not in known:
-            raise ValueError(f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}")
+            raise ValueError(
+                f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}; name the one that the "
+                "inputs reach first"
+            )
         for keyword, value in (("data_size", data_size), ("alpha", alpha), ("epsilon", epsilon)):
             if not value > 0:
-                raise ValueError(f"expected a positive {keyword}, got {value}")
+                raise ValueError(f"expected a positive {keyword}, got {value}; pass a number above 0")
         first = known[layer]
         if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
             raise ValueError(

@@ -97,7 +97,7 @@ def directions(gradients: Tensor) -> Tensor:
 def batch_log_density(s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None) -> Tensor:
     """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled."""
     if bandwidth not in BANDWIDTHS:
-        raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}")
+        raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
     members, size, _ = s.shape
     mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
     other = mine.detach()

@@ -75,13 +75,15 @@ def pca_lengthscales(
     only), and the variance that is left over is spread evenly over the remaining D − R directions.
     """
     if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"expected alpha from 0 (identity) to 1 (principal components), got {alpha}")
+        raise ValueError(
+            f"expected alpha from 0 (identity) to 1 (principal components), got {alpha}; pass a share between them"
+        )
     if form not in ("poster", "paper"):
-        raise ValueError(f'expected form "poster" or "paper", got {form!r}')
+        raise ValueError(f'expected form "poster" or "paper", got {form!r}; name one of them')
     if rank is not None and rank < 1:
         raise ValueError(f"expected a rank of at least 1, got {rank}; None chooses one")
     if passes < 1:
-        raise ValueError(f"expected at least one pass over the data, got {passes}")
+        raise ValueError(f"expected at least one pass over the data, got {passes}; 3 are enough")
     readable_once = isinstance(inputs, Iterator)
     first, rows = _peek(inputs)
     dimension = first.shape[1]

@@ -40,9 +40,10 @@ def statistics_names(network: nn.Module) -> list[str]:
 def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
 
-    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and so for the (unbiased) variances. Dropout
-    is off, momenta and modes are put back, and layers that the caller has frozen in eval mode keep what they have. A
-    network without such layers does not read the loader at all.
+    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and so for the (unbiased) variances; a layer
+    that runs several times in a forward pass has so many terms for each batch. Dropout is off, momenta and modes are put
+    back, and layers that the caller has frozen in eval mode keep what they have. A network without such layers does not
+    read the loader at all.
     """
     own = set(particles.own_buffers())
     layers = {
@@ -53,26 +54,26 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     if not layers:
         return
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
-    seen = 0
+    seen = dict.fromkeys(layers.values(), 0)  # examples that have passed the layer
+    found = False
     with _training(particles, layers):
         for batch in loader:
             x, _, _ = batches.unpack(batch)
             batches.check_finite(x)
-            x = batches.to(x, device)
-            seen += batches.size(x)
-            for layer in layers.values():
-                # r ← (1 − m) r + m s with m = n_b / Σ n is the running mean by size; the first batch overwrites r.
-                layer.momentum = batches.size(x) / seen  # type: ignore[assignment]
+            if batches.size(x) == 0:
+                continue
+            found, x = True, batches.to(x, device)
             with batches.unchanged(x):
-                particles.write_buffers(_statistics(particles, x, kept))
-    if not seen:
+                particles.write_buffers(_statistics(particles, x, kept, seen))
+    if not found:
         raise ValueError(
             "expected at least one batch to estimate batch statistics from, got none; pass the training loader"
         )
 
 
-def _statistics(particles: Particles, x: batches.Inputs, kept: list[str]) -> Tensors:
-    """Buffers (M, ...) of these names after each member has seen the batch."""
+def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
+    """Buffers (M, ...) of these names after each member has seen the batch; counts it in `seen`."""
+    before = dict(seen)
     shared = {**particles.shared_parameters(), **particles.shared_buffers()}
 
     def outputs(member: Member) -> Tensor:
@@ -81,11 +82,30 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str]) -> Ten
     def one(row: Rows) -> Tensors:
         tensors = {**shared, **row.own, **row.buffers}
         copies = {name: tensors[name].clone() for name in kept}  # layers write in place
-        _, after = torch.func.functional_call(particles.template, {**tensors, **copies}, (outputs,))
+        seen.update(before)  # every member sees the same batch
+        with _averaging(seen, batches.size(x)):
+            _, after = torch.func.functional_call(particles.template, {**tensors, **copies}, (outputs,))
         return {name: after[name] for name in kept}
 
     found: Tensors = particles.run(one, particles.rows(), particles.members)
     return found
+
+
+@contextmanager
+def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
+    """Inside, running statistics are means over all calls of their layer, weighted by the number of examples."""
+
+    def count(layer: nn.Module, _: Any) -> None:
+        # r ← (1 − m) r + m s with m = n / Σ n is the running mean by size; the first call overwrites r.
+        seen[layer] += size
+        layer.momentum = size / seen[layer]  # type: ignore[assignment]
+
+    handles = [layer.register_forward_pre_hook(count) for layer in seen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

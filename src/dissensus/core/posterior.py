@@ -83,14 +83,18 @@ class Posterior(nn.Module, ABC):
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
-        raise TypeError(f"{type(self).__name__} does not couple its members")
+        raise TypeError(
+            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
+        )
 
     def mix(self, gradients: Tensors) -> Tensors:
         """Gradients by name, own ones (M, ...), turned into others before they reach `.grad`; must be affine in them.
 
         For methods whose update is no gradient of a loss (SVGD). Affine, so that accumulation over batches commutes.
         """
-        raise TypeError(f"{type(self).__name__} does not mix gradients")
+        raise TypeError(
+            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
+        )
 
     @property
     def mixes(self) -> bool:

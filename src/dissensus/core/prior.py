@@ -13,11 +13,11 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
 
 
 def norm_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters that belong to normalisation layers."""
+    """Names of the parameters that belong to normalisation layers: torch's, and any that keeps running statistics."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in module.named_modules()
-        if isinstance(layer, NORM_LAYERS)
+        if isinstance(layer, NORM_LAYERS) or isinstance(getattr(layer, "running_mean", None), Tensor)
         for name, _ in layer.named_parameters(recurse=False)
     }
 

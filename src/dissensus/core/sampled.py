@@ -23,7 +23,7 @@ class Sampled(Posterior):
     """A posterior around the caller's module itself. `samples`: how many functions a draw has.
 
     Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the network as it
-    was trained.
+    was trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
     stored: Particles | None
@@ -44,6 +44,12 @@ class Sampled(Posterior):
         self.samples = samples
         self.stored = None
         self._built_with = dict(module.named_parameters())
+        self._trained = {name: p for name, p in self._built_with.items() if p.requires_grad}
+        if not self._trained:
+            raise ValueError(
+                f"expected a network with parameters that are trained, got none; {type(self).__name__} samples those alone: "
+                "set requires_grad on them"
+            )
 
     @abstractmethod
     def sample(self) -> Tensors:
@@ -89,13 +95,19 @@ class Sampled(Posterior):
         return particles
 
     def check_network(self) -> None:
-        """Raises where the network has other parameters than those it was built with."""
+        """Raises where the network has other parameters, or trains others, than when this was built around it."""
         found, known = dict(self.network.named_parameters()), self._built_with
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
             raise ValueError(
                 f"expected the parameters that {type(self).__name__} was built with, got '{changed[0]}' added, removed or "
                 "replaced since; change the network first, then build the posterior"
+            )
+        thawed = [name for name, parameter in found.items() if parameter.requires_grad and name not in self._trained]
+        if thawed:
+            raise ValueError(
+                f"expected the parameters that were trained when {type(self).__name__} was built, got '{thawed[0]}' trained "
+                "since; set requires_grad first, then build the posterior"
             )
 
     def config(self) -> dict[str, Any]:
@@ -104,11 +116,15 @@ class Sampled(Posterior):
             "weight_prior_std": self.weight_prior_std,
             "data_size": self.data_size,
             "stored": self.stored is not None,
+            "frozen": [name for name in self._built_with if name not in self._trained],
         }
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Sampled":
-        keywords = {key: value for key, value in config.items() if key != "stored"}
+        keywords = {key: value for key, value in config.items() if key not in ("stored", "frozen")}
+        for name, parameter in network.named_parameters():
+            if "frozen" in config and parameter.is_floating_point():
+                parameter.requires_grad_(name not in config["frozen"])
         posterior = cls(network, likelihood=likelihood, **keywords)
         if config.get("stored"):
             posterior.stored = posterior._blank()
@@ -116,7 +132,7 @@ class Sampled(Posterior):
 
     def sampled_names(self) -> list[str]:
         """Names of the network's tensors that `sample` gives."""
-        return [name for name, parameter in self.network.named_parameters() if parameter.requires_grad]
+        return list(self._trained)
 
     def _blank(self) -> Particles:
         """A stored draw of the right shapes, to be filled from a file."""

@@ -112,7 +112,7 @@ def apply(matrix: Tensor, z: Any) -> Any:
 def check_score(score: str) -> None:
     """Raises where there is no estimator of this name."""
     if score not in MATRICES:
-        raise ValueError(f"expected a score of {', '.join(MATRICES)}, got {score!r}")
+        raise ValueError(f"expected a score of {', '.join(MATRICES)}, got {score!r}; name one of them")
 
 
 def _estimate(matrix: Callable[..., Tensor], z: Tensor, bandwidth: float | None) -> Tensor:

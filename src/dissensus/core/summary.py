@@ -118,7 +118,9 @@ class RunningSummary:
         elif isinstance(predictive, RegressionPredictive):
             self._add_gaussians(predictive)
         else:
-            raise TypeError(f"expected a classification or regression to summarise, got {type(predictive).__name__}")
+            raise TypeError(
+                f"expected a classification or regression to summarise, got {type(predictive).__name__}; keep its members"
+            )
 
     def _add_classes(self, predictive: ClassificationPredictive) -> None:
         new = len(predictive.members)
@@ -142,7 +144,7 @@ class RunningSummary:
     def summary(self) -> SummaryPredictive:
         """Of all members so far."""
         if not self.count:
-            raise ValueError("expected at least one member to summarise, got none")
+            raise ValueError("expected at least one member to summarise, got none; add predictives first")
         if self._classification:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count

@@ -69,10 +69,17 @@ class Snapshots(nn.Module):
         elif every is None:
             self.every = max(1, (now + steps - start) // self.wanted)
 
+    @property
+    def upcoming(self) -> bool:
+        """Whether the next step is one to record."""
+        since = int(self.observed) - self.start
+        return since >= 0 and since % self.every == 0
+
     def due(self) -> bool:
         """Whether the step just taken is one to record; to be asked once a step."""
-        step = self.observed.add() - 1
-        return step >= self.start and (step - self.start) % self.every == 0
+        due = self.upcoming
+        self.observed.add()
+        return due
 
 
 def spread(steps: int, wanted: int, *, tail: float = TAIL) -> tuple[int, int]:

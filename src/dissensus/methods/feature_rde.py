@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.annealing import with_gradient_times
 from dissensus.core.batch import Inputs
+from dissensus.core.eigen import Order, extreme_eigenvectors
 from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles, Tensors, TensorTree
@@ -41,8 +42,6 @@ class FeatureRDE(Repulsive):
     """
 
     name = "feature_rde"
-    capturable = False  # the eigendecomposition reads its error code on the host
-
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -52,7 +51,7 @@ class FeatureRDE(Repulsive):
         projection: int = 5,
         prior: Literal["cauchy", "gaussian", "none"] = "cauchy",
         prior_scale: float = 0.005,
-        order: Literal["largest", "smallest"] = "largest",
+        order: Order = "largest",
         bandwidth: Literal["median", "squared"] = "median",
         likelihood: Likelihood | None = None,
         weight_prior_std: float | None = None,
@@ -61,13 +60,13 @@ class FeatureRDE(Repulsive):
         if projection < 1:
             raise ValueError(f"expected a projection to at least one direction, got {projection}; 5 is the paper's")
         if prior not in PRIORS:
-            raise ValueError(f"expected a prior of {', '.join(PRIORS)}, got {prior!r}")
+            raise ValueError(f"expected a prior of {', '.join(PRIORS)}, got {prior!r}; name one of them")
         if not prior_scale > 0:
             raise ValueError(f'expected a positive prior_scale, got {prior_scale}; prior="none" leaves the prior out')
         if order not in ("largest", "smallest"):
-            raise ValueError(f'expected order "largest" or "smallest", got {order!r}')
+            raise ValueError(f'expected order "largest" or "smallest", got {order!r}; name one of them')
         if bandwidth not in ("median", "squared"):
-            raise ValueError(f'expected bandwidth "median" or "squared", got {bandwidth!r}')
+            raise ValueError(f'expected bandwidth "median" or "squared", got {bandwidth!r}; name one of them')
         particles = share_head(stack_members(modules, likelihood), layer=layer, head=head)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.layer = layer
@@ -124,12 +123,11 @@ class FeatureRDE(Repulsive):
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""
         members = len(points)
-        # V_m = Σ_i u_im g_i / √λ_m from the Gram matrix of slopes, U diag(λ) Uᵀ, in ascending order
-        values, vectors = torch.linalg.eigh(slopes @ slopes.T)
-        kept = min(self.projection, members)
-        chosen = slice(members - kept, None) if self.order == "largest" else slice(0, kept)
-        inverse = torch.where(values > 1e-12 * values[-1], values.clamp(min=1e-300).rsqrt(), 0.0)
-        basis = (vectors * inverse)[:, chosen].T @ slopes  # (k, P), orthonormal rows
+        # V_m = Σ_i u_im g_i / √λ_m from the Gram matrix of slopes, U diag(λ) Uᵀ
+        gram = slopes @ slopes.T
+        values, vectors = extreme_eigenvectors(gram, min(self.projection, members), self.order)
+        inverse = torch.where(values > 1e-12 * gram.diagonal().sum(), values.clamp(min=1e-300).rsqrt(), 0.0)
+        basis = (vectors * inverse).T @ slopes  # (k, P), orthonormal rows
         p = (points - points.mean(0)) @ basis.T  # (M, k)
         squared = squared_distances(p)
         middle = median(squared, 1)  # (M, 1)
@@ -181,7 +179,9 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
     known = [name for name, _ in network.named_modules() if name]
     for what, name in (("layer", layer), ("head", head)):
         if name not in known:
-            raise ValueError(f"expected {what} to be one of {', '.join(known) or 'no submodules'}, got {name!r}")
+            raise ValueError(
+                f"expected {what} to be one of {', '.join(known) or 'no submodules'}, got {name!r}; name a submodule"
+            )
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
         raise ValueError(f"expected a head with parameters to share, got '{head}' without; name the last linear layer")
@@ -206,7 +206,10 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
         own.plant(name, tensor, persistent=name in kept)
     encoders = [p.detach().reshape(len(p), -1) for p in own.parameters() if p.requires_grad]
     if not encoders:
-        raise ValueError(f"expected encoders with parameters to train, got all of them in the head '{head}'")
+        raise ValueError(
+            f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
+            "train what comes before it"
+        )
     flat = torch.cat(encoders, dim=1)  # (M, P)
     for i in range(len(flat)):
         for j in range(i):

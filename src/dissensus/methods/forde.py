@@ -59,12 +59,14 @@ class FoRDE(InputGradients):
                 f"expected Lengthscales, got {type(lengthscales).__name__}; make them with pca_lengthscales(inputs)"
             )
         if bandwidth not in BANDWIDTHS:
-            raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}")
+            raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
         if repulsion not in ("1/B", "1/N") and (isinstance(repulsion, str) or not repulsion >= 0):
-            raise ValueError(f'expected repulsion "1/B", "1/N" or a number of at least 0, got {repulsion!r}')
+            raise ValueError(
+                f'expected repulsion "1/B", "1/N" or a number of at least 0, got {repulsion!r}; "1/B" is the paper\'s'
+            )
         for keyword, value in (("every", every), ("batch_size", batch_size)):
             if value is not None and value < 1:
-                raise ValueError(f"expected {keyword} of at least 1, got {value}")
+                raise ValueError(f"expected {keyword} of at least 1, got {value}; pass a whole number")
         super().__init__(
             stack_members(modules, likelihood),
             gradient=gradient,

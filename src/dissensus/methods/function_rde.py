@@ -55,21 +55,25 @@ class FunctionRDE(Repulsive):
         scores.check_score(score)
         check_data_size(data_size, weight_prior_std)
         if isinstance(repel_at, str) and repel_at not in ("batch", "noise"):
-            raise ValueError(f'expected repel_at "batch", "noise" or a tensor of inputs, got {repel_at!r}')
+            raise ValueError(
+                f'expected repel_at "batch", "noise" or a tensor of inputs, got {repel_at!r}; pass one of them'
+            )
         if not isinstance(repel_at, str | Tensor):
-            raise TypeError(f'expected repel_at "batch", "noise" or a tensor of inputs, got {type(repel_at).__name__}')
+            raise TypeError(
+                f'expected repel_at "batch", "noise" or a tensor of inputs, got {type(repel_at).__name__}; pass one of them'
+            )
         if isinstance(repel_at, Tensor) and (repel_at.ndim == 0 or len(repel_at) == 0):
             raise ValueError(f"expected inputs (n, ...) to repel at, got shape {tuple(repel_at.shape)}; pass some rows")
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):
-            raise ValueError(f'expected outputs "logits" or "probabilities", got {outputs!r}')
+            raise ValueError(f'expected outputs "logits" or "probabilities", got {outputs!r}; name one of them')
         if outputs == "probabilities" and not isinstance(likelihood or Classification(), Classification):
             raise ValueError(
                 'expected outputs="logits" with this likelihood, got "probabilities"; only classes have them'
             )
         if prior not in ("weight", "functional"):
-            raise ValueError(f'expected prior "weight" or "functional", got {prior!r}')
+            raise ValueError(f'expected prior "weight" or "functional", got {prior!r}; name one of them')
         if prior == "functional" and weight_prior_std is None:
             raise ValueError(
                 "expected weight_prior_std with the functional prior, got none; prior networks are drawn from it"

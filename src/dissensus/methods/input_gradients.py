@@ -34,7 +34,7 @@ class InputGradients(Repulsive):
         data_size: int | None,
     ) -> None:
         if gradient not in ("logit", "log_prob"):
-            raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}')
+            raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}; name one of them')
         if examples is not None and examples < 1:
             raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)

@@ -37,7 +37,7 @@ class LIT(InputGradients):
         data_size: int | None = None,
     ) -> None:
         if not strength >= 0:
-            raise ValueError(f"expected a strength of at least 0, got {strength}")
+            raise ValueError(f"expected a strength of at least 0, got {strength}; 0 is a deep ensemble")
         super().__init__(
             stack_members(modules, likelihood),
             gradient=gradient,

@@ -58,10 +58,11 @@ class SnapshotEnsemble(Sampled):
 
     @torch.no_grad()
     def observe(self, optimizer: Optimizer) -> None:
+        if self.snapshots.upcoming:
+            self.check_network()
         super().observe(optimizer)
         if not self.snapshots.due():
             return
-        self.check_network()
         row = (self.snapshots.taken.add() - 1) % self.samples
         recorded = dict(self.recorded.named_buffers())
         for name, tensor in self._recordable().items():
@@ -87,5 +88,4 @@ class SnapshotEnsemble(Sampled):
 
     def _recordable(self) -> Tensors:
         """Name -> trained parameter or buffer of the network."""
-        parameters = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        return {**parameters, **dict(self.network.named_buffers())}
+        return {**self._trained, **dict(self.network.named_buffers())}

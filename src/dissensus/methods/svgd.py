@@ -43,7 +43,7 @@ class SVGD(Repulsive):
         weight_prior_std: float | None = None,
     ) -> None:
         if space not in ("weight", "function"):
-            raise ValueError(f'expected space "weight" or "function", got {space!r}')
+            raise ValueError(f'expected space "weight" or "function", got {space!r}; name one of them')
         check_data_size(data_size, weight_prior_std)
         particles = stack_members(modules, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)

@@ -55,7 +55,7 @@ class SWAG(Sampled):
         self.rank = rank
         self.scale = scale
         self.snapshots = Snapshots(start, every, wanted=2 * rank)
-        zeros = torch.zeros_like(flatten(trained(module)))  # (P,)
+        zeros = torch.zeros_like(flatten(self._trained))  # (P,)
         self.register_buffer("mean_vector", zeros)
         self.register_buffer("square_sum", zeros.clone())  # Σ (w − mean)²
         self.register_buffer("deviations", zeros.repeat(rank, 1))  # (K, P), rows in turn
@@ -67,12 +67,12 @@ class SWAG(Sampled):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots."""
-        return unflatten(self.mean_vector, trained(self.network))
+        return unflatten(self.mean_vector, self._trained)
 
     @property
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling."""
-        return unflatten(self.square_sum / max(int(self.snapshots.taken), 1), trained(self.network))
+        return unflatten(self.square_sum / max(int(self.snapshots.taken), 1), self._trained)
 
     def begin(self, steps_per_epoch: int, epochs: int) -> None:
         super().begin(steps_per_epoch, epochs)
@@ -80,11 +80,12 @@ class SWAG(Sampled):
 
     @torch.no_grad()
     def observe(self, optimizer: Optimizer) -> None:
+        if self.snapshots.upcoming:
+            self.check_network()
         super().observe(optimizer)
         if not self.snapshots.due():
             return
-        self.check_network()
-        weights = flatten(trained(self.network), self.mean_vector.dtype)  # (P,)
+        weights = flatten(self._trained, self.mean_vector.dtype)  # (P,)
         n = self.snapshots.taken.add()
         if n == 1:  # also after `begin` has forgotten an earlier run
             self.mean_vector.zero_()
@@ -112,7 +113,7 @@ class SWAG(Sampled):
         noise *= (self.square_sum / n).sqrt()
         z = torch.randn(self.samples, held, dtype=mean.dtype, device=self.device)
         noise.addmm_(z, self.deviations[:held], alpha=max(held - 1, 1) ** -0.5)
-        return unflatten(noise.mul_(self.scale**0.5).add_(mean), trained(self.network))
+        return unflatten(noise.mul_(self.scale**0.5).add_(mean), self._trained)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """Constant, linear to one half, constant over the last quarter: the weights must not come to rest."""
@@ -146,7 +147,7 @@ class SWA(Sampled):
             module, samples=1, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
         self.snapshots = Snapshots(start, every, wanted=40)
-        self.register_buffer("mean_vector", torch.zeros_like(flatten(trained(module))))  # (P,)
+        self.register_buffer("mean_vector", torch.zeros_like(flatten(self._trained)))  # (P,)
 
     @property
     def ready(self) -> bool:
@@ -155,7 +156,7 @@ class SWA(Sampled):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots."""
-        return unflatten(self.mean_vector, trained(self.network))
+        return unflatten(self.mean_vector, self._trained)
 
     def begin(self, steps_per_epoch: int, epochs: int) -> None:
         super().begin(steps_per_epoch, epochs)
@@ -163,11 +164,12 @@ class SWA(Sampled):
 
     @torch.no_grad()
     def observe(self, optimizer: Optimizer) -> None:
+        if self.snapshots.upcoming:
+            self.check_network()
         super().observe(optimizer)
         if not self.snapshots.due():
             return
-        self.check_network()
-        weights = flatten(trained(self.network), self.mean_vector.dtype)
+        weights = flatten(self._trained, self.mean_vector.dtype)
         n = self.snapshots.taken.add()
         if n == 1:
             self.mean_vector.zero_()
@@ -185,11 +187,6 @@ class SWA(Sampled):
     def config(self) -> dict[str, Any]:
         start, every = self.snapshots.given
         return {**{k: v for k, v in super().config().items() if k != "samples"}, "start": start, "every": every}
-
-
-def trained(network: nn.Module) -> Tensors:
-    """Name -> parameter, those that are trained."""
-    return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
 def nothing_recorded(snapshots: Snapshots) -> ValueError:

@@ -87,8 +87,8 @@ class TRADI(Sampled):
             self._start()
 
     def observe(self, optimizer: Optimizer) -> None:
-        known = {id(p) for p in [*self._built_with.values(), *self.likelihood.parameters()]}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        known = {id(p) for p in [*self._trained.values(), *self.likelihood.parameters()]}
+        if any(id(p) not in known and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             self.check_network()
         self.filters.step(optimizer)
         super().observe(optimizer)
@@ -190,5 +190,13 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_variances(name: str, pair: tuple[float, float], *, zero: bool) -> None:
+    if not isinstance(pair, tuple | list):
+        raise TypeError(
+            f"expected {name} as two variances, of the mean's and the variance's filter, got {type(pair).__name__}; pass "
+            "two numbers"
+        )
     if len(pair) != 2 or not all(value > 0 or (zero and value == 0) for value in pair):
-        raise ValueError(f"expected {name} as two variances, of the mean's and the variance's filter, got {pair}")
+        raise ValueError(
+            f"expected {name} as two variances, of the mean's and the variance's filter, got {pair}; pass two numbers "
+            f"{'of 0 or more' if zero else 'above 0'}"
+        )

@@ -72,18 +72,23 @@ def union_ece(
     ood_probabilities: Tensor,
     *,
     bins: int = 15,
+    prevalence: float | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
     """() ECE of in-distribution and OOD inputs together, where every answer to an OOD input counts as wrong.
 
     This is the ECE of TRADI's out-of-distribution tables (Franchi et al., 2020): it punishes confidence on OOD inputs,
-    and grows with their share. ood_probabilities: (N', C) or (N', C, H, W).
+    and grows with their share. ood_probabilities: (N', C) or (N', C, H, W). prevalence: the error as it would be if OOD
+    were that share of the data; None takes the inputs as they are.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
-    ood = not_empty(distributions(ood_probabilities, class_axis=1, log=False)).amax(1)
-    confidence = torch.cat([confidence, ood.to(confidence.dtype)])
-    correct = torch.cat([correct, correct.new_zeros(len(ood))])
-    return ece_from_sums(*bin_sums(confidence, correct, bins))
+    ood = not_empty(distributions(ood_probabilities, class_axis=1, log=False)).amax(1).to(confidence.dtype)
+    share = len(ood) / (len(ood) + len(confidence)) if prevalence is None else prevalence
+    if not 0 < share < 1:
+        raise ValueError(f"expected a prevalence between 0 and 1, got {share}; it is the share of OOD inputs")
+    inside, outside = bin_sums(confidence, correct, bins), bin_sums(ood, ood.new_zeros(len(ood)), bins)
+    mixed = ((1 - share) * i / len(confidence) + share * o / len(ood) for i, o in zip(inside, outside, strict=True))
+    return ece_from_sums(*mixed)
 
 
 class ReliabilityBins(NamedTuple):
