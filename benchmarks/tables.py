@@ -10,9 +10,58 @@ import re
 import statistics
 from pathlib import Path
 
+import mnist_ood
+import uci
+from particles_toy import grouped_severities, sentences
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMMAND = "python benchmarks/speed.py --csv FILE"
+PARTICLES = {
+    "toy-regression": {
+        "region/between/sd": "sd between clusters",
+        "region/outside/sd": "sd outside",
+        "region/at_data/sd": "sd at the data",
+        "rmse": "RMSE",
+        "distances/function": "distance of outputs",
+        "distances/gradient": "angle of input gradients",
+        "cost/train_seconds": "training, s",
+    },
+    "toy-classification": {
+        "region/off_data/entropy": "entropy off the data",
+        "region/at_data/entropy": "entropy at the data",
+        "accuracy": "accuracy",
+        "nll": "NLL",
+        "distances/function": "distance of outputs",
+        "distances/gradient": "angle of input gradients",
+        "cost/train_seconds": "training, s",
+    },
+    "lengthscales": {
+        "accuracy": "accuracy",
+        "severities 1–3": "severities 1–3",
+        "severities 4–5": "severities 4–5",
+        "validation/corrupt/accuracy": "damaged validation images",
+        "nll": "NLL",
+        "corrupt/nll": "NLL, damaged",
+        "ood/fashion/auroc": "AUROC, clothes",
+    },
+}
+PICTURES = {
+    "toy-regression": "Predictions along the line, method by method",
+    "toy-classification": "Entropy over the plane, method by method",
+    "lengthscales": "Test accuracy over alpha",
+}
+SIDE_BY_SIDE = {
+    "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},
+    "toy-classification": {"region/off_data/entropy": "entropy off the data", "nll": "NLL"},
+    "forde-variants": {
+        "accuracy": "accuracy",
+        "nll": "NLL",
+        "corrupt/accuracy": "accuracy, damaged",
+        "ood/fashion/auroc": "AUROC, clothes",
+        "distances/gradient": "angle",
+    },
+}
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -29,7 +78,7 @@ def speed_table(*, short: bool) -> str:
     commits = set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            training = row["what"] == "training step"
+            training = row["what"].startswith("training step")
             own_size = (row["case"], row["members"], row["batch"]) in {
                 ("mlp", "20", "128"),
                 ("mlp16", "20", "16"),
@@ -55,21 +104,66 @@ def speed_table(*, short: bool) -> str:
 
 def grouped_table(file: str, key: str, columns: dict[str, str], *, where: str, command: str) -> str:
     """Mean ± standard deviation over seeds of each group's columns; `columns`: CSV name -> heading."""
-    found = rows(file)
-    groups: dict[str, list[dict[str, str]]] = {}
-    for row in found:
-        groups.setdefault(row[key], []).append(row)
+    return seed_table(rows(file), key, columns, where=where, command=command)
+
+
+def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
     lines = [f"| {key} | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
-    for name, members in groups.items():
-        cells = []
-        for column in columns:
-            values = [float(row[column]) for row in members]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.mean(values):.4g} ± {spread:.2g}")
+    for name, members in by_key(found, key).items():
+        cells = [mean_and_spread(members, column) for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     seeds = len({row["seed"] for row in found})
     facts = f"{seeds} seeds, mean ± standard deviation; commit {found[0]['commit']}, torch {found[0]['torch']}, {where}"
     return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
+
+
+def by_key(found: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in found:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
+    """Mean ± standard deviation over the rows that have the column; – where none has."""
+    values = [float(row[column]) for row in members if row.get(column)]
+    if not values:
+        return "–"
+    return f"{statistics.mean(values):.4g} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.2g}"
+
+
+def particle_rows(task: str) -> list[dict[str, str]]:
+    return grouped_severities(rows(f"{task.replace('-', '_')}_h200.csv"))
+
+
+def particle_table(task: str, columns: dict[str, str]) -> str:
+    """A particle task: its table, what its numbers say, and its figures where there are any."""
+    found = particle_rows(task)
+    command = f"dissensus bench {task} --size paper --seeds {len({row['seed'] for row in found})}"
+    table = seed_table(found, "method", columns, where="one H200", command=command)
+    pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
+    shown = [
+        f"![{text}](figures/{name}.png)"
+        for name, text in pictures.items()
+        if (ROOT / "docs" / "figures" / f"{name}.png").exists()
+    ]
+    return "\n".join([table, *("\n" + part for part in [*sentences(found), *shown])])
+
+
+def side_by_side() -> str:
+    """Variants of FoRDE on all tasks that have them, one column per number."""
+    headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
+    lines = [f"| method | {' | '.join(headings)} |", "|" + "---|" * (len(headings) + 1)]
+    groups = {task: by_key(particle_rows(task), "method") for task in SIDE_BY_SIDE}
+    names = [name for name in next(iter(groups.values())) if name == "deep_ensemble" or name.startswith("forde")]
+    for name in names:
+        cells = [
+            mean_and_spread(groups[task].get(name, []), column)
+            for task, columns in SIDE_BY_SIDE.items()
+            for column in columns
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "*The runs of the tables here; mean ± standard deviation over seeds.*"])
 
 
 def fill(path: Path, name: str, table: str) -> None:
@@ -82,40 +176,14 @@ def fill(path: Path, name: str, table: str) -> None:
 def main() -> None:
     fill(ROOT / "README.md", "speed", speed_table(short=True))
     fill(ROOT / "docs" / "speed.md", "speed", speed_table(short=False))
-    ood = {
-        "accuracy": "accuracy %",
-        "nll": "NLL",
-        "auroc": "AUROC %",
-        "aupr_adjusted": "AUPR %, adjusted",
-        "fpr95": "FPR95 %",
-        "fpr95_in": "FPR95 %, ID positive",
-        "ece": "ECE",
-        "ece_union": "ECE, union",
-        "train_seconds": "training, s",
-    }
-    table = grouped_table(
-        "mnist_ood_h200.csv",
-        "method",
-        ood,
-        where="one H200",
-        command="python benchmarks/mnist_ood.py --data FOLDER --seeds 0,1,2 --device cuda --csv FILE",
-    )
-    fill(ROOT / "docs" / "tracking.md", "mnist-ood", table)
-    toy = {
-        "sd_between": "sd between clusters",
-        "sd_outside": "sd outside",
-        "sd_at_data": "sd at the data",
-        "rmse": "RMSE",
-        "gradient_angle": "angle of input gradients",
-    }
-    table = grouped_table(
-        "particles_toy_regression.csv",
-        "method",
-        toy,
-        where="one H200",
-        command="python benchmarks/particles_toy.py --tasks regression --seeds 3 --device cuda",
-    )
-    fill(ROOT / "docs" / "particles.md", "toy-regression", table)
+    for module in (mnist_ood, uci):
+        if found := rows(f"{module.__name__}.csv"):
+            fill(ROOT / "docs" / "tracking.md", module.__name__.replace("_", "-"), module.page(found))
+    for task, columns in PARTICLES.items():
+        if particle_rows(task):
+            fill(ROOT / "docs" / "particles.md", task, particle_table(task, columns))
+    if all(particle_rows(task) for task in SIDE_BY_SIDE):
+        fill(ROOT / "docs" / "particles.md", "side-by-side", side_by_side())
 
 
 if __name__ == "__main__":

@@ -98,8 +98,12 @@ def evaluation_of(
     corrupted: CorruptedCounts | None,
     score: str,
     parameters: int,
+    prevalence: float | None = None,
 ) -> Evaluation:
-    """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken."""
+    """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken.
+
+    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to.
+    """
     classes = isinstance(test.predictive, ClassificationPredictive)
     part: Any = classification if classes else regression
     found = part.test_metrics(test)
@@ -107,7 +111,9 @@ def evaluation_of(
     arrays = part.test_arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
-        ranking = classification.ood_metrics(scores[score], foreign[score])
+        ranking = classification.ood_metrics(scores[score], foreign[score], prevalence)
+        if classes:
+            ranking |= classification.union_metrics(test, each, prevalence)
         found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():

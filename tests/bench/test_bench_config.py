@@ -5,9 +5,11 @@ import tomllib
 import pytest
 
 from dissensus.bench.build import posterior
-from dissensus.bench.config import SIZES, load_task, merged, run_config, task_names
-from dissensus.bench.sets import SETS, task_data
+from dissensus.bench.config import SIZES, load_task, merged, read_task, run_config, task_names
+from dissensus.bench.sets import task_data
+from dissensus.bench.sources import SETS
 from dissensus.bench.toml import toml
+from dissensus.bench.variants import base_name
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -18,16 +20,33 @@ def test_every_shipped_task_resolves_at_every_size(name, size):
         config = run_config(task, method, seed=1)
         assert (config.task, config.size, config.method, config.seed) == (name, size, method, 1)
         assert config.training["epochs"] >= 1
-        assert config.data["validation"] > 0
+        assert config.data["validation"] > 0 or not config.training["keep_best"]
         assert "training" not in config.settings
 
 
-@pytest.mark.parametrize("name", [name for name in task_names() if name != "cifar10"])
+def test_a_value_of_seed_in_the_data_is_the_seed_of_the_run():
+    task = load_task("moons", overrides=["data.seed=seed"])
+    assert [run_config(task, "map", seed).data["seed"] for seed in (0, 3)] == [0, 3]
+    assert run_config(load_task("moons"), "map", 3).data == load_task("moons").settings["data"]
+
+
+def test_choosing_by_validation_rows_needs_some():
+    with pytest.raises(
+        ValueError, match=r"training.keep_best, got data.validation = 0; hold some out, or set training"
+    ):
+        run_config(load_task("moons", overrides=["data.validation=0"]), "map", 0)
+    settled = load_task("moons", overrides=["data.validation=0", "training.keep_best=false"])
+    assert run_config(settled, "map", 0).data["validation"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in task_names() if isinstance(SETS[read_task(name)["data"]["name"]].where, str)]
+)
 def test_every_task_with_data_of_its_own_builds_all_its_methods(name):
     task = load_task(name, size="smoke")
-    data = task_data(task.settings["data"])
+    data = task_data(run_config(task, task.methods[0], 0).data)
     for method in task.methods:
-        assert posterior(run_config(task, method, 0), data).name == method
+        assert posterior(run_config(task, method, 0), data).name == base_name(method)
 
 
 def test_a_size_overrides_and_the_command_line_overrides_that():

@@ -13,6 +13,7 @@ from dissensus.bench.config import load_task, run_config
 from dissensus.bench.records import read_evaluation
 from dissensus.bench.run import Run
 from dissensus.evaluate import evaluate
+from uci_files import write_uci_files
 
 
 def moons(method: str = "map", *overrides: str, folder, seed: int = 0) -> Run:
@@ -41,6 +42,7 @@ def test_a_bench_leaves_one_folder_per_method_and_seed(benched):
         "config.toml", "log.jsonl", "training.json", "metrics.json", "arrays.safetensors",
         "posterior/config.json", "posterior/posterior.safetensors",
         "predictions/test.safetensors", "predictions/ood-far_ring.safetensors",
+        "predictions/grid.safetensors",
     }  # fmt: skip
     config = tomllib.loads((run / "config.toml").read_text())
     assert (config["task"], config["method"], config["seed"], config["size"]) == ("moons", "mc_dropout", 1, "smoke")
@@ -76,10 +78,11 @@ def test_a_run_measures_what_evaluate_measures(benched):
         score="entropy",
     )
     timed = {"cost/train_seconds", "cost/predict_ms"}
-    assert stored.metrics.keys() - direct.metrics.keys() == {"cost/train_seconds"}
+    more = stored.metrics.keys() - direct.metrics.keys()
+    assert {name for name in more if not name.startswith("region/")} == {"cost/train_seconds"}
     for name in direct.metrics.keys() - timed:
         assert stored.metrics[name] == direct.metrics[name], name
-    assert stored.arrays.keys() == direct.arrays.keys()
+    assert {name for name in stored.arrays if not name.startswith("grid/")} == direct.arrays.keys()
     assert all(torch.equal(stored.arrays[n], direct.arrays[n]) for n in direct.arrays if "reliability" not in n)
     assert (stored.kind, stored.ood, stored.score) == ("classification", ("far_ring",), "entropy")
 
@@ -127,19 +130,19 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, meth
 
     stopped = moons(method, folder=tmp_path / "stopped")
     stopped.begin()
-    log = Run._log
+    log = Run.log
 
     def stop(self, epoch):
         log(self, epoch)
         if epoch.epoch == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_log", stop)
+    monkeypatch.setattr(Run, "log", stop)
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert (stopped.folder / "checkpoint.pt").is_file()
     assert not stopped.trained
-    monkeypatch.setattr(Run, "_log", log)
+    monkeypatch.setattr(Run, "log", log)
     resumed = moons(method, folder=tmp_path / "stopped")
     resumed.begin()
     resumed.train()
@@ -176,6 +179,31 @@ def test_a_regression_runs_too(tmp_path):
     results, _ = jobs.bench(load_task("toy-regression-1d", size="smoke"), out=tmp_path, methods=["map"])
     assert {"rmse", "nll", "crps", "coverage90", "shift/gap/nll"} <= results.methods["map"][0].metrics.keys()
     assert "Coverage of 90 % intervals" in (tmp_path / "report.md").read_text()
+
+
+def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path):
+    path = tmp_path / "table.toml"
+    path.write_text(
+        'methods = ["map"]\n[data]\nname = "uci_regression"\nset = "bostonHousing"\nsplit = "seed"\nvalidation = 0\n'
+        'targets = "standardised"\n[network]\nname = "MLP"\nhidden = []\n[likelihood]\nname = "Regression"\n'
+        "noise = 0.5\n[training]\nepochs = 30\nlr = 0.05\nkeep_best = false\nthreads = 1\n"
+    )
+    folder = write_uci_files(tmp_path / "files")
+    results, _ = jobs.bench(load_task(str(path)), out=tmp_path / "out", seeds=2, source=str(folder))
+    runs = [Run.open(tmp_path / "out" / f"map-seed{seed}", source=str(folder)) for seed in (0, 1)]
+    assert [run.config.data["split"] for run in runs] == [0, 1]
+    assert not torch.equal(runs[0].data.test.y, runs[1].data.test.y)
+    for run, evaluation in zip(runs, results.methods["map"], strict=True):
+        data = run.data
+        z = run.posterior().predict(data.standardiser(data.test.x).float())
+        mean = data.targets.inverse(z.mean.double())
+        sd = 0.5 * float(data.targets.std)  # one Gaussian: both conventions are its density in the original units
+        expected = -torch.distributions.Normal(mean, sd).log_prob(data.test.y).mean()
+        assert evaluation.metrics["gaussian_nll"] == pytest.approx(float(expected), rel=1e-6)
+        assert evaluation.metrics["nll"] == pytest.approx(float(expected), rel=1e-6)
+        assert evaluation.metrics["rmse"] == pytest.approx(float((mean - data.test.y).square().mean().sqrt()), rel=1e-6)
+        assert evaluation.metrics["rmse"] < 30  # the noise of the targets has deviation 20, the targets themselves 36
+        assert torch.equal(evaluation.arrays["test/target"], data.test.y)
 
 
 def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from dissensus.bench.loaders import StandardisedBatches, crop, flip
-from dissensus.bench.sets import Rows, foreign, present, shifted, task_data
+from dissensus.bench.sets import LastData, task_data
+from dissensus.bench.sources import GAP, Rows, foreign, present, shifted
+from uci_files import write_uci_files
 
 
 def test_a_task_holds_out_validation_rows_and_standardises_by_training_rows_alone():
@@ -46,7 +48,7 @@ def test_ones_own_images_are_read_from_npz_files(tmp_path):
 
 
 def test_the_gap_of_the_regression_is_between_its_clusters():
-    x, y = shifted("gap", None)
+    x, y = shifted("gap", None, {"noise": 0.25})
     assert float(x.min()) >= 2.5
     assert float(x.max()) <= 4.5
     noise = (y - x * x.sin()).std()
@@ -64,11 +66,72 @@ def test_the_gap_of_the_regression_is_between_its_clusters():
         ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
         ({"name": "digits", "train": 0}, "positive number of rows"),
         ({"name": "digits", "validation": 10_000}, "validation rows"),
+        ({"name": "digits", "standardise": "unti"}, "did you mean 'unit'"),
+        ({"name": "two_moons", "standardise": "unit"}, 'expected images for data.standardise = "unit"'),
+        ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
+        ({"name": "cubic", "targets": "scaled"}, "expected a kind of targets of"),
     ],
 )
 def test_bad_data_settings_are_one_clear_error(settings, message):
     with pytest.raises(ValueError, match=message):
         task_data(settings)
+
+
+def test_targets_are_standardised_by_training_rows_and_inputs_keep_their_precision(tmp_path):
+    settings = {"name": "uci_regression", "set": "bostonHousing", "split": 1, "validation": 0.2}
+    data = task_data(settings | {"targets": "standardised"}, write_uci_files(tmp_path))
+    table = np.loadtxt(tmp_path / "bostonHousing" / "data" / "data.txt")
+    rows = np.loadtxt(tmp_path / "bostonHousing" / "data" / "index_test_1.txt").astype(int)
+    np.testing.assert_allclose(data.test.x, table[rows, :13], rtol=1e-12)
+    np.testing.assert_allclose(data.test.y[:, 0], table[rows, 13], rtol=1e-12)
+    assert (len(data.train.y), len(data.validation.y)) == (364, 91)
+    assert float(data.targets.mean) == pytest.approx(float(data.train.y.mean()), rel=1e-12)
+    loader = StandardisedBatches(data.train, data.standardiser, targets=data.targets, batch_size=364)
+    x, y = next(iter(loader))
+    assert x.dtype == y.dtype == torch.float32
+    torch.testing.assert_close(y, ((data.train.y - data.train.y.mean()) / data.train.y.std(correction=0)).float())
+    torch.testing.assert_close(x.double().std(0, correction=0), torch.ones(13, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert present("uci_regression", tmp_path) == str(tmp_path / "bostonHousing" / "data")
+    assert present("uci_regression", tmp_path / "nowhere") == "not found"
+
+
+def test_pixels_can_be_brought_to_plus_and_minus_one():
+    data = task_data({"name": "digits", "train": 60, "validation": 10, "standardise": "unit"})
+    x, _ = next(iter(StandardisedBatches(data.train, data.standardiser, batch_size=50)))
+    assert (float(x.min()), float(x.max())) == (-1.0, 1.0)
+    torch.testing.assert_close(x, data.train.x.float() / 127.5 - 1)
+
+
+def test_nothing_is_held_out_where_validation_is_zero():
+    data = task_data({"name": "cubic", "points": 20, "validation": 0})
+    assert (len(data.train.y), len(data.validation.y), len(data.test.y)) == (20, 0, 200)
+
+
+def test_data_are_read_again_only_where_settings_differ():
+    load = LastData()
+    first, second = {"name": "cubic", "draw": 0}, {"name": "cubic", "draw": 1}
+    kept = load(dict(first))
+    assert load(dict(first)) is kept
+    other = load(second)
+    assert not torch.equal(other.train.x, kept.train.x)
+    assert torch.equal(load(first).train.x, kept.train.x)
+
+
+def test_toys_and_their_shifts_are_one_function_with_the_same_noise():
+    settings = {"name": "gp_draw", "points": 30, "noise": 1e-3, "draw": 4, "validation": 0, "shift": ["gp_gap"]}
+    data = task_data(settings)
+    gap = data.shift["gp_gap"]
+    assert len(data.train.y) == 30
+    for rows in (data.train, data.test):
+        assert bool(((rows.x <= GAP[0]) | (rows.x >= GAP[1])).all())
+    assert bool(((gap.x > GAP[0]) & (gap.x < GAP[1])).all())
+    # neighbours across the gap's ends: a function of lengthscale 1 and amplitude 1 moves by less than 5 |x − x'|
+    x, y = (torch.cat([getattr(rows, axis) for rows in (data.train, data.test, gap)])[:, 0] for axis in "xy")
+    order = x.argsort()
+    assert bool((y[order].diff().abs() < 5 * x[order].diff() + 0.01).all())
+    outside = task_data({"name": "cubic", "noise": 0.0, "shift": "outside"}).shift["outside"]
+    assert bool(((outside.x.abs() >= 4) & (outside.x.abs() <= 6)).all())
+    torch.testing.assert_close(outside.y, outside.x**3)
 
 
 def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):

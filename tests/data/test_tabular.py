@@ -92,6 +92,22 @@ def test_values_that_are_not_finite_are_refused(tmp_path, table, column, value):
         regression_split(x, y, torch.arange(15), torch.arange(15, 20))
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ([0, 1, 2], [2, 3], "disjoint train and test rows, got 1 in both"),
+        ([0, 1, -1], [3], "expected train rows from 0 to 19"),
+        ([0, 1], [20], "expected test rows from 0 to 19"),
+        ([0, 0], [3], "each once"),
+        ([0, 1], [], "at least one"),
+    ],
+)
+def test_splits_whose_rows_overlap_repeat_or_do_not_exist_are_refused(table, train, test, message):
+    x, y = torch.from_numpy(table[:, [0, 1, 3]]), torch.from_numpy(table[:, 2])
+    with pytest.raises(ValueError, match=message):
+        regression_split(x, y, torch.tensor(train), torch.tensor(test, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "1 2 3\n4 5\n", "one two\n", "# nothing\n"])
 def test_damaged_tables_are_value_errors(tmp_path, table, content):
     write_folder(tmp_path, table)

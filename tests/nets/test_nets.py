@@ -59,6 +59,18 @@ def test_layers_come_in_the_order_the_docstring_says():
     assert [type(m) for m in ds.nets.MLP(4, 2, hidden=()).layers] == [nn.Linear]
 
 
+def test_dropout_may_differ_from_layer_to_layer_and_weights_may_start_as_he_has_them():
+    torch.manual_seed(0)
+    network = ds.nets.MLP(300, 10, hidden=(200, 100), dropout=(0.0, 0.1), init="he")
+    assert [type(m) for m in network.layers] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear]
+    for layer in (m for m in network.layers if isinstance(m, nn.Linear)):
+        # A sample variance of n normals has a relative deviation of √(2/n).
+        expected, n = 2 / layer.in_features, layer.weight.numel()
+        assert float(layer.weight.detach().square().mean()) == pytest.approx(expected, rel=4 * (2 / n) ** 0.5)
+        assert not layer.bias.any()
+    assert ds.nets.MLP(**network.config).config == network.config
+
+
 def test_the_parameter_free_shortcut_halves_and_pads():
     from dissensus.nets.resnet import PaddedShortcut
 
@@ -72,5 +84,9 @@ def test_the_parameter_free_shortcut_halves_and_pads():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="expected an activation of relu, tanh, gelu, silu, got 'rely'"):
         ds.nets.MLP(4, 2, activation="rely")
+    with pytest.raises(ValueError, match="expected one dropout rate or 2, got 1"):
+        ds.nets.MLP(4, 2, hidden=(3, 3), dropout=(0.1,))
+    with pytest.raises(ValueError, match="expected init of torch, he, got 'xavier'"):
+        ds.nets.MLP(4, 2, init="xavier")
     with pytest.raises(ValueError, match=r"expected a depth of .*18, 20.* got 19"):
         ds.nets.ResNet(19)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from dissensus.bench.arguments import resolved
 from dissensus.bench.config import RunConfig
+from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import unknown
 from dissensus.bench.schema import takes_several
 from dissensus.bench.sets import TaskData
-from dissensus.core.likelihood import HeteroscedasticRegression
+from dissensus.bench.variants import base_name
+from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.posterior import Posterior, plateau_linear
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
@@ -27,24 +31,22 @@ MEMBERS = 5  # of methods that take several networks, unless the task says other
 def posterior(config: RunConfig, data: TaskData) -> Posterior:
     """The posterior of a run, freshly initialised from torch's generator.
 
-    A method whose first parameter is called `modules` is given `members` networks, any other one; `data_size` is filled
-    in where a method asks for it.
+    A method whose first parameter is called `modules` is given `members` networks, any other one.
     """
-    method = METHODS[config.method]
-    settings = dict(config.settings)
-    signature = inspect.signature(method).parameters
-    likelihood_class = LIKELIHOODS[config.likelihood.get("name", "Classification")]
-    likelihood = likelihood_class(**{k: v for k, v in config.likelihood.items() if k != "name"})
-    doubled = isinstance(likelihood, HeteroscedasticRegression)
-    first = next(iter(signature))
+    settings = arguments(config, data)
     networks: Any
-    if takes_several(method):
-        networks = [network(config, data, doubled=doubled) for _ in range(settings.pop("members", MEMBERS))]
+    if takes_several(METHODS[base_name(config.method)]):
+        networks = [network(config, data) for _ in range(settings.pop("members", MEMBERS))]
     else:
-        networks = network(config, data, doubled=doubled)
-    size = signature.get("data_size")
-    if size is not None and (size.default is inspect.Parameter.empty or settings.get("weight_prior_std") is not None):
-        settings.setdefault("data_size", len(data.train.y))
+        networks = network(config, data)
+    return around(config, settings)(networks, likelihood=likelihood(config))
+
+
+def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
+    """The method of a run with its settings, to be called with what it is built around and a likelihood."""
+    method = METHODS[base_name(config.method)]
+    signature = inspect.signature(method).parameters
+    first = next(iter(signature))
     if unfit := settings.keys() - signature.keys():
         raise unknown(f"a setting of {config.method}", sorted(unfit)[0], signature.keys() - {"likelihood", first})
     for name, parameter in signature.items():
@@ -52,15 +54,31 @@ def posterior(config: RunConfig, data: TaskData) -> Posterior:
             raise ValueError(
                 f"expected the setting {name} of {config.method}, got none; pass --set method.{config.method}.{name}=…"
             )
-    constructor: Callable[..., Posterior] = method
-    return constructor(networks, likelihood=likelihood, **settings)
+    return partial(method, **settings)
 
 
-def network(config: RunConfig, data: TaskData, *, doubled: bool) -> nn.Module:
+def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
+    """The settings of a run's method; `data_size` is filled in where the method asks for it."""
+    settings = resolved(config.settings, StandardisedBatches(data.train, data.standardiser, batch_size=1000))
+    size = inspect.signature(METHODS[base_name(config.method)]).parameters.get("data_size")
+    asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
+    if size is not None and (size.default is inspect.Parameter.empty or asked):
+        settings.setdefault("data_size", len(data.train.y))
+    return settings
+
+
+def likelihood(config: RunConfig) -> Likelihood:
+    """What the outputs of a run's networks mean."""
+    made = LIKELIHOODS[config.likelihood.get("name", "Classification")]
+    return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
+
+
+def network(config: RunConfig, data: TaskData) -> nn.Module:
     """One network; what its settings leave open of inputs, outputs, channels and size is taken from the data."""
     settings = dict(config.network)
     make = NETS[settings.pop("name")]
     outputs = len(data.classes) if data.classes else data.train.y.shape[1]
+    doubled = config.likelihood.get("name") == HeteroscedasticRegression.__name__  # a mean and a variance each
     known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs * (2 if doubled else 1)}
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
@@ -76,9 +94,12 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
     }
+    floor = training.get("floor", 0.01)
     factors: dict[str, Callable[[float], float]] = {
-        "plateau": plateau_linear,
+        "plateau": lambda t: plateau_linear(t, floor=floor),
         "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+        "thirds": lambda t: 0.1 ** int(3 * t + 1e-9),  # a tenth of the rate after every third of the run
+        "late": lambda t: plateau_linear(t, start=0.75, end=1.0, floor=floor),
         "constant": lambda t: 1.0,
     }
     if name == "default":
@@ -88,6 +109,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
     if schedule not in factors:
         raise unknown("a schedule", schedule, factors)
     groups = posterior.parameter_groups(lr=training.get("lr", 1e-3), weight_decay=training.get("weight_decay", 0.0))
-    extra = {"momentum": training.get("momentum", 0.9), "nesterov": True} if name == "sgd" else {}
+    momentum = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
+    extra = momentum if name == "sgd" else {}
     made = makers[name](groups, **extra)
     return made, LambdaLR(made, lambda epoch: factors[schedule](epoch / epochs))

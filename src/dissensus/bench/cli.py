@@ -13,11 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
-from dissensus.bench import jobs, sets
+from dissensus.bench import jobs
+from dissensus.bench.claims import claims
 from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.names import listed
 from dissensus.bench.results import Results
 from dissensus.bench.run import Run
+from dissensus.bench.sets import LastData
+from dissensus.bench.sources import SETS, present
 from dissensus.bench.tables import Table, draws_of, main_table
 from dissensus.methods import METHODS
 
@@ -78,7 +81,7 @@ def train(
     loaded = load_task(task, size=size, overrides=set_)
     config = run_config(loaded, method, seed)
     folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
-    run = Run(folder / f"{method}-seed{seed}", config, source=data)
+    run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data))
     run.begin()
     run.train(progress=not quiet)
     print(run.folder)
@@ -123,8 +126,8 @@ def list_(data: Data = None) -> None:
         about = (method.__doc__ or "").strip().split("\n")[0]
         methods.add_row(name, escape(about))
     known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
-    for name, source in sets.SETS.items():
-        known.add_row(name, escape(source.about), escape(sets.present(name, data)))
+    for name, source in SETS.items():
+        known.add_row(name, escape(source.about), escape(present(name, data)))
     console = _console()
     for grid in (tasks, methods, known):
         console.print(grid)
@@ -190,6 +193,8 @@ def _print_results(results: Results) -> None:
     console = _console()
     console.print(grid)
     console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+    for sentence in claims(results):
+        console.print(escape(sentence))
 
 
 def _print_written(written: list[Path]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed, unknown
-from dissensus.bench.schema import SECTIONS, TOP, check_task, known_keys
+from dissensus.bench.schema import SECTIONS, SEED, TOP, check_task, known_keys
+from dissensus.bench.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
 
 SIZES = ("smoke", "short", "paper")
@@ -52,6 +53,9 @@ class RunConfig:
     settings: Settings  # of the method
     training: Settings
     evaluation: Settings
+    reference: Settings = field(
+        default_factory=dict, compare=False
+    )  # published numbers: the run does not depend on them
 
     def table(self) -> Settings:
         return asdict(self)
@@ -78,7 +82,7 @@ def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) 
     check_task(settings, name)
     if not listed(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
-    check_methods(listed(settings["methods"]))
+    check_methods(listed(settings["methods"]), settings)
     return Task(Path(name).stem, size, settings)
 
 
@@ -99,11 +103,14 @@ def read_task(name: str) -> Settings:
 
 
 def run_config(task: Task, method: str, seed: int) -> RunConfig:
-    """What a run of one method with one seed depends on."""
-    check_methods([method])
+    """What a run of one method, or of a variant of one, with one seed depends on."""
+    check_methods([method], task.settings)
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
-    settings = tables["method"].get(method, {})
+    data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
+    own = tables["method"].get(method, {})
+    settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
+    check_validation(data, training)
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -112,29 +119,48 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         title=task.title,
         description=str(task.settings.get("description", "")),
         baseline=str(task.settings.get("baseline", "")),
-        data=tables["data"],
+        data=data,
         network=tables["network"],
         likelihood=tables["likelihood"],
         settings=settings,
         training=training,
         evaluation=tables["evaluation"],
+        reference=tables["reference"],
     )
 
 
+def check_validation(data: Settings, training: Settings) -> None:
+    """An error where training asks for validation rows and none are held out."""
+    askers = {"keep_best": True, "temperature": False, "patience": None}  # with their defaults
+    asking = [key for key, default in askers.items() if training.get(key, default)]
+    if data.get("validation") == 0 and asking:
+        raise ValueError(
+            f"expected validation rows for training.{asking[0]}, got data.validation = 0; hold some out, or set "
+            f"training.{asking[0]} = false"
+        )
+
+
 def overridden(settings: Settings, override: str) -> Settings:
-    """Settings with one "section.key=value" applied; method.key=value goes to every method of the task that has the key."""
+    """Settings with one "section.key=value" applied.
+
+    method.key=value goes to every method of the task that has the key, and to all variants of such methods.
+    """
     name, equals, text = override.partition("=")
     path = name.strip().split(".")
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
     value = parsed(text.strip())
     changed = copy.deepcopy(settings)
-    known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else settings)
+    if path[0] == "method" and len(path) > 2 and "-" in path[1]:  # a variant may be made on the command line
+        base_name(path[1])
+        changed.setdefault("method", {}).setdefault(path[1], {})
+    known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
     if section == "method" and key not in METHODS:
-        takers = [each for each in listed(settings["methods"]) if key in known[f"method.{each}"]]
+        asked = dict.fromkeys([*listed(settings["methods"]), *variants_of(settings)])
+        takers = [each for each in asked if key in known[f"method.{each}"]]
         if not takers:
-            available = {k for each in listed(settings["methods"]) for k in known[f"method.{each}"]}
+            available = {k for each in asked for k in known[f"method.{each}"]}
             raise unknown("a key of [method]", key, available)
         for each in takers:
             changed.setdefault("method", {}).setdefault(each, {})[key] = value
@@ -167,12 +193,6 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         result[key] = merged(result[key], value) if both else copy.deepcopy(value)
     return result
-
-
-def check_methods(methods: Sequence[str]) -> None:
-    for method in methods:
-        if method not in METHODS:
-            raise unknown("a method", method, METHODS)
 
 
 def _folder() -> Any:

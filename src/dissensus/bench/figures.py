@@ -16,8 +16,9 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench import plots
+from dissensus.bench import plots, scenes
 from dissensus.bench.results import Results
+from dissensus.bench.scenes import Made
 from dissensus.bench.tables import Draws
 from dissensus.evaluate import Evaluation
 from dissensus.evaluation.examples import GROUPS
@@ -30,22 +31,27 @@ class Section:
     title: str
     text: str
     figures: list[tuple[str, str]]  # what it shows in words, SVG
+    first_seed: bool = False  # whether only the first of several seeds is drawn
+    wide: bool = False  # whether a figure takes the whole width
 
 
 def sections(results: Results, draws: Draws) -> list[Section]:
     """All figures that the evaluations have arrays for; of several seeds the first is drawn."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = plots.colours(list(first))
-    made = [
-        _calibration(first, palette),
-        _coverage(first, palette),
-        _foreign(first, palette),
-        _selective(first, palette),
-        _corrupted(results, palette),
-        _cost(results, draws, palette),
+    made: list[tuple[Made | None, dict[str, bool]]] = [
+        (scenes.looked_at(first, palette), {"first_seed": True, "wide": True}),
+        (scenes.swept(results, palette), {"wide": True}),
+        (scenes.over_training(results, palette), {"wide": True}),
+        (_calibration(first, palette), {"first_seed": True}),
+        (_coverage(first, palette), {"first_seed": True}),
+        (_foreign(first, palette), {"first_seed": True}),
+        (_selective(first, palette), {"first_seed": True}),
+        (_corrupted(results, palette), {}),
+        (_cost(results, draws, palette), {}),
     ]
     numbered, count = [], 0
-    for section in made:
+    for section, how in made:
         if section is None or not section[2]:
             continue
         title, text, figures = section
@@ -53,11 +59,8 @@ def sections(results: Results, draws: Draws) -> list[Section]:
         for alternative, figure in figures:
             drawn.append((alternative, svg(figure, f"f{count}")))
             count += 1
-        numbered.append(Section(title, text, drawn))
+        numbered.append(Section(title, text, drawn, **how))
     return numbered
-
-
-Made = tuple[str, str, list[tuple[str, Figure]]]
 
 
 def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dissensus.storage import write_whole
 
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
+
 
 def damaged(path: Path, why: object) -> ValueError:
     """The error for a file that cannot be what it should be."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dissensus.bench.config import Task, check_methods, run_config
+from dissensus.bench.config import Task, run_config
 from dissensus.bench.files import write_text
 from dissensus.bench.results import Results, results_of_runs
 from dissensus.bench.run import Run, Tell, silent
-from dissensus.bench.sets import task_data
+from dissensus.bench.sets import LastData
+from dissensus.bench.together import companions, shares, train_together
+from dissensus.bench.variants import base_name, check_methods
+from dissensus.evaluate import Evaluation
 from dissensus.methods import METHODS
 
 
@@ -29,25 +32,13 @@ def bench(
     tell: Tell = silent,
 ) -> tuple[Results, list[Path]]:
     """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens."""
-    chosen = list(methods or task.methods)
-    check_methods(chosen)
     if seeds < 1:
         raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
-    data = task_data(task.settings["data"], source)  # before the folder: data that is not there leaves nothing behind
-    folder = checked_folder(default_folder(task) if out is None else Path(out))
-    runs = [
-        Run(folder / f"{method}-seed{seed}", run_config(task, method, seed), data=data, source=source)
-        for seed in range(seeds)
-        for method in chosen
-    ]
-    for run in runs:  # a folder of another run is an error before anything is trained
-        run.begin()
-    evaluations = []
-    for i, run in enumerate(runs, start=1):
-        name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
-        tell(f"{name}: {'trained already' if run.trained else 'training'}")
-        run.train(progress=progress)
-        evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    chosen = list(methods or task.methods)
+    folder = default_folder(task) if out is None else Path(out)
+    runs, evaluations = run_all(
+        task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, tell=tell
+    )
     tell("writing the report")
     from dissensus.bench.report import write_report  # loads matplotlib
 
@@ -56,13 +47,48 @@ def bench(
     return results, write_report(results, folder)
 
 
+def run_all(
+    task: Task,
+    *,
+    methods: Sequence[str],
+    seeds: Iterable[int],
+    out: Path,
+    source: str | None = None,
+    progress: bool = False,
+    tell: Tell = silent,
+) -> tuple[list[Run], list[Evaluation]]:
+    """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
+    check_methods(methods, task.settings)
+    load = LastData(source)
+    configs = [run_config(task, method, seed) for seed in seeds for method in methods]
+    load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
+    folder = checked_folder(out)
+    runs = [Run(folder / f"{config.method}-seed{config.seed}", config, load=load) for config in configs]
+    for run in runs:  # a folder of another run is an error before anything is trained
+        run.begin()
+    evaluations = []
+    for i, run in enumerate(runs, start=1):
+        name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
+        group = companions(run, runs) if shares(run.config) else [run]
+        others = ", ".join(each.config.method for each in group if each is not run and not each.trained)
+        tell(
+            f"{name}: {'trained already' if run.trained else 'training'}{f' together with {others}' if others else ''}"
+        )
+        if len(group) > 1:
+            train_together(group, progress=progress)
+        else:
+            run.train(progress=progress)
+        evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    return runs, evaluations
+
+
 def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
     from dissensus.bench.report import write_report  # loads matplotlib
 
     order = list(METHODS)
     runs = [Run.open(folder) for folder in found_runs(folders)]
-    runs.sort(key=lambda run: (order.index(run.config.method), run.config.seed))
+    runs.sort(key=lambda run: (order.index(base_name(run.config.method)), run.config.method, run.config.seed))
     evaluations = []
     for run in runs:
         if not (run.folder / "metrics.json").is_file():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.bench.names import unknown
-from dissensus.bench.sets import Rows
+from dissensus.bench.sources import Rows
 from dissensus.data import Batches, Standardiser
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,17 +20,27 @@ AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class StandardisedBatches:
-    """(x, y) batches of rows, x standardised after it was augmented; orders and augmentations come from torch's generator.
+    """(x, y) batches in float32, images standardised after they were augmented; what is random is torch's generator's.
 
     That generator's state is in a training checkpoint, so a run that was stopped goes on with the batches it would have had.
     """
 
     def __init__(
-        self, rows: Rows, standardiser: Standardiser, *, batch_size: int, shuffle: bool = False, augment: str = "none"
+        self,
+        rows: Rows,
+        standardiser: Standardiser,
+        *,
+        targets: Standardiser | None = None,
+        batch_size: int,
+        shuffle: bool = False,
+        augment: str = "none",
     ) -> None:
         if augment not in AUGMENTATIONS:
             raise unknown("an augmentation", augment, AUGMENTATIONS)
-        self.batches = Batches(rows.x, rows.y, batch_size=batch_size, shuffle=shuffle)
+        self.images = rows.x.ndim == 4
+        x = rows.x if self.images else standardiser(rows.x).float()  # rows once and for all, in the precision they have
+        y = rows.y if targets is None else targets(rows.y)
+        self.batches = Batches(x, y.float() if y.is_floating_point() else y, batch_size=batch_size, shuffle=shuffle)
         self.standardiser = standardiser
         self.augment = AUGMENTATIONS[augment]
 
@@ -38,6 +48,9 @@ class StandardisedBatches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.images:
+            yield from self.batches
+            return
         for x, y in self.batches:
             yield self.standardiser(self.augment(x)), y
 

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from dissensus.bench import resampling
+from dissensus.bench.grid import region_keys, spoken
 from dissensus.evaluate import Evaluation
 
 Best = Literal["high", "low"]
@@ -55,7 +56,10 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         found += [
             Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, resampling.auroc),
             Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, resampling.aupr),
+            Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
             Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, resampling.fpr95),
+            Measure(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
+            Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
         ]
     for name in evaluation.shift:
         found += [
@@ -69,6 +73,10 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
             Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
         ]
+    for key in region_keys(evaluation):
+        region, quantity = spoken(key)
+        unit = "nats" if quantity == "entropy" else ""
+        found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
     found += [
         Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
         Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
@@ -102,6 +110,16 @@ def member_measures(evaluation: Evaluation) -> list[Measure]:
     return [m for m in found if m.key in evaluation.metrics and (percent or m.scale == 1)]
 
 
+def distance_measures() -> list[Measure]:
+    """How far members are apart."""
+    return [
+        Measure("distances/weight", "Distance of weights", "", None, 1, 3),
+        Measure("distances/function", "Distance of outputs", "", None, 1, 4, "rms"),
+        Measure("distances/gradient", "Angle of input gradients", "", None, 1, 3, "rad"),
+        Measure("distances/effective", "Effective members", "", None, 1, 2),
+    ]
+
+
 def _classification(evaluation: Evaluation) -> list[Measure]:
     test = "test"
     whole = evaluation.kind == "classification"  # pixels are not stored, so what is not a mean has no interval
@@ -123,6 +141,7 @@ def _regression() -> list[Measure]:
     return [
         Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), resampling.root_mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
         Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
         Measure("coverage90", "Coverage of 90 % intervals", test, 0.9, 100, 1, "%", (("test/covered90",),)),
         Measure("width90", "Width of 90 % intervals", test, None, 1, 3),

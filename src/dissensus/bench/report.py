@@ -9,8 +9,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dissensus.bench import figures, tables
+from dissensus.bench.claims import claims
 from dissensus.bench.files import write_text
 from dissensus.bench.measures import Measure
+from dissensus.bench.reference import reference_sentences, reference_table
 from dissensus.bench.results import Results, csv_text
 from dissensus.bench.sentences import headline
 
@@ -55,11 +57,15 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "title": results.title,
         "description": results.description,
         "kind": results.kind,
-        "headline": headline(results, found, draws),
+        "headline": [*headline(results, found, draws), *claims(results)],
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
         "differences": tables.difference_table(results, found, draws, str(baseline)) if shown else None,
         "members": tables.member_table(results),
+        "reference": reference_table(results, found),
+        "reference_source": results.reference.get("source", "published numbers"),
+        "reference_says": reference_sentences(results, found),
+        "distances": tables.distance_table(results),
         "corruptions": corruptions,
         "scores": tables.score_table(results, figures.auroc),
         "score": next(iter(results.methods.values()))[0].score,
@@ -80,8 +86,9 @@ def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
 def _glossary(found: list[Measure]) -> Mapping[str, str]:
     """What each number in the tables means."""
     labels = {measure.label for measure in found}
+    looked_at = {"regions": MEANINGS["regions"]} if any(m.group == "regions" for m in found) else {}
     corrupted = {"corrupted inputs": MEANINGS["corrupted inputs"]} if any("corrupt/" in m.key for m in found) else {}
-    return {label: text for label, text in MEANINGS.items() if label in labels} | corrupted
+    return {label: text for label, text in MEANINGS.items() if label in labels} | looked_at | corrupted
 
 
 MEANINGS = {
@@ -95,10 +102,17 @@ MEANINGS = {
     "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
     "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
     "FPR at 95 % TPR": "share of test inputs flagged when 95 % of the foreign ones are",
+    "AUPR, adjusted": "the same as it would be if foreign inputs had another share in the data: one half, or as the task says",
+    "FPR, test inputs positive": "share of foreign inputs accepted when 95 % of the test inputs are",
+    "ECE, foreign inputs included": "calibration error of test and foreign inputs together, where every answer to a foreign "
+    "one counts as wrong: low when the network is not sure of itself there",
+    "NLL of one Gaussian": "the same for the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
     "RMSE": "root of the mean squared error of the predicted mean",
     "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
     "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
     "Width of 90 % intervals": "how wide those intervals are, in the target's units",
+    "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
+    "mean prediction. Large off the data is wanted, large at the data is not",
     "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "
     "together, then severities are averaged",
 }

@@ -6,10 +6,17 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dissensus.bench.run import Run
 from dissensus.evaluate import Evaluation
+
+
+class Swept(NamedTuple):
+    """A setting that runs differ in, and its value in those that have it."""
+
+    key: str
+    values: dict[str, float]  # method -> value
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +29,9 @@ class Results:
     origins: dict[str, list[dict[str, Any]]]  # for each of them, what to write in front of its row
     baseline: str | None = None
     facts: dict[str, str] = field(default_factory=dict)  # provenance
+    reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
+    focus: str | None = None  # the method that sentences on regions are about
+    sweep: Swept | None = None
 
     @property
     def kind(self) -> str:
@@ -53,7 +63,19 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     }
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))
-    return Results(first.title, first.description, methods, origins, baseline, {k: v for k, v in facts.items() if v})
+    focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
+    values = {run.config.method: float(run.config.settings[key]) for run in runs if key in run.config.settings}
+    return Results(
+        title=first.title,
+        description=first.description,
+        methods=methods,
+        origins=origins,
+        baseline=baseline,
+        facts={k: v for k, v in facts.items() if v},
+        reference=first.reference,
+        focus=focus if focus in methods else None,
+        sweep=Swept(key, values) if key and values else None,
+    )
 
 
 def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:

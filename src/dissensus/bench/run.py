@@ -12,7 +12,7 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,14 +22,19 @@ import torch
 
 from dissensus import storage
 from dissensus.bench import build
+from dissensus.bench.choice import with_choice
 from dissensus.bench.config import RunConfig
-from dissensus.bench.files import damaged, read_json, read_toml, write_json, write_text
+from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, read_json, read_toml, write_json, write_text
+from dissensus.bench.grid import with_grid
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.provenance import provenance
 from dissensus.bench.records import read_counts, read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.sets import SETS, Kind, Rows, TaskData, task_data
-from dissensus.bench.splits import corruptions, split_names, write_split
+from dissensus.bench.sets import LastData, TaskData
+from dissensus.bench.sources import SETS, Kind, Rows
+from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_of, split_names, write_split
+from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
+from dissensus.bench.watch import ROWS, watcher, with_distances
 from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
 from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
@@ -46,32 +51,30 @@ def silent(text: str) -> None:
 
 
 class Run:
-    """A run folder and what it is a run of. `data` is read when a stage first needs it."""
+    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
 
-    def __init__(
-        self, folder: Path, config: RunConfig, *, data: TaskData | None = None, source: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
         self.folder = folder
         self.config = config
-        self.source = source  # the folder of the user's data
-        self._data = data
+        self.load = load or LastData()
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
-        """The run in a folder that `begin` made."""
+        """The run in a folder that `begin` made; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
             raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
         table = read_toml(path)
         table.pop("provenance", None)
         try:
-            return cls(folder, RunConfig(**table), source=source)
+            return cls(folder, RunConfig(**table), load=LastData(source))
         except TypeError as error:
             raise damaged(path, error) from error
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
-        corruptions(self.config)
+        for split in (CORRUPT, CHOOSE):
+            corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         path = self.folder / "config.toml"
         if not path.is_file():
@@ -89,9 +92,7 @@ class Run:
 
     @property
     def data(self) -> TaskData:
-        if self._data is None:
-            self._data = task_data(self.config.data, self.source)
-        return self._data
+        return self.load(self.config.data)
 
     @property
     def kind(self) -> Kind:
@@ -111,6 +112,7 @@ class Run:
         return StandardisedBatches(
             rows,
             self.data.standardiser,
+            targets=self.data.targets,
             batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 250),
             shuffle=shuffle,
             augment=training.get("augment", "none") if shuffle else "none",
@@ -126,10 +128,12 @@ class Run:
         """Trains and saves the posterior, going on from a checkpoint where there is one."""
         if self.trained:
             return
+        if shares(self.config):
+            train_together([self], progress=progress)
+            return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
-        with same_random_state(self.device), _threads(training.get("threads")):
-            torch.manual_seed(self.config.seed)  # put back afterwards
+        with self.prepared():
             posterior = build.posterior(self.config, self.data).to(self.device)
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
@@ -143,25 +147,51 @@ class Run:
                 patience=training.get("patience"),
                 precision=training.get("precision", "auto"),
                 engine=training.get("engine", "auto"),
-                callback=self._log,
+                callback=self._callback(posterior),
                 progress=progress,
                 checkpoint=checkpoint,
+                checkpoint_seconds=CHECKPOINT_SECONDS,
             )
-            temperature = temperature_scale(posterior, validation) if training.get("temperature", False) else 1.0
-        storage.save(posterior, self.folder / "posterior")
-        # Written whole once more: a run that was stopped may have lost or doubled its last line.
-        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in history.epochs))
-        facts = {
-            "seconds": sum(epoch.seconds for epoch in history.epochs),
-            "epochs": len(history),
-            "best": history.best,
-            "temperature": temperature,
-            "engine": history.engine,
-        }
-        write_json(self.folder / "training.json", facts)
+            seconds = sum(epoch.seconds for epoch in history.epochs)
+            self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         checkpoint.unlink(missing_ok=True)
 
-    def _log(self, epoch: Epoch) -> None:
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """The run's seed and threads; torch's own are put back afterwards."""
+        with same_random_state(self.device), _threads(self.config.training.get("threads")):
+            torch.manual_seed(self.config.seed)
+            yield
+
+    def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
+        """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
+        temperature = 1.0
+        if self.config.training.get("temperature", False):
+            temperature = temperature_scale(posterior, self.loader(self.data.validation))
+        storage.save(posterior, self.folder / "posterior")
+        # Written whole once more: a run that was stopped may have lost or doubled its last line.
+        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+        write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+
+    def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
+        """What is done after each epoch: a line in the log, and a look at how members differ where that is asked for."""
+        every, rows = self.config.evaluation.get("distances_every"), self._compared
+        watch = None if every is None else watcher(self.folder, posterior, rows, every=every)
+
+        def after(epoch: Epoch) -> None:
+            self.log(epoch)
+            if watch is not None:
+                watch(epoch)
+
+        return after
+
+    @property
+    def _compared(self) -> StandardisedBatches:
+        """The training rows at which members are compared."""
+        return self.loader(self.data.train.first(ROWS, seed=0))
+
+    def log(self, epoch: Epoch) -> None:
+        """Adds a line to log.jsonl."""
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(asdict(epoch)) + "\n")
 
@@ -188,7 +218,7 @@ class Run:
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
         splits = self._splits()
-        test = read_predictions(splits["test"])
+        test, posterior = read_predictions(splits["test"]), self.posterior()
         counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
         evaluation = evaluation_of(
             test,
@@ -196,7 +226,8 @@ class Run:
             shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
             corrupted=counts,
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
-            parameters=parameters(self.posterior()),
+            parameters=parameters(posterior),
+            prevalence=self.config.evaluation.get("prevalence"),
         )
         facts = read_json(self.folder / "training.json")
         if "seconds" not in facts:
@@ -206,6 +237,13 @@ class Run:
             metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
             notes={"classes": "\n".join(self.data.classes)},
         )
+        if GRID in splits:
+            said = read_predictions(splits[GRID]).predictive
+            evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if CHOOSE in splits:
+            evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
+        if "distances_every" in self.config.evaluation:
+            evaluation = with_distances(evaluation, self.folder, posterior, self._compared)
         write_evaluation(self.folder, evaluation)
         return evaluation
 

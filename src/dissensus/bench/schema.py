@@ -6,26 +6,31 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dissensus.bench.arguments import further_keys
 from dissensus.bench.names import unknown
-from dissensus.bench.sets import SETS
+from dissensus.bench.sources import SETS
+from dissensus.bench.variants import base_name, variants_of
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.storage import LIKELIHOODS
 
 Types = tuple[type, ...]
+SEED = "seed"  # as a value in [data]: the seed of the run
 TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
 
 TOP: dict[str, Types] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
-SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "size")
+SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "reference", "size")
 DATA: dict[str, Types] = {
     "name": TEXT,  # of SETS
-    "validation": REAL,  # rows held out of the training set, or their share
+    "validation": REAL,  # rows held out of the training set, or their share; 0 holds none
     "train": WHOLE,  # at most so many training rows
     "test": WHOLE,  # at most so many test rows
     "ood": TEXTS,  # sets of foreign inputs
     "ood_rows": WHOLE,  # at most so many of each
     "shift": TEXTS,  # labelled sets of another distribution
-    "seed": WHOLE,  # of the split; the same for every run, so that runs are compared on the same rows
+    "seed": WHOLE,  # of what is held out; the same for every run, so that runs are compared on the same rows
+    "standardise": TEXT,  # inputs: by the training rows, to [−1, 1] ("unit", images), or not at all ("none")
+    "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
 }
 TRAINING: dict[str, Types] = {
     "epochs": WHOLE,
@@ -34,7 +39,9 @@ TRAINING: dict[str, Types] = {
     "lr": REAL,
     "weight_decay": REAL,
     "momentum": REAL,  # of sgd
-    "schedule": TEXT,  # plateau, cosine or constant
+    "nesterov": TRUTH,  # of sgd
+    "schedule": TEXT,  # plateau, cosine, thirds, late or constant
+    "floor": REAL,  # where plateau and late end, as a share of lr
     "clip": REAL,
     "patience": WHOLE,
     "keep_best": TRUTH,  # by the validation likelihood
@@ -43,6 +50,10 @@ TRAINING: dict[str, Types] = {
     "engine": TEXT,
     "threads": WHOLE,  # of the processor; small networks run faster on one
     "temperature": TRUTH,  # fit one on the validation set afterwards
+    "together": TRUTH,  # one training for all methods that hold the same network
+    "branch_at": REAL,  # share of the epochs after which it goes on in two ways
+    "tail_rate": REAL,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
+    "tail_factor": REAL,  # … or what it is of lr
 }
 EVALUATION: dict[str, Types] = {
     "batch_size": WHOLE,
@@ -50,6 +61,11 @@ EVALUATION: dict[str, Types] = {
     "severities": WHOLES,
     "corrupt_rows": WHOLE,  # at most so many test rows
     "score": TEXT,  # what OOD inputs are ranked by
+    "prevalence": REAL,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
+    "distances_every": WHOLE,  # epochs between looks at how members differ; not looked at where it is left out
+    "focus": TEXT,  # the method that the report compares region by region with every other
+    "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
+    "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
 }
 FILLED_IN = {"inputs", "outputs", "channels", "size"}  # of networks: taken from the data unless given
 
@@ -72,11 +88,29 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
                 continue  # a table of its own, checked as such
             if key not in known:
                 raise unknown(f"a key of [{section}]", key, known)
-            if known[key]:
+            if known[key] and not (section == "data" and value == SEED):
                 check_type(value, known[key], f"{where}: {section}.{key}")
     for name in settings.get("method", {}):
-        if name not in METHODS:
-            raise unknown("a method", name, METHODS)
+        base_name(name)
+    check_reference(settings.get("reference", {}), where)
+
+
+def check_reference(reference: Mapping[str, Any], where: str) -> None:
+    """An error where [reference] is not a source and, by method, metrics with a number or a number and its error each."""
+    for name, row in reference.items():
+        if name == "source":
+            check_type(row, TEXT, f"{where}: reference.source")
+            continue
+        base_name(name)
+        check_type(row, (dict,), f"{where}: reference.{name}")
+        for key, value in row.items():
+            pair = value if isinstance(value, list) else [value]
+            if len(pair) not in (1, 2):
+                raise ValueError(
+                    f"expected a number, or one and its error, for {where}: reference.{name}.{key}, got {value}"
+                )
+            for each in pair:
+                check_type(each, REAL, f"{where}: reference.{name}.{key}")
 
 
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
@@ -97,9 +131,11 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
         "training": TRAINING,
         "evaluation": EVALUATION,
     }
-    for name, method in METHODS.items():
+    for name in [*METHODS, *variants_of(settings)]:
+        method = METHODS[base_name(name)]
         several = {"members"} if takes_several(method) else set()
-        found[f"method.{name}"] = free(several | keywords(method, "likelihood", "module", "modules"))
+        named = keywords(method, "likelihood", "module", "modules")
+        found[f"method.{name}"] = free(several | named | further_keys(named))
         found[f"method.{name}.training"] = TRAINING
     return found
 

@@ -7,28 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 
 from dissensus.bench.config import RunConfig
+from dissensus.bench.geometry import GEOMETRIES, Geometry, geometry
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import listed
 from dissensus.bench.records import write_counts, write_predictions
-from dissensus.bench.sets import Rows, TaskData
+from dissensus.bench.sets import TaskData
+from dissensus.bench.sources import Rows
+from dissensus.bench.units import in_original_units
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import predictions
 
 Loader = Callable[[Rows], StandardisedBatches]
-CORRUPT = "corrupt"
+CORRUPT, CHOOSE, GRID = "corrupt", "validation-corrupt", "grid"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, ood-SET, shift-SET and corrupt: each is a file of predictions."""
+    """test, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
     names = ["test", *(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
-    return [*names, CORRUPT] if corruptions(config) is not None else names
+    if config.data["name"] in GEOMETRIES:
+        names.append(GRID)
+    return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
 
 
-def corruptions(config: RunConfig) -> Corruptions | None:
-    """What [evaluation] says about corruptions; None where there are none."""
-    names = config.evaluation.get("corrupt", "none")
+def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
+    """What [evaluation] says about corruptions of test rows, or of validation rows to choose by; None where it says none."""
+    names = config.evaluation.get("corrupt" if split == CORRUPT else "choose", "none")
     if names in ("none", [], ""):
         return None
     severities = config.evaluation.get("severities", [1, 2, 3, 4, 5])
@@ -48,9 +53,10 @@ def write_split(
     tell: Callable[[str], object],
 ) -> None:
     """Writes what the functions say about one split."""
-    spec = corruptions(config)
-    if split == CORRUPT and spec is not None:
-        rows = data.test.first(config.evaluation.get("corrupt_rows"), seed=0)
+    spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
+    if spec is not None:
+        rows = data.test if split == CORRUPT else data.validation
+        rows = rows.first(config.evaluation.get("corrupt_rows"), seed=0)
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"
         tell(about)
         counts = corrupted_counts(
@@ -63,7 +69,24 @@ def write_split(
         return
     tell(split)
     kind, _, name = split.partition("-")
-    rows = {"test": {"": data.test}, "ood": data.ood, "shift": data.shift}[kind][name]
+    rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
     picture = data.standardiser.inverse if data.images else None
-    found = predictions(functions, loader(rows), name=split, labelled=kind != "ood", picture=picture)
-    write_predictions(path, found)
+    found = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
+    write_predictions(path, in_original_units(found, data.targets, rows.y))
+
+
+def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
+    """The geometry of a run's data, which has one."""
+    found = geometry(config.data["name"], data.train.x)
+    assert found is not None
+    return found
+
+
+def grid_rows(config: RunConfig, data: TaskData) -> Rows:
+    """The inputs of the grid; there are no targets, and what stands for them is not read."""
+    inputs = geometry_of(config, data).inputs
+    return Rows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
+
+
+def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
+    return {"test": {"": data.test}, "ood": data.ood, "shift": data.shift}

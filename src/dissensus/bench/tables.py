@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dissensus.bench.measures import Measure, measures, member_measures
+from dissensus.bench.measures import Measure, distance_measures, measures, member_measures
 from dissensus.bench.results import Results
 from dissensus.bench.statistics import Resampled, compared, resampled
 from dissensus.evaluate import Evaluation
@@ -109,6 +109,18 @@ def member_table(results: Results) -> Table | None:
     found = {m.key: m for each in several.values() for m in member_measures(each[0])}
     rows = [Row(m.label, m.unit, "", [Cell(_mean_text(m, each)) for each in several.values()]) for m in found.values()]
     return Table(list(several), rows)
+
+
+def distance_table(results: Results) -> Table | None:
+    """How far the trained members of every method are apart, at training inputs; None where nobody looked."""
+    known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
+    if not known:
+        return None
+    rows = [
+        Row(m.label, m.unit, "", [Cell(_mean_text(m, several)) for several in known.values()])
+        for m in distance_measures()
+    ]
+    return Table(list(known), rows)
 
 
 def corruption_table(results: Results, metric: str, measure: Measure) -> Table | None:

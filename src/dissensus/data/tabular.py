@@ -77,8 +77,7 @@ def uci_regression(
         raise ValueError(
             f"expected one of {', '.join(REGRESSION_SETS)}, got {name!r}; read other folders with read_uci_folder"
         )
-    subs = (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/", "")
-    path = _found(folder, [f"{sub}data.txt" for sub in subs], "with the index_*.txt and n_splits.txt beside it").parent
+    path = regression_folder(name, folder)
     x, y, train, test = read_uci_folder(path, split)
     if x.shape != REGRESSION_SETS[name]:
         raise ValueError(
@@ -87,12 +86,25 @@ def uci_regression(
     return regression_split(*map(torch.from_numpy, (x, y, train, test)), dtype=dtype)
 
 
+def regression_folder(name: str, folder: str | Path | None = None) -> Path:
+    """The folder with the files of a regression set; FileNotFoundError says where they may lie."""
+    subs = (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/", "")
+    return _found(folder, [f"{sub}data.txt" for sub in subs], "with the index_*.txt and n_splits.txt beside it").parent
+
+
 def regression_split(
     x: Tensor, y: Tensor, train: Tensor, test: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
     """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone."""
     if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
         raise ValueError("expected finite inputs and targets, got NaN or infinity; remove those rows first")
+    for name, rows in (("train", train), ("test", test)):
+        if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
+            raise ValueError(
+                f"expected {name} rows from 0 to {len(x) - 1}, each once and at least one, got others; correct the split"
+            )
+    if both := int(torch.isin(train, test).sum()):
+        raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
     x, y = x.double(), y.double()[:, None]
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
     # standardise in float64, then round once

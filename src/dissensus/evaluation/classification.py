@@ -98,9 +98,18 @@ def member_metrics(predictions: Predictions) -> dict[str, float]:
     }
 
 
-def ood_metrics(score_in: Tensor, score_ood: Tensor) -> dict[str, float]:
-    """The six ranking metrics, OOD positive."""
-    return {name: float(function(score_in, score_ood)) for name, function in OOD_METRICS.items()}
+def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = None) -> dict[str, float]:
+    """The six ranking metrics, OOD positive; prevalence: the share of OOD in aupr_adjusted, one half by default."""
+    found = {name: float(function(score_in, score_ood)) for name, function in OOD_METRICS.items()}
+    if prevalence is not None:
+        found["aupr_adjusted"] = float(metrics.aupr_adjusted(score_in, score_ood, prevalence=prevalence))
+    return found
+
+
+def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
+    """ece_union: of test and OOD inputs together, every answer to an OOD input wrong; prevalence: their share."""
+    inside, outside = _classes(test).mean, _classes(ood).mean
+    return {"ece_union": float(metrics.union_ece(inside, test.targets, outside, prevalence=prevalence))}
 
 
 def _classes(predictions: Predictions) -> ClassificationPredictive:

@@ -1,0 +1,81 @@
+"""What a task set out to see, said from the numbers: a method's regions against every other's, seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dissensus.bench.grid import region_keys, spoken
+from dissensus.bench.results import Results
+from dissensus.bench.sweep import mean, sweep_of, sweep_sentence
+from dissensus.bench.variants import base_name
+from dissensus.evaluate import Evaluation
+
+NEAR = 0.15  # an error within 15 % of another is as good
+TWICE = 2.0  # how much more entropy off the data counts as seeing it
+
+
+def claims(results: Results) -> list[str]:
+    """Sentences about the task's focus, and about the setting it sweeps; none where it has neither."""
+    said = _focused(results)
+    sweep = sweep_of(results)
+    return [*said, sweep_sentence(results, sweep)] if sweep is not None else said
+
+
+def _focused(results: Results) -> list[str]:
+    """Sentences on the method in focus; variants of it are left out of what it is compared with."""
+    if results.focus is None or not region_keys(results.methods[results.focus][0]):
+        return []
+    focus, several = results.focus, results.methods[results.focus]
+    others = [name for name in results.methods if base_name(name) != base_name(focus)]
+    said = []
+    for key in region_keys(several[0]):
+        region, quantity = spoken(key)
+        parts = [
+            f"{name} ({mean(key, results.methods[name]):.4g}) on {_seeds(results, focus, name, _larger(key))}"
+            for name in others
+        ]
+        said.append(
+            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean(key, several):.4g}: "
+            f"larger than that of {_joined(parts)}."
+        )
+    baseline = results.baseline
+    off = "region/off_data/entropy"
+    if baseline in others and off in several[0].metrics:
+        share = mean(off, several) / mean(off, results.methods[baseline])
+        said.append(
+            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on "
+            f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
+        )
+    if "rmse" in several[0].metrics:
+        parts = [
+            f"{name} ({mean('rmse', results.methods[name]):.4g}) on {_seeds(results, focus, name, _near)}"
+            for name in others
+        ]
+        error = mean("rmse", several)
+        said.append(
+            f"The RMSE of {focus}'s mean, {error:.4g}, is within {100 * NEAR:.0f} % of that of {_joined(parts)}."
+        )
+    return said
+
+
+def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
+    return lambda mine, other: mine.metrics[key] > other.metrics[key]
+
+
+def _near(mine: Evaluation, other: Evaluation) -> bool:
+    return abs(mine.metrics["rmse"] - other.metrics["rmse"]) <= NEAR * other.metrics["rmse"]
+
+
+def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
+    """ "3 of 5 seeds": on how many of the seeds both methods were run with it holds."""
+    by_seed = {origin["seed"]: e for origin, e in zip(results.origins[second], results.methods[second], strict=True)}
+    pairs = [
+        (mine, by_seed[origin["seed"]])
+        for origin, mine in zip(results.origins[first], results.methods[first], strict=True)
+        if origin["seed"] in by_seed
+    ]
+    return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,152 @@
+"""How members differ: by their weights, by what they say, by what they look at. For one moment, and over training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.kernels import directions, squared_distances, working
+from dissensus.core.particles import Member
+from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.core.spaces import input_gradient, selected_output
+
+
+class MemberDistances(NamedTuple):
+    """Means over pairs of members, and how many independent ones they are worth."""
+
+    weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
+    function: float  # root mean square of fᵢ − fⱼ over inputs and outputs (logits, or means)
+    gradient: float  # angle in radians between input gradients, mean over inputs; NaN where all vanish
+    effective: float  # effective members, 1 to M: `metrics.effective_members`
+
+
+def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistances:
+    """MemberDistances of a posterior's stored members at inputs x (B, ...) with targets y, in eval mode.
+
+    The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as FoRDE
+    compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
+    Tensors that all members share add nothing to the distance of weights.
+    """
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the networks, for example in DeepEnsemble(...)"
+        )
+    particles = posterior.particles
+    if particles.members < 2:
+        raise ValueError(
+            f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
+            "there is nothing to compare it with"
+        )
+    x, y = batches.to(x, posterior.device), y.to(posterior.device)
+    posterior.check_batch(x, y)
+
+    def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
+        def selected(at: Inputs) -> tuple[Tensor, Tensor]:
+            outputs = batches.call(member.network, at)
+            return selected_output(member.likelihood, outputs, y, "logit"), outputs
+
+        gradient, outputs = input_gradient(selected, x)
+        return outputs.detach(), gradient.detach()
+
+    with evaluation(posterior), batches.unchanged(x):
+        outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
+        predictive = posterior.tempered(posterior.current().predict(x))
+    own = {
+        name: tensor.detach()
+        for name, tensor in particles.own_parameters().items()
+        if name.startswith("network.") and tensor.requires_grad
+    }
+    if isinstance(predictive, ClassificationPredictive):
+        ignored = getattr(posterior.likelihood, "ignore_index", None)
+        labels = y.argmax(1) if y.is_floating_point() else y  # soft labels: the likeliest class
+        effective = metrics.effective_members(predictive.members, labels, ignore_index=ignored)
+    elif isinstance(predictive, RegressionPredictive):
+        effective = metrics.effective_members_regression(predictive.members, y)
+    else:
+        raise TypeError(
+            f"expected members with probabilities or means, got {type(predictive).__name__}; use one of the likelihoods here"
+        )
+    return MemberDistances(
+        weight=float(mean_distance(own)) if own else 0.0,
+        function=float(mean_distance(outputs)) / outputs[0].numel() ** 0.5,
+        gradient=float(mean_angle(gradients)),
+        effective=float(effective),
+    )
+
+
+def mean_distance(points: Any) -> Tensor:
+    """() mean over pairs of ‖zᵢ − zⱼ‖, of points (M, ...) or a tree of them, in float64."""
+    squared = squared_distances(points)  # (M, M)
+    return squared.sqrt().sum() / (len(squared) * (len(squared) - 1))
+
+
+def mean_angle(vectors: Tensor) -> Tensor:
+    """() mean angle in [0, π] over pairs of members and examples, of vectors (M, B, D); NaN where no pair has directions.
+
+    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖): exact for small angles too, where arccos is not.
+    """
+    unit = directions(working(vectors.detach()))  # (M, B, D)
+    there = unit.square().sum(2) > 0  # (M, B)
+    total, count = unit.new_zeros(()), unit.new_zeros(())
+    for i in range(len(unit) - 1):
+        other = unit[i + 1 :]  # (M − i − 1, B, D)
+        angle = 2 * torch.atan2((unit[i] - other).norm(dim=2), (unit[i] + other).norm(dim=2))
+        both = there[i] & there[i + 1 :]
+        total = total + torch.where(both, angle, 0.0).sum()
+        count = count + both.sum()
+    return total / count
+
+
+class Numbered(Protocol):
+    """What `fit` calls back with: an Epoch, of which only its number is read."""
+
+    epoch: int
+
+
+class DistancesOverTraining:
+    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs, and from the start if asked.
+
+    `.epochs` are numbers of epochs done, `.distances` what was found after them. `tell` is called with both each time.
+
+        record = DistancesOverTraining(posterior, x, y, every=10)
+        fit(posterior, loader, epochs=100, callback=record)
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        x: Inputs,
+        y: Tensor,
+        *,
+        every: int = 1,
+        tell: Callable[[int, MemberDistances], object] | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"expected to look every k epochs with k of at least 1, got {every}")
+        self.posterior = posterior
+        self.x, self.y = x, y
+        self.every = every
+        self.tell = tell
+        self.epochs: list[int] = []
+        self.distances: list[MemberDistances] = []
+
+    def __call__(self, epoch: Numbered) -> None:
+        """Looks after this epoch if it is one of every k; nothing is returned, so training goes on."""
+        if (epoch.epoch + 1) % self.every == 0:
+            self.look(epoch.epoch + 1)
+
+    def look(self, epochs_done: int) -> MemberDistances:
+        """The distances now, kept as those after so many epochs: 0 before training."""
+        found = member_distances(self.posterior, self.x, self.y)
+        self.epochs.append(epochs_done)
+        self.distances.append(found)
+        if self.tell is not None:
+            self.tell(epochs_done, found)
+        return found

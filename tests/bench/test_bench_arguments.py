@@ -1,0 +1,74 @@
+"""Arguments named in a task and made from its training rows: lengthscales, also after saving and loading."""
+
+import pytest
+import torch
+
+import dissensus as ds
+from dissensus.bench.arguments import resolved
+from dissensus.bench.build import posterior
+from dissensus.bench.config import load_task, run_config
+from dissensus.bench.run import Run
+from dissensus.bench.sets import task_data
+from dissensus.core.lengthscales import Lengthscales
+
+
+def scales(method: str, *overrides: str) -> Lengthscales | None:
+    config = run_config(load_task("toy-classification", size="smoke", overrides=overrides), method, 0)
+    return posterior(config, task_data(config.data)).lengthscales
+
+
+def test_lengthscales_are_those_of_the_standardised_training_rows():
+    overrides = ["method.forde.lengthscales=pca", "method.forde.alpha=0.4", "data.standardise=training"]
+    config = run_config(load_task("toy-classification", size="smoke", overrides=overrides), "forde", 0)
+    data = task_data(config.data)
+    x = data.standardiser(data.train.x)
+    for form in ("poster", "paper"):
+        found = scales("forde", *overrides, f"method.forde.form={form}")
+        expected = ds.pca_lengthscales(x, 0.4, form=form)
+        torch.testing.assert_close(found.precision, expected.precision)
+        torch.testing.assert_close(found.eigenvectors.abs(), expected.eigenvectors.abs())
+    covariance = torch.cov(x.T.double())
+    eigenvalues = torch.linalg.eigvalsh(covariance).flip(0)
+    poster = scales("forde", *overrides)
+    torch.testing.assert_close(poster.precision.double(), 0.6 + 0.4 * eigenvalues, rtol=1e-5, atol=0)
+
+
+def test_alpha_zero_and_identity_are_no_lengthscales():
+    assert scales("forde") is None
+    assert scales("forde", "method.forde.lengthscales=identity") is None
+    assert scales("forde", "method.forde.lengthscales=pca", "method.forde.alpha=0.0") is None
+
+
+def test_other_methods_and_wrong_values_are_errors():
+    with pytest.raises(ValueError, match=r"a key of \[method.deep_ensemble\]"):
+        load_task("toy-classification", size="smoke", overrides=["method.deep_ensemble.alpha=0.1"])
+    with pytest.raises(ValueError, match="expected lengthscales of identity, pca, got 'pcs'; did you mean 'pca'"):
+        resolved({"lengthscales": "pcs"}, [])
+    with pytest.raises(ValueError, match='expected lengthscales = "pca" with alpha'):
+        resolved({"alpha": 0.1}, [])
+    assert resolved({"members": 3}, []) == {"members": 3}
+
+
+def test_lengthscales_of_a_run_survive_saving_and_loading(tmp_path):
+    task = load_task("lengthscales", size="smoke")
+    run = Run(tmp_path / "run", run_config(task, "forde-alpha40", 0))
+    run.begin()
+    run.train()
+    x = run.data.standardiser(run.data.train.x)
+    expected, found = ds.pca_lengthscales(x, 0.4), run.posterior().lengthscales
+    torch.testing.assert_close(found.precision, expected.precision, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.eigenvectors @ torch.diag(found.precision) @ found.eigenvectors.T,
+        expected.eigenvectors @ torch.diag(expected.precision) @ expected.eigenvectors.T,
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    again = ds.load(run.folder / "posterior")
+    ds.save(again, tmp_path / "copy")
+    assert torch.equal(ds.load(tmp_path / "copy").lengthscales.eigenvectors, again.lengthscales.eigenvectors)
+
+
+def test_repulsion_by_the_number_of_data_is_told_it():
+    config = run_config(load_task("forde-variants", size="smoke"), "forde-1_N", 0)
+    made = posterior(config, task_data(config.data))
+    assert made.strength(7) == 1 / 120

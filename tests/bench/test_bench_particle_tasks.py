@@ -1,0 +1,168 @@
+"""The particle tasks run at their smallest size, and the papers' sizes are what they say."""
+
+import csv
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dissensus.bench import jobs
+from dissensus.bench.build import optimizer, posterior
+from dissensus.bench.claims import claims
+from dissensus.bench.config import load_task, run_config
+from dissensus.bench.results import Results
+from dissensus.bench.sets import task_data
+from dissensus.data.corruptions import BENCHMARK
+
+TASKS = ("toy-regression", "toy-classification", "lengthscales", "forde-variants")
+EXPECTED = {
+    "toy-regression": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
+    "toy-classification": ("region/off_data/entropy", "accuracy", "distances/gradient"),
+    "lengthscales": ("validation/corrupt/accuracy", "corrupt/severity5/accuracy", "ood/fashion/auroc"),
+    "forde-variants": ("corrupt/accuracy", "ood/fashion/auroc", "distances/weight"),
+}
+SENTENCES = {
+    "toy-regression": "Between the data, forde has a mean standard deviation",
+    "toy-classification": "at least twice on",
+    "lengthscales": "is chosen of 0, 0.4, 1",
+    "forde-variants": "forde-1_N",
+}
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """A function of a task's name: the folder of its smallest bench, and its results."""
+
+    @cache
+    def run(name: str) -> tuple[Path, Results]:
+        folder = tmp_path_factory.mktemp(name)
+        results, _ = jobs.bench(load_task(name, size="smoke"), out=folder)
+        return folder, results
+
+    return run
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_smallest_size_runs_from_start_to_report(name, benched):
+    task = load_task(name, size="smoke")
+    folder, _ = benched(name)
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == task.methods
+    for row in rows:
+        for key in EXPECTED[name]:
+            assert float(row[key]) == float(row[key]), (row["method"], key)  # there, and a number
+    text = (folder / "report.md").read_text()
+    assert SENTENCES[name] in text
+    page = (folder / "report.html").read_text()
+    assert "How members differ, over training" in page
+    assert ("Where is it sure?" in page) == name.startswith("toy")
+    assert ("Accuracy over alpha" in page) == (name == "lengthscales")
+
+
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/particles_toy.py as a module."""
+    path = Path(__file__).parents[2] / "benchmarks" / "particles_toy.py"
+    spec = importlib.util.spec_from_file_location("particles_toy", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["toy-regression", "lengthscales"])
+def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, script, tmp_path, monkeypatch):
+    folder, results = benched(name)
+    monkeypatch.setattr("sys.argv", ["", str(folder), "--results", str(tmp_path), "--figures", str(tmp_path)])
+    script.main()
+    rows = script.read(tmp_path / f"{name.replace('-', '_')}_h200.csv")
+    assert [row["method"] for row in rows] == list(results.methods)
+    for row in rows:
+        metrics = results.methods[row["method"]][0].metrics
+        for key in EXPECTED[name]:
+            assert float(row[key]) == pytest.approx(metrics[key], rel=1e-5)
+    numbers = re.compile(r"\d+\.?\d*")
+    for said, expected in zip(script.sentences(rows), claims(results), strict=True):
+        assert numbers.sub("", said) == numbers.sub("", expected)  # rounded numbers aside
+    assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    assert (tmp_path / f"{name}-distances.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_method_of_every_size_can_be_built(name):
+    for size in ("smoke", "short", "paper"):
+        shrink = [
+            "method.members=2",
+            "network.hidden=[4, 4, 4, 4]" if name == "toy-regression" else "network.hidden=[4, 4]",
+        ]
+        if name in ("lengthscales", "forde-variants"):
+            shrink += ["data.train=60", "data.validation=20", "data.test=10"]
+        task = load_task(name, size=size, overrides=shrink)
+        for method in task.methods:
+            config = run_config(task, method, 0)
+            built = posterior(config, task_data(config.data))
+            assert built.particles.members == 2
+            optimizer(built, config.training)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "hidden", "prior"),
+    [("toy-regression", 24_000, [200, 50, 50, 50], None), ("toy-classification", 10_000, [10, 10], 1.0)],
+)
+def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, prior):
+    task = load_task(name, size="paper")
+    config = run_config(task, "forde", 0)
+    data = task_data(config.data)
+    batches = -(-len(data.train.y) // config.training["batch_size"])
+    assert batches * config.training["epochs"] == steps
+    assert config.settings["members"] == 16
+    assert config.network["hidden"] == hidden
+    assert not config.training["keep_best"]
+    assert len(data.validation.y) == 0
+    assert float(data.standardiser.mean) == 0
+    assert float(data.standardiser.std) == 1
+    settings = {method: run_config(task, method, 0).settings for method in task.methods}
+    assert {each.get("weight_prior_std") for each in settings.values()} == {prior}
+    for variant, key, value in (
+        ("forde-sample", "bandwidth", "sample"),
+        ("forde-algorithm", "bandwidth", "algorithm"),
+        ("forde-log_prob", "gradient", "log_prob"),
+        ("forde-1_N", "repulsion", "1/N"),
+    ):
+        assert settings[variant] == settings["forde"] | {key: value}
+
+
+@pytest.mark.parametrize("name", ["toy-regression", "toy-classification"])
+def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
+    task = load_task(name, size="smoke")
+
+    def start(method: str, seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        config = run_config(task, method, seed)
+        built = posterior(config, task_data(config.data))
+        return built.particles.own_parameters()["network.layers.0.weight"]
+
+    first = start("deep_ensemble", 0)
+    assert all(torch.equal(first, start(method, 0)) for method in task.methods)
+    assert not torch.equal(first, start("forde", 1))
+
+
+def test_blobs_are_drawn_anew_for_every_seed_and_never_tested_on():
+    task = load_task("toy-classification", size="smoke")
+    first, second = (task_data(run_config(task, "forde", seed).data) for seed in (0, 1))
+    assert not torch.equal(first.train.x, second.train.x)
+    assert torch.cdist(first.train.x, first.test.x).min() > 0
+    assert (len(first.train.y), len(first.test.y), len(first.classes)) == (200, 100, 5)
+
+
+def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
+    settings = load_task("lengthscales", size="paper").settings
+    assert set(settings["evaluation"]["choose"]).isdisjoint(BENCHMARK)
+    assert settings["evaluation"]["corrupt"] == "benchmark"
+    assert not settings["training"]["keep_best"]
+    task = load_task("lengthscales", size="paper")
+    alphas = [run_config(task, method, 0).settings.get("alpha") for method in task.methods]
+    assert alphas == [None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
