@@ -45,7 +45,7 @@ def build_step(
     step = EagerStep(
         posterior,
         optimizer,
-        strategy=strategy(chosen.kind, compiled=chosen.compiled),
+        strategy=chosen.tried or strategy(chosen.kind, compiled=chosen.compiled),
         clip=clip,
         precision=precision,
         accumulate=accumulate,

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Plan:
     compiled: bool = False
     captured: bool = False
     seconds: float | None = None  # of the gradients of one batch, where they were timed
+    tried: Strategy | None = field(
+        default=None, compare=False, repr=False
+    )  # the strategy that was timed, compiled already
 
     def __str__(self) -> str:
         words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
@@ -69,8 +72,10 @@ def make_plan(
     memory: dict[Any, Plan] = posterior.__dict__.setdefault("_plans", {})
     if key not in memory:
         candidates = named or _candidates(posterior, on_gpu)
-        memory[key] = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
-        log.info("members run %s", describe(memory[key]))
+        chosen = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
+        log.info("members run %s", describe(chosen))
+        memory[key] = replace(chosen, tried=None)  # copies of the posterior must not copy what a compiler made
+        return chosen
     return memory[key]
 
 
@@ -107,19 +112,18 @@ def _best(
     if not open_question:
         return Plan(candidates[0], "compiled" in words, captured)
 
-    def seconds(kind: Kind, compiled: bool) -> float | None:
-        run = strategy(kind, compiled=compiled)
+    def seconds(kind: Kind, run: Strategy | None = None) -> float | None:
         with autocast(posterior.device, precision):
-            return timed(run, posterior, x, y, weight, captured=captured)
+            return timed(run or strategy(kind), posterior, x, y, weight, captured=captured)
 
     was_training = posterior.training
     posterior.train()
     try:
-        times = {kind: seconds(kind, False) for kind in candidates}
+        times = {kind: seconds(kind) for kind in candidates}
         possible = {kind: found for kind, found in times.items() if found is not None}
         if captured and not possible:  # no graph can hold it: which is the fastest without one?
             captured = False
-            times = {kind: seconds(kind, False) for kind in candidates}
+            times = {kind: seconds(kind) for kind in candidates}
             possible = {kind: found for kind, found in times.items() if found is not None}
         if not possible:  # each of them fails: let the plain loop say why, or work
             return Plan("loop", "compiled" in words, False)
@@ -128,8 +132,10 @@ def _best(
         worth = engine == "auto" and steps * possible[kind] > WORTH_COMPILING and _compiler_gains(posterior, on_gpu)
         if "compiled" in words:
             return Plan(kind, True, captured)
-        if worth and (faster := seconds(kind, True)) is not None and faster < possible[kind]:
-            return Plan(kind, True, captured, faster)
+        if worth:
+            compiled = strategy(kind, compiled=True)
+            if (faster := seconds(kind, compiled)) is not None and faster < possible[kind]:
+                return Plan(kind, True, captured, faster, compiled)
         return plain
     finally:
         posterior.train(was_training)
