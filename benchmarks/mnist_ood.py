@@ -15,7 +15,10 @@ from resumable import Row, interval, made_by, markdown, read_rows, summary, writ
 
 from dissensus.bench.config import load_task, read_task
 from dissensus.bench.jobs import bench
-from dissensus.bench.reference import published
+from dissensus.bench.measures import measures
+from dissensus.bench.reference import published, reference_sentences
+from dissensus.bench.results import Results
+from dissensus.evaluate import Evaluation
 
 COLUMNS = {  # metric -> (column, factor, digits)
     "accuracy": ("accuracy %", 100, 2),
@@ -87,7 +90,25 @@ def page(rows: list[Row]) -> str:
     made = made_by(
         "python benchmarks/mnist_ood.py --data FOLDER", rows, f"{seeds} seeds; the paper's numbers in brackets"
     )
-    return f"{table(rows)}\n\n{made}"
+    return "\n\n".join([table(rows), " ".join(orderings(rows)), made])
+
+
+def orderings(rows: list[Row]) -> list[str]:
+    """Where a method stands on the other side of MCP than in the paper."""
+    methods = {
+        method: [
+            Evaluation(
+                "classification", {key: float(row[key]) for key in COLUMNS}, {}, "max_probability", ("notmnist",)
+            )
+            for row in rows
+            if row["method"] == method
+        ]
+        for method in dict.fromkeys(row["method"] for row in rows)
+    }
+    origins: dict[str, list[Row]] = {method: [{}] * len(several) for method, several in methods.items()}
+    reference = read_task("mnist-ood")["reference"]
+    results = Results("", "", methods, origins, baseline="map", reference=reference)
+    return reference_sentences(results, measures(methods["map"][0]))
 
 
 if __name__ == "__main__":

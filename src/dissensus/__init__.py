@@ -11,6 +11,7 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluate import Evaluation, evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
 from dissensus.history import Epoch, History
 from dissensus.methods import (
     LIT,
@@ -52,6 +53,7 @@ __all__ = [
     "ClassificationPredictive",
     "Corruptions",
     "DeepEnsemble",
+    "DistancesOverTraining",
     "Diverged",
     "EmpCov",
     "Epoch",
@@ -65,6 +67,7 @@ __all__ = [
     "Lengthscales",
     "Likelihood",
     "MCDropout",
+    "MemberDistances",
     "Posterior",
     "Predictive",
     "Regression",
@@ -77,6 +80,7 @@ __all__ = [
     "evaluate",
     "fit",
     "load",
+    "member_distances",
     "metrics",
     "nets",
     "pca_lengthscales",

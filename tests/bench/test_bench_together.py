@@ -195,7 +195,8 @@ def test_only_equal_trainings_are_shared(task_file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.keep_best=true", "expected training.keep_best = false with together"),
+        ("training.keep_best=true", "expected training.keep_best = false and no patience with together"),
+        ("training.patience=2", "expected training.keep_best = false and no patience with together"),
         ("training.epochs=1", "expected two epochs or more"),
         ("training.branch_at=1.0", "expected training.branch_at between 0 and 1"),
         ("training.optimizer=default", "expected an optimizer by name"),

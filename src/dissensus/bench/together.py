@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from dissensus.bench import build
 from dissensus.bench.config import RunConfig, Settings
 from dissensus.bench.files import CHECKPOINT_SECONDS
+from dissensus.bench.sets import TaskData
 from dissensus.bench.toml import toml
 from dissensus.bench.variants import base_name
 from dissensus.core.posterior import Posterior, refresh
@@ -224,10 +225,11 @@ def _snapshots(config: RunConfig, steps_per_epoch: int, head: int, settings: Set
     )
 
 
-def _prior(config: RunConfig, data: Any) -> Settings:
+def _prior(config: RunConfig, data: TaskData) -> Settings:
     """The likelihood and the prior that all watchers have."""
     std = config.settings.get("weight_prior_std")
-    prior = {} if std is None else {"weight_prior_std": std, "data_size": len(data.train.y)}
+    size = config.settings.get("data_size", len(data.train.y))
+    prior = {} if std is None else {"weight_prior_std": std, "data_size": size}
     return {"likelihood": build.likelihood(config), **prior}
 
 
@@ -254,9 +256,10 @@ def _check(training: Settings) -> None:
     share = training.get("branch_at", TAIL)
     if not 0 < share < 1:
         raise ValueError(f"expected training.branch_at between 0 and 1, got {share}; {TAIL} is usual")
-    if training.get("keep_best", True):
+    if training.get("keep_best", True) or training.get("patience") is not None:
         raise ValueError(
-            "expected training.keep_best = false with together, got true; no epoch is the best for all that watch"
+            "expected training.keep_best = false and no patience with together, got others; no epoch is the best for all "
+            "that watch"
         )
     if training.get("optimizer") == "default":
         raise ValueError("expected an optimizer by name with together, got default; methods would each take their own")

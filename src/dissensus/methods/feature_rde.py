@@ -42,6 +42,7 @@ class FeatureRDE(Repulsive):
     """
 
     name = "feature_rde"
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
