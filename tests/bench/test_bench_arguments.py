@@ -72,3 +72,9 @@ def test_repulsion_by_the_number_of_data_is_told_it():
     config = run_config(load_task("forde-variants", size="smoke"), "forde-1_N", 0)
     made = posterior(config, task_data(config.data))
     assert made.strength(7) == 1 / 120
+
+
+def test_repulsion_per_batch_is_told_the_size_of_a_batch():
+    config = run_config(load_task("forde-variants", size="smoke"), "forde", 0)
+    made = posterior(config, task_data(config.data))
+    assert made.strength(7) == 1 / min(config.training["batch_size"], 120)

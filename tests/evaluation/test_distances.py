@@ -160,3 +160,19 @@ def test_single_networks_and_wrong_types_are_errors():
         member_distances(mlp(), x, y)
     with pytest.raises(ValueError, match="k of at least 1"):
         DistancesOverTraining(ensemble(mlp, 2), x, y, every=0)
+
+
+def test_looking_at_many_inputs_before_training_does_not_weaken_repulsion_per_batch():
+    """FoRDE divides by the largest batch it is trained on; a look at more inputs than that is none."""
+    x, y = points(24)
+    loader = ds.data.Batches(x, y, batch_size=6)
+    trained = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        posterior = ds.FoRDE([mlp() for _ in range(3)]).double().train()
+        if looks:
+            member_distances(posterior, x, y)
+            assert posterior.training
+        ds.fit(posterior, loader, epochs=2, progress=False)
+        trained.append(posterior.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])

@@ -58,9 +58,12 @@ def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posteri
 
 
 def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
-    """The settings of a run's method; `data_size` is filled in where the method asks for it."""
+    """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     settings = resolved(config.settings, StandardisedBatches(data.train, data.standardiser, batch_size=1000))
-    size = inspect.signature(METHODS[base_name(config.method)]).parameters.get("data_size")
+    parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
+    if "batch_size" in parameters and "batch_size" in config.training:
+        settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
+    size = parameters.get("data_size")
     asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
     if size is not None and (size.default is inspect.Parameter.empty or asked):
         settings.setdefault("data_size", len(data.train.y))

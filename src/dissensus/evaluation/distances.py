@@ -45,7 +45,6 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
             "there is nothing to compare it with"
         )
     x, y = batches.to(x, posterior.device), y.to(posterior.device)
-    posterior.check_batch(x, y)
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
         def selected(at: Inputs) -> tuple[Tensor, Tensor]:
@@ -56,6 +55,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         return outputs.detach(), gradient.detach()
 
     with evaluation(posterior), batches.unchanged(x):
+        posterior.check_batch(x, y)  # here, since methods take note of batches they are trained on
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         predictive = posterior.tempered(posterior.current().predict(x))
     own = {
