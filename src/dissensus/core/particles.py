@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import plain_attention
+from dissensus.core.products import small_products, without_onednn
 from dissensus.core.stacking import StackedLinear
 
 log = logging.getLogger("dissensus")
@@ -73,6 +74,7 @@ class Particles(nn.Module):
         self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
         self.training = template.training
         self._linear = StackedLinear(template)
+        self.small_products = small_products(template)
         self._lanes: tuple[Lane, Callable[[], None]] | None = None
         # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
         self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
@@ -179,6 +181,10 @@ class Particles(nn.Module):
 
     def run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, *, how: How | None = None) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
+        with without_onednn(self.small_products):
+            return self._run(one, rows, count, how)
+
+    def _run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, how: How | None) -> Any:
         if (how or self.how) == "loop" or count == 1:
             return loop(one, rows, count, *(self._lanes or ()))
         restore = random_state()

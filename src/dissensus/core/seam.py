@@ -18,6 +18,7 @@ from torch import Tensor
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, detached, inner, looped, vectorised
 from dissensus.core.particles import Rows, Tensors, random_state
+from dissensus.core.products import without_onednn
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior
@@ -44,7 +45,8 @@ def backward(
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
     particles = posterior.particles
-    found = (strategy or automatic)(posterior, x, y, weight)
+    with without_onednn(particles.small_products):
+        found = (strategy or automatic)(posterior, x, y, weight)
     particles.write_buffers(found.buffers)
     if posterior.mixes:
         found = Gradients(found.losses, posterior.mix(found.gradients), found.buffers)

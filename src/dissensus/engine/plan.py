@@ -13,6 +13,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.core.products import without_onednn
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
@@ -155,12 +156,10 @@ def timed(
     """Seconds the gradients of one batch take, median of a few, captured if the step will be; None where they fail."""
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
+    measure = _captured_seconds if captured else _plain_seconds
     try:
-        return (
-            _captured_seconds(run, posterior, x, y, weight)
-            if captured
-            else _plain_seconds(run, posterior, x, y, weight)
-        )
+        with without_onednn(posterior.particles.small_products):
+            return measure(run, posterior, x, y, weight)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
