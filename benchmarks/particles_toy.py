@@ -2,6 +2,7 @@
 
     dissensus bench toy-regression --size paper --seeds 5
     dissensus bench toy-classification --size paper --seeds 5
+    dissensus bench toy-classification-small --size paper --seeds 5
     dissensus bench forde-variants --size paper --seeds 5
     dissensus bench lengthscales --size paper --seeds 5
     python benchmarks/particles_toy.py runs/*-paper
@@ -39,14 +40,13 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders that `dissensus bench` wrote, one per task")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the CSV files go")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="where the figures go")
-    parser.add_argument("--suffix", default="h200", help="of the CSV files: the machine")
     arguments = parser.parse_args()
     for folder in (arguments.results, arguments.figures):
         folder.mkdir(parents=True, exist_ok=True)
     for folder in arguments.runs:
         results = finished(folder)
         task = next(iter(results.origins.values()))[0]["task"]
-        path = arguments.results / f"{task.replace('-', '_')}_{arguments.suffix}.csv"
+        path = arguments.results / f"{task.replace('-', '_')}.csv"
         write(path, rows_of(results))
         print(path)
         for name, figure in figures_of(results, task).items():

@@ -36,6 +36,15 @@ PARTICLES = {
         "distances/gradient": "angle of input gradients",
         "cost/train_seconds": "training, s",
     },
+    "toy-classification-small": {
+        "region/off_data/entropy": "entropy off the data",
+        "region/at_data/entropy": "entropy at the data",
+        "accuracy": "accuracy",
+        "nll": "NLL",
+        "distances/function": "distance of outputs",
+        "distances/gradient": "angle of input gradients",
+        "cost/train_seconds": "training, s",
+    },
     "lengthscales": {
         "accuracy": "accuracy",
         "severities 1–3": "severities 1–3",
@@ -49,6 +58,7 @@ PARTICLES = {
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
     "toy-classification": "Entropy over the plane, method by method",
+    "toy-classification-small": "Entropy over the plane, method by method",
     "lengthscales": "Test accuracy over alpha",
 }
 SIDE_BY_SIDE = {
@@ -113,7 +123,8 @@ def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *
         cells = [mean_and_spread(members, column) for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     seeds = len({row["seed"] for row in found})
-    facts = f"{seeds} seeds, mean ± standard deviation; commit {found[0]['commit']}, torch {found[0]['torch']}, {where}"
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
+    facts = f"{seeds} seeds, mean ± standard deviation; {made}; {where}"
     return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
 
 
@@ -133,14 +144,15 @@ def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
 
 
 def particle_rows(task: str) -> list[dict[str, str]]:
-    return grouped_severities(rows(f"{task.replace('-', '_')}_h200.csv"))
+    return grouped_severities(rows(f"{task.replace('-', '_')}.csv"))
 
 
 def particle_table(task: str, columns: dict[str, str]) -> str:
     """A particle task: its table, what its numbers say, and its figures where there are any."""
     found = particle_rows(task)
     command = f"dissensus bench {task} --size paper --seeds {len({row['seed'] for row in found})}"
-    table = seed_table(found, "method", columns, where="one H200", command=command)
+    where = " and ".join(dict.fromkeys(row["device"] for row in found))
+    table = seed_table(found, "method", columns, where=where, command=command)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}
     shown = [
         f"![{text}](figures/{name}.png)"

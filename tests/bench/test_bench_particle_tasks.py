@@ -17,16 +17,18 @@ from dissensus.bench.results import Results
 from dissensus.bench.sets import task_data
 from dissensus.data.corruptions import BENCHMARK
 
-TASKS = ("toy-regression", "toy-classification", "lengthscales", "forde-variants")
+TASKS = ("toy-regression", "toy-classification", "toy-classification-small", "lengthscales", "forde-variants")
 EXPECTED = {
     "toy-regression": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
     "toy-classification": ("region/off_data/entropy", "accuracy", "distances/gradient"),
+    "toy-classification-small": ("region/off_data/entropy", "accuracy", "distances/gradient"),
     "lengthscales": ("validation/corrupt/accuracy", "corrupt/severity5/accuracy", "ood/fashion/auroc"),
     "forde-variants": ("corrupt/accuracy", "ood/fashion/auroc", "distances/weight"),
 }
 SENTENCES = {
     "toy-regression": "Between the data, forde has a mean standard deviation",
     "toy-classification": "at least twice on",
+    "toy-classification-small": "at least twice on",
     "lengthscales": "is chosen of 0, 0.4, 1",
     "forde-variants": "forde-1_N",
 }
@@ -78,7 +80,7 @@ def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, scrip
     folder, results = benched(name)
     monkeypatch.setattr("sys.argv", ["", str(folder), "--results", str(tmp_path), "--figures", str(tmp_path)])
     script.main()
-    rows = script.read(tmp_path / f"{name.replace('-', '_')}_h200.csv")
+    rows = script.read(tmp_path / f"{name.replace('-', '_')}.csv")
     assert [row["method"] for row in rows] == list(results.methods)
     for row in rows:
         metrics = results.methods[row["method"]][0].metrics
@@ -96,7 +98,9 @@ def test_every_method_of_every_size_can_be_built(name):
     for size in ("smoke", "short", "paper"):
         shrink = [
             "method.members=2",
-            "network.hidden=[4, 4, 4, 4]" if name == "toy-regression" else "network.hidden=[4, 4]",
+            "network.hidden=[4, 4, 4, 4]"
+            if name in ("toy-regression", "toy-classification")
+            else "network.hidden=[4, 4]",
         ]
         if name in ("lengthscales", "forde-variants"):
             shrink += ["data.train=60", "data.validation=20", "data.test=10"]
@@ -110,7 +114,11 @@ def test_every_method_of_every_size_can_be_built(name):
 
 @pytest.mark.parametrize(
     ("name", "steps", "hidden", "prior"),
-    [("toy-regression", 24_000, [200, 50, 50, 50], None), ("toy-classification", 10_000, [10, 10], 1.0)],
+    [
+        ("toy-regression", 24_000, [200, 50, 50, 50], None),
+        ("toy-classification", 12_000, [200, 50, 50, 50], None),
+        ("toy-classification-small", 10_000, [10, 10], 1.0),
+    ],
 )
 def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, prior):
     task = load_task(name, size="paper")
@@ -135,7 +143,7 @@ def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, p
         assert settings[variant] == settings["forde"] | {key: value}
 
 
-@pytest.mark.parametrize("name", ["toy-regression", "toy-classification"])
+@pytest.mark.parametrize("name", ["toy-regression", "toy-classification", "toy-classification-small"])
 def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
     task = load_task(name, size="smoke")
 
