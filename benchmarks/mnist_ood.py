@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from resumable import Row, interval, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, interval, made_by, markdown, read_rows, summary, write_rows
 
 from dissensus.bench.config import load_task, read_task
 from dissensus.bench.jobs import bench

@@ -14,9 +14,10 @@ Tables and sentences in docs/particles.md are made from the CSV files alone; fig
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 from typing import Any
+
+from rows import read_rows, write_rows
 
 from dissensus.bench import jobs, plots, scenes
 from dissensus.bench.claims import claims
@@ -47,7 +48,7 @@ def main() -> None:
         results = finished(folder)
         task = next(iter(results.origins.values()))[0]["task"]
         path = arguments.results / f"{task.replace('-', '_')}.csv"
-        write(path, rows_of(results))
+        write_rows(path, rows_of(results))
         print(path)
         for name, figure in figures_of(results, task).items():
             figure.savefig(arguments.figures / f"{name}.png", dpi=110, facecolor="white")
@@ -59,7 +60,7 @@ def main() -> None:
 def finished(folder: Path) -> Results:
     """The results of all evaluated runs in a folder, in the order of the task's methods."""
     runs = [Run.open(each) for each in jobs.found_runs([folder]) if (each / "metrics.json").is_file()]
-    order = list(dict.fromkeys(row["method"] for row in read(folder / "results.csv")))
+    order = list(dict.fromkeys(row["method"] for row in read_rows(folder / "results.csv")))
     runs.sort(key=lambda run: (order.index(run.config.method), run.config.seed))
     return results_of_runs(runs, [run.measure() for run in runs])
 
@@ -122,19 +123,6 @@ def figures_of(results: Results, task: str) -> dict[str, Any]:
         f"{task}-distances": scenes.over_training(results, palette),
     }
     return {name: section[2][0][1] for name, section in made.items() if section is not None}
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

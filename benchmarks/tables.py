@@ -5,7 +5,6 @@
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is there is replaced.
 """
 
-import csv
 import re
 import statistics
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import mnist_ood
 import uci
 from particles_toy import grouped_severities, sentences
+from rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -75,8 +75,7 @@ SIDE_BY_SIDE = {
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    path = RESULTS / name
-    return list(csv.DictReader(path.open())) if path.exists() else []
+    return read_rows(RESULTS / name)
 
 
 def speed_table(*, short: bool) -> str:
@@ -104,17 +103,14 @@ def speed_table(*, short: bool) -> str:
                 "resnet18": "ResNet-18",
                 "conv": "small conv net",
             }[row["case"]]
-            device = "H200" if "H200" in row["device"] else "2 CPU cores"
+            device = (
+                "H200" if "H200" in row["device"] else "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
+            )
             lines.append(
                 f"| {device} | {network} | {row['members']} | {row['batch']} | {row['what']} | {float(row['loop_ms']):.4g} ms "
                 f"| {float(row['ms']):.3g} ms | {float(row['ratio']):.3g}× | {row['ran']} |"
             )
     return "\n".join([*lines, "", f"*`{COMMAND}`; commit {'; '.join(sorted(commits))}.*"])
-
-
-def grouped_table(file: str, key: str, columns: dict[str, str], *, where: str, command: str) -> str:
-    """Mean ± standard deviation over seeds of each group's columns; `columns`: CSV name -> heading."""
-    return seed_table(rows(file), key, columns, where=where, command=command)
 
 
 def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:

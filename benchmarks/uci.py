@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from resumable import Row, interval, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, interval, made_by, markdown, read_rows, summary, write_rows
 
 from dissensus.bench.config import Task, load_task
 from dissensus.bench.jobs import run_all

@@ -545,4 +545,15 @@ def test_checkpoints_are_as_far_apart_as_asked_and_the_last_state_is_always_kept
 
         ds.fit(posterior, data(), epochs=5, callback=look, checkpoint=path, checkpoint_seconds=seconds, **QUIET)
         assert seen[:4] == expected
-        assert seen[4] == 5
+        assert len(torch.load(path)["history"]) == 5
+
+
+def test_a_run_that_is_stopped_early_keeps_its_last_state_and_how_it_ran(tmp_path: Path) -> None:
+    path = tmp_path / "stopped.pt"
+    settings = {"checkpoint": path, "checkpoint_seconds": 1e6, **QUIET}
+    torch.manual_seed(0)
+    posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(4,))).double()
+    stopped = ds.fit(posterior, data(), epochs=5, callback=lambda epoch: epoch.epoch == 2, **settings)
+    assert len(torch.load(path)["history"]) == 3
+    again = ds.fit(posterior, data(), epochs=3, **settings)
+    assert (len(again), again.engine) == (3, stopped.engine)

@@ -27,6 +27,7 @@ def write_checkpoint(
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "history": [asdict(epoch) for epoch in history.epochs],
+        "engine": history.engine,
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
         "random": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if posterior.device.type == "cuda" else None,
@@ -56,7 +57,7 @@ def resume(
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
         best, kept = state["best"], state["best"].pop("kept")
-        history = History([Epoch(**epoch) for epoch in state["history"]], kept)
+        history = History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"])
     except OSError:
         raise
     except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError

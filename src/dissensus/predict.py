@@ -97,7 +97,7 @@ def _in_parts(
             f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
         )
     if precision not in ("float32", "bf16"):
-        raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}')
+        raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
     dtype = torch.bfloat16 if precision == "bf16" else None
     device = posterior.device
     with evaluation(posterior):
@@ -109,7 +109,7 @@ def _in_parts(
         with evaluation(posterior), autocast(device, dtype):
             yield
 
-    describe = Replayed(_Compiled(drawn) if compiled else drawn.describe, drawn, around)
+    describe = Replayed(_Compiled(drawn) if compiled else drawn.describe, drawn, around, lanes=not compiled)
 
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):

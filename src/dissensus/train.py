@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -74,9 +75,9 @@ def fit(
         history, best = resume(Path(checkpoint), posterior, optimizer, scheduler)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
     run = _Run(posterior, optimizer, engine, settings, steps=(steps_per_epoch or 1) * epochs)
-    written = -math.inf  # when the last checkpoint was
+    written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
 
-    with run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
+    with _current(posterior.device), run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
             if patience is not None and best.state is not None and number - 1 - best.epoch >= patience:
                 break
@@ -97,15 +98,17 @@ def fit(
                 best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))
-            due = time.monotonic() - written >= checkpoint_seconds or number == epochs - 1
-            if checkpoint is not None and due:
+            unwritten = checkpoint is not None
+            if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                 write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
-                written = time.monotonic()
+                written, unwritten = time.monotonic(), False
             if callback is not None and callback(epoch):
                 break
             if steps_per_epoch is None:  # now it is known
                 steps_per_epoch = int(posterior.steps) - steps
                 posterior.begin(max(1, steps_per_epoch), epochs)
+        if checkpoint is not None and unwritten:
+            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
 
     if best.state is not None:
         posterior.load_state_dict(best.state)
@@ -236,9 +239,9 @@ def _check(
             f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
         )
     if epochs < 1:
-        raise ValueError(f"expected at least one epoch, got {epochs}")
+        raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
     if accumulate < 1:
-        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}")
+        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
     if clip is not None and not clip > 0:
         raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
     if patience is not None and validation is None:
@@ -254,6 +257,11 @@ def _check_optimizer(posterior: Posterior, optimizer: Optimizer) -> None:
         )
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """A GPU as the current device, to which streams and graphs belong; nothing elsewhere."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -267,7 +275,7 @@ def _device(device: torch.device | str | None, posterior: Posterior) -> torch.de
 def _precision(precision: Precision, posterior: Posterior) -> torch.dtype | None:
     """The autocast dtype, or None for the parameters' own."""
     if precision not in ("auto", "float32", "bf16"):
-        raise ValueError(f'expected a precision of "auto", "float32" or "bf16", got {precision!r}')
+        raise ValueError(f'expected a precision of "auto", "float32" or "bf16", got {precision!r}; name one of them')
     if precision == "bf16":
         return torch.bfloat16
     if precision == "float32" or posterior.device.type != "cuda":

@@ -68,10 +68,12 @@ def test_the_smallest_size_runs_from_start_to_report(name, benched):
 @pytest.fixture(scope="module")
 def script():
     """benchmarks/particles_toy.py as a module."""
-    path = Path(__file__).parents[2] / "benchmarks" / "particles_toy.py"
-    spec = importlib.util.spec_from_file_location("particles_toy", path)
+    folder = Path(__file__).parents[2] / "benchmarks"
+    spec = importlib.util.spec_from_file_location("particles_toy", folder / "particles_toy.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -80,7 +82,7 @@ def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, scrip
     folder, results = benched(name)
     monkeypatch.setattr("sys.argv", ["", str(folder), "--results", str(tmp_path), "--figures", str(tmp_path)])
     script.main()
-    rows = script.read(tmp_path / f"{name.replace('-', '_')}.csv")
+    rows = script.read_rows(tmp_path / f"{name.replace('-', '_')}.csv")
     assert [row["method"] for row in rows] == list(results.methods)
     for row in rows:
         metrics = results.methods[row["method"]][0].metrics
@@ -156,6 +158,18 @@ def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
     first = start("deep_ensemble", 0)
     assert all(torch.equal(first, start(method, 0)) for method in task.methods)
     assert not torch.equal(first, start("forde", 1))
+
+
+def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path):
+    results, written = jobs.bench(load_task("toy-regression", size="smoke"), methods=["forde"], out=tmp_path)
+    assert claims(results) == []
+    assert all(path.is_file() for path in written)
+
+
+def test_choosing_without_validation_rows_is_an_error_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match=r"expected validation rows for evaluation.choose, got data.validation = 0"):
+        jobs.bench(load_task("lengthscales", size="smoke", overrides=["data.validation=0"]), out=tmp_path / "runs")
+    assert not list(tmp_path.glob("runs/*/training.json"))
 
 
 def test_blobs_are_drawn_anew_for_every_seed_and_never_tested_on():

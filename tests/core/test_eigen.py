@@ -67,6 +67,21 @@ def test_a_matrix_of_zeros_and_one_of_rank_one_give_nothing_beyond_their_rank():
     assert vectors.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [3, 5, 10, 20])
+@pytest.mark.parametrize("tail", [0.0, 1e-9])
+def test_what_rounding_leaves_beyond_the_rank_is_nothing(size, tail):
+    """One direction alone, or one that outweighs the others by 1e18: what is left after it is all rounding."""
+    generator = torch.Generator().manual_seed(size)
+    for _ in range(50):
+        rows = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+        rows[:, 1:] *= tail
+        values, vectors = leading_eigenvectors(rows @ rows.T, min(size, 4))
+        assert values.isfinite().all()
+        assert vectors.isfinite().all()
+        assert float(values[0]) == pytest.approx(float(torch.linalg.eigvalsh(rows @ rows.T)[-1]), rel=1e-12)
+        assert not values[1:].any()
+
+
 @pytest.mark.parametrize("order", ["largest", "smallest"])
 def test_both_ways_give_the_same_end_of_the_spectrum(order):
     matrix = symmetric(torch.linspace(0.01, 1, 12, dtype=torch.float64))

@@ -27,6 +27,8 @@ def _focused(results: Results) -> list[str]:
         return []
     focus, several = results.focus, results.methods[results.focus]
     others = [name for name in results.methods if base_name(name) != base_name(focus)]
+    if not others:
+        return []
     said = []
     for key in region_keys(several[0]):
         region, quantity = spoken(key)

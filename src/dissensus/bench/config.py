@@ -110,7 +110,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     own = tables["method"].get(method, {})
     settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
-    check_validation(data, training)
+    check_validation(data, training, tables["evaluation"])
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -129,14 +129,18 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     )
 
 
-def check_validation(data: Settings, training: Settings) -> None:
-    """An error where training asks for validation rows and none are held out."""
+def check_validation(data: Settings, training: Settings, evaluation: Settings) -> None:
+    """An error where training or a choice asks for validation rows and none are held out."""
     askers = {"keep_best": True, "temperature": False, "patience": None}  # with their defaults
     asking = [key for key, default in askers.items() if training.get(key, default)]
     if data.get("validation") == 0 and asking:
         raise ValueError(
             f"expected validation rows for training.{asking[0]}, got data.validation = 0; hold some out, or set "
             f"training.{asking[0]} = false"
+        )
+    if data.get("validation") == 0 and evaluation.get("choose"):
+        raise ValueError(
+            "expected validation rows for evaluation.choose, got data.validation = 0; hold some out, or leave choose out"
         )
 
 

@@ -70,10 +70,10 @@ def run_all(
     for i, run in enumerate(runs, start=1):
         name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
         group = companions(run, runs) if shares(run.config) else [run]
-        others = ", ".join(each.config.method for each in group if each is not run and not each.trained)
-        tell(
-            f"{name}: {'trained already' if run.trained else 'training'}{f' together with {others}' if others else ''}"
-        )
+        waiting = [each.config.method for each in group if each is not run and not each.trained]
+        done = "trained already" if run.trained else "training"
+        with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
+        tell(f"{name}: {done}{with_others}")
         if len(group) > 1:
             train_together(group, progress=progress)
         else:

@@ -67,7 +67,6 @@ EVALUATION: dict[str, Types] = {
     "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
 }
-FILLED_IN = {"inputs", "outputs", "channels", "size"}  # of networks: taken from the data unless given
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
@@ -107,7 +106,8 @@ def check_reference(reference: Mapping[str, Any], where: str) -> None:
             pair = value if isinstance(value, list) else [value]
             if len(pair) not in (1, 2):
                 raise ValueError(
-                    f"expected a number, or one and its error, for {where}: reference.{name}.{key}, got {value}"
+                    f"expected a number, or one and its error, for {where}: reference.{name}.{key}, got {value}; "
+                    "write 0.95 or [0.95, 0.01]"
                 )
             for each in pair:
                 check_type(each, REAL, f"{where}: reference.{name}.{key}")

@@ -36,7 +36,7 @@ def _value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
-    raise TypeError(f"expected strings, numbers, booleans or lists for TOML, got {type(value).__name__}")
+    raise TypeError(f"expected strings, numbers, booleans or lists for TOML, got {type(value).__name__}; convert it")
 
 
 def _string(text: str) -> str:

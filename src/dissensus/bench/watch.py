@@ -39,8 +39,8 @@ def watcher(folder: Path, posterior: Posterior, batches: Batches, *, every: int)
         # Without a last line that is not whole: what is appended begins a line of its own.
         lines = (json.dumps({"epochs": epochs, **found._asdict()}) for epochs, found in read_distances(folder).items())
         write_text(path, "".join(f"{line}\n" for line in lines))
-    else:
-        record.look(0)
+    if not path.is_file() or 0 not in read_distances(folder):
+        record.look(0)  # the networks are as they were built: a checkpoint is read later
     return record
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 Order = Literal["largest", "smallest"]
 SQUARINGS = 40  # A^(2^40): eigenvalues that differ by 1e-10 of themselves are told apart
+NOTHING = 1e-12  # of the trace: what is left below it after deflation is rounding, and has no direction
 EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the power 2^4, stay far from underflow
 
 
@@ -35,12 +36,13 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     A repeatedly squared tends to λ^n v vᵀ, whose columns are the leading eigenvector; A is then deflated,
     A ← (I − v vᵀ) A (I − v vᵀ). Equal eigenvalues give some orthonormal basis of their space. `torch.linalg.eigh` is faster
-    on a CPU, but reads an error code on the host. A matrix of zeros gives zeros.
+    on a CPU, but reads an error code on the host. Beyond the rank of the matrix values and vectors are zeros.
     """
     values: list[Tensor] = []
     vectors: list[Tensor] = []
+    least = NOTHING * matrix.diagonal().sum()
     for _ in range(count):
-        vector = _leading(matrix)
+        vector = _leading(matrix, least)
         for before in vectors:  # rounding leaves a trace of those found before
             vector = vector - (before @ vector) * before
         vector = vector / vector.norm().clamp(min=_tiny(matrix))
@@ -52,9 +54,9 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.stack(values), torch.stack(vectors, 1)
 
 
-def _leading(matrix: Tensor) -> Tensor:
-    """(M,) proportional to the leading eigenvector."""
-    power = matrix
+def _leading(matrix: Tensor, least: Tensor) -> Tensor:
+    """(M,) proportional to the leading eigenvector; zeros where the trace is not above `least`, all rounding."""
+    power = torch.where(matrix.diagonal().sum() > least, matrix, 0.0)
     for step in range(SQUARINGS):
         if step % EVERY == 0:
             power = power / power.diagonal().sum().clamp(min=_tiny(matrix))  # eigenvalues at most 1, the largest ≥ 1/M

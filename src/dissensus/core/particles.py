@@ -6,6 +6,7 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 
 import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -75,7 +76,7 @@ class Particles(nn.Module):
         self.training = template.training
         self._linear = StackedLinear(template)
         self.small_products = small_products(template)
-        self._lanes: tuple[Lane, Callable[[], None]] | None = None
+        self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
         # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
         self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
 
@@ -186,7 +187,9 @@ class Particles(nn.Module):
 
     def _run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, how: How | None) -> Any:
         if (how or self.how) == "loop" or count == 1:
-            return loop(one, rows, count, *(self._lanes or ()))
+            lanes = self._lanes
+            mine = lanes[1:] if lanes is not None and lanes[0] == threading.get_ident() else ()
+            return loop(one, rows, count, *mine)
         restore = random_state()
         try:
             with self.vectorising():
@@ -210,7 +213,7 @@ class Particles(nn.Module):
     @contextmanager
     def in_lanes(self, lane: Lane, join: Callable[[], None]) -> Iterator[None]:
         """Members that run one after the other do so within lane(i), a CUDA stream for example; join() waits for all."""
-        self._lanes = (lane, join)
+        self._lanes = (threading.get_ident(), lane, join)
         try:
             yield
         finally:

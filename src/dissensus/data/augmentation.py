@@ -15,13 +15,15 @@ class Augmentation:
 
     def __init__(self, *, padding: int = 4, flip: bool = True, cutout: int = 0, seed: int | None = None) -> None:
         if padding < 0 or cutout < 0:
-            raise ValueError(f"expected padding and cutout of 0 or more pixels, got {padding} and {cutout}")
+            raise ValueError(
+                f"expected padding and cutout of 0 or more pixels, got {padding} and {cutout}; 0 leaves it out"
+            )
         self.padding, self.flip, self.cutout, self.seed = padding, flip, cutout, seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
         if images.ndim != 4:
-            raise ValueError(f"expected images of shape (B, C, H, W), got {tuple(images.shape)}")
+            raise ValueError(f"expected images of shape (B, C, H, W), got {tuple(images.shape)}; add the missing axes")
         batch, _, height, width = images.shape
         rows = torch.arange(height, device=images.device).expand(batch, height)
         columns = torch.arange(width, device=images.device).expand(batch, width)

@@ -86,4 +86,5 @@ def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractCon
     """Mixed precision on the device, or nothing."""
     if precision is None:
         return nullcontext()
-    return torch.autocast(device.type, dtype=precision)
+    # Without a cache of cast weights: members on other streams would read a copy that is still being written.
+    return torch.autocast(device.type, dtype=precision, cache_enabled=False)

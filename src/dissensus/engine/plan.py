@@ -61,7 +61,7 @@ def make_plan(
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
         raise ValueError(
-            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}'
+            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}; use those'
         )
     named = [kind for kind in KINDS if kind in words]
     if len(named) > 1:

@@ -15,6 +15,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
+from dissensus.core.modes import same_random_state
 from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")
@@ -28,14 +29,21 @@ MOST_GRAPHS = 3
 class Replayed:
     """A function of a batch that calls drawn members: on a GPU replayed from a graph where there is one for the batch's shape.
 
-    `around()`: the context (evaluation mode, mixed precision) that the function is called in. The members' tensors must
+    `around()`: the context (evaluation mode, mixed precision) that the function is called in. `lanes`: whether members may
+    run on streams side by side; a compiled function would be compiled anew for that. The members' tensors must
     stay where they are as long as this object is used. What cannot be captured runs plainly, said once.
     """
 
     def __init__(
-        self, function: Function, drawn: Drawn, around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        function: Function,
+        drawn: Drawn,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        lanes: bool = True,
     ) -> None:
         self.function = function
+        self.lanes = lanes
         self.drawn = drawn
         self.around = around
         self.graphs: dict[Any, _Graph] = {}
@@ -44,8 +52,13 @@ class Replayed:
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """What the function gives for x."""
-        if self.failed or not _on_gpu(x):
+        device = _device(x)
+        if self.failed or device is None:
             return self._plain(x)
+        with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
+            return self._on_gpu(x)
+
+    def _on_gpu(self, x: Inputs) -> tuple[Tensor, ...]:
         key = tuple((tensor.shape, tensor.dtype) for tensor in batches.tensors(x))
         graph = self.graphs.get(key)
         if graph is None:
@@ -61,7 +74,7 @@ class Replayed:
     def _capture(self, key: Any, x: Inputs) -> "_Graph | None":
         try:
             with self.around():
-                self.graphs[key] = _Graph(self.function, self.drawn, x)
+                self.graphs[key] = _Graph(self.function, self.drawn, x, lanes=self.lanes)
         except Exception as error:  # whatever a user's network does that a capture refuses
             torch.cuda.synchronize()
             self.failed = True
@@ -75,13 +88,13 @@ class Replayed:
 class _Graph:
     """One captured call, with the memory it reads and writes."""
 
-    def __init__(self, function: Function, drawn: Drawn, x: Inputs) -> None:
+    def __init__(self, function: Function, drawn: Drawn, x: Inputs, *, lanes: bool) -> None:
         self.x = batches.apply(x, torch.clone)
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with (
             torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
-            drawn.particles.in_lanes(*Lanes().for_members(drawn.members)),
+            drawn.particles.in_lanes(*Lanes().for_members(drawn.members)) if lanes else nullcontext(),
         ):
             self.results = function(self.x)
 
@@ -92,5 +105,7 @@ class _Graph:
         return tuple(result.clone() for result in self.results)
 
 
-def _on_gpu(x: Inputs) -> bool:
-    return all(tensor.device.type == "cuda" for tensor in batches.tensors(x))
+def _device(x: Inputs) -> torch.device | None:
+    """The GPU that all of x is on, if there is one."""
+    devices = {tensor.device for tensor in batches.tensors(x)}
+    return devices.pop() if len(devices) == 1 and all(device.type == "cuda" for device in devices) else None

@@ -22,7 +22,7 @@ class MemberDistances(NamedTuple):
     """Means over pairs of members, and how many independent ones they are worth."""
 
     weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
-    function: float  # root mean square of fᵢ − fⱼ over inputs and outputs (logits, or means)
+    function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
     gradient: float  # angle in radians between input gradients, mean over inputs; NaN where all vanish
     effective: float  # effective members, 1 to M: `metrics.effective_members`
 
@@ -129,7 +129,7 @@ class DistancesOverTraining:
         tell: Callable[[int, MemberDistances], object] | None = None,
     ) -> None:
         if every < 1:
-            raise ValueError(f"expected to look every k epochs with k of at least 1, got {every}")
+            raise ValueError(f"expected to look every k epochs with k of at least 1, got {every}; 1 looks after each")
         self.posterior = posterior
         self.x, self.y = x, y
         self.every = every

@@ -28,7 +28,9 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(
+                f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}; name one of them"
+            )
         if init not in ("torch", "he", "normal"):
             raise ValueError(f"expected init of torch, he, normal, got {init!r}; torch is torch's own default")
         rates = (

@@ -17,7 +17,7 @@ class ResNet(nn.Module):
     def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3) -> None:
         super().__init__()
         if depth not in THIN and depth not in WIDE:
-            raise ValueError(f"expected a depth of {sorted([*THIN, *WIDE])}, got {depth}")
+            raise ValueError(f"expected a depth of {sorted([*THIN, *WIDE])}, got {depth}; choose one of them")
         self.config = {"depth": depth, "outputs": outputs, "channels": channels}
         widths: tuple[int, ...] = (16, 32, 64) if depth in THIN else (64, 128, 256, 512)
         counts: tuple[int, ...] = (THIN[depth],) * 3 if depth in THIN else WIDE[depth]
