@@ -17,12 +17,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rows import read_rows, write_rows
+from finished import finished
+from rows import write_rows
 
-from dissensus.bench import jobs, plots, scenes
+from dissensus.bench import plots, scenes
 from dissensus.bench.claims import claims
-from dissensus.bench.results import Results, Swept, results_of_runs
-from dissensus.bench.run import Run
+from dissensus.bench.results import Results, Swept
 from dissensus.bench.sweep import GROUPS, accuracies
 from dissensus.evaluate import Evaluation, Kind
 
@@ -55,14 +55,6 @@ def main() -> None:
             print(arguments.figures / f"{name}.png")
         for sentence in claims(results):
             print(f"  {sentence}")
-
-
-def finished(folder: Path) -> Results:
-    """The results of all evaluated runs in a folder, in the order of the task's methods."""
-    runs = [Run.open(each) for each in jobs.found_runs([folder]) if (each / "metrics.json").is_file()]
-    order = list(dict.fromkeys(row["method"] for row in read_rows(folder / "results.csv")))
-    runs.sort(key=lambda run: (order.index(run.config.method), run.config.seed))
-    return results_of_runs(runs, [run.measure() for run in runs])
 
 
 def rows_of(results: Results) -> list[dict[str, Any]]:

@@ -82,7 +82,8 @@ def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, scrip
     folder, results = benched(name)
     monkeypatch.setattr("sys.argv", ["", str(folder), "--results", str(tmp_path), "--figures", str(tmp_path)])
     script.main()
-    rows = script.read_rows(tmp_path / f"{name.replace('-', '_')}.csv")
+    with (tmp_path / f"{name.replace('-', '_')}.csv").open() as file:
+        rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == list(results.methods)
     for row in rows:
         metrics = results.methods[row["method"]][0].metrics

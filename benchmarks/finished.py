@@ -1,0 +1,19 @@
+"""Results of whatever runs in a folder are finished."""
+
+from pathlib import Path
+
+from dissensus.bench import jobs
+from dissensus.bench.config import load_task
+from dissensus.bench.results import Results, results_of_runs
+from dissensus.bench.run import Run
+
+
+def finished(folder: Path) -> Results:
+    """The results of all evaluated runs in a folder that `dissensus bench` or `train` wrote, in the order of the task."""
+    runs = [Run.open(each) for each in jobs.found_runs([folder]) if (each / "metrics.json").is_file()]
+    if not runs:
+        raise SystemExit(f"expected evaluated runs in {folder}, got none; run `dissensus bench` first")
+    order = load_task(runs[0].config.task, size=runs[0].config.size).methods
+    methods = [*order, *sorted({run.config.method for run in runs} - set(order))]
+    runs.sort(key=lambda run: (methods.index(run.config.method), run.config.seed))
+    return results_of_runs(runs, [run.measure() for run in runs])
