@@ -97,7 +97,7 @@ def page(rows: list[Row]) -> str:
     made = made_by(
         f"python benchmarks/mnist_ood.py --data FOLDER --seeds {seeds}",
         rows,
-        "mean ± standard deviation over seeds (95 % interval of the mean) [the paper's]",
+        "the paper's numbers in square brackets",
     )
     return "\n\n".join([table(rows), " ".join([*seed_by_seed(rows), *orderings(rows)]), made])
 
