@@ -25,7 +25,6 @@ PARTICLES = {
         "rmse": "RMSE",
         "distances/function": "distance of outputs",
         "distances/gradient": "angle of input gradients",
-        "cost/train_seconds": "training, s",
     },
     "toy-classification": {
         "region/off_data/entropy": "entropy off the data",
@@ -34,7 +33,6 @@ PARTICLES = {
         "nll": "NLL",
         "distances/function": "distance of outputs",
         "distances/gradient": "angle of input gradients",
-        "cost/train_seconds": "training, s",
     },
     "toy-classification-small": {
         "region/off_data/entropy": "entropy off the data",
@@ -43,7 +41,6 @@ PARTICLES = {
         "nll": "NLL",
         "distances/function": "distance of outputs",
         "distances/gradient": "angle of input gradients",
-        "cost/train_seconds": "training, s",
     },
     "lengthscales": {
         "accuracy": "accuracy",
