@@ -160,7 +160,8 @@ def side_by_side() -> str:
     headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
     lines = [f"| method | {' | '.join(headings)} |", "|" + "---|" * (len(headings) + 1)]
     groups = {task: by_key(particle_rows(task), "method") for task in SIDE_BY_SIDE}
-    names = [name for name in next(iter(groups.values())) if name == "deep_ensemble" or name.startswith("forde")]
+    every = dict.fromkeys(name for group in groups.values() for name in group)
+    names = [name for name in every if name == "deep_ensemble" or name.startswith("forde")]
     for name in names:
         cells = [
             mean_and_spread(groups[task].get(name, []), column)
