@@ -7,7 +7,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.clipping import clip_members
-from dissensus.core.particles import Member, Particles, TensorTree
+from dissensus.core.particles import Member, Particles
+from dissensus.core.tree import TensorTree
 
 
 @pytest.mark.parametrize("largest", [1e-3, 0.5, 1e3])

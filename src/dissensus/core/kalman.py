@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.flat import Block, state_dtype
-from dissensus.core.particles import Tensors, TensorTree
+from dissensus.core.particles import Tensors
 from dissensus.core.trajectory import Count
+from dissensus.core.tree import TensorTree
 
 Drift = Literal["gradient", "none"]
 

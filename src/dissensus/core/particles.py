@@ -22,6 +22,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
 from dissensus.core.stacking import StackedLinear
+from dissensus.core.tree import TensorTree
 
 log = logging.getLogger("dissensus")
 
@@ -44,22 +45,6 @@ class Member(nn.Module):
     def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
         result = function(self, *args)
         return result, dict(self.named_buffers()) if self.training else {}
-
-
-class TensorTree(nn.Module):
-    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's."""
-
-    def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        *path, leaf = name.split(".")
-        node: nn.Module = self
-        for part in path:
-            if part not in node._modules:
-                node.add_module(part, TensorTree())
-            node = node._modules[part]  # type: ignore[assignment]
-        if isinstance(tensor, nn.Parameter):
-            node.register_parameter(leaf, tensor)
-        else:
-            node.register_buffer(leaf, tensor, persistent=persistent)
 
 
 class Particles(nn.Module):

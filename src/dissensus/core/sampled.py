@@ -15,8 +15,9 @@ from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.normalization import refresh_statistics, statistics_names
-from dissensus.core.particles import Particles, Tensors, TensorTree
+from dissensus.core.particles import Particles, Tensors
 from dissensus.core.posterior import Posterior
+from dissensus.core.tree import TensorTree
 
 
 class Sampled(Posterior):

@@ -15,9 +15,10 @@ from dissensus.core.batch import Inputs
 from dissensus.core.eigen import Order, extreme_eigenvectors
 from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors, TensorTree
+from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
+from dissensus.core.tree import TensorTree
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive
 

@@ -6,18 +6,16 @@ Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors, TensorTree
-from dissensus.core.sampled import Sampled
+from dissensus.core.particles import Tensors
 from dissensus.core.trajectory import Snapshots, cosine_cycles
-from dissensus.methods.swag import nothing_recorded
+from dissensus.core.tree import TensorTree
+from dissensus.methods.recorded import Recorded, nothing_recorded
 
 
-class SnapshotEnsemble(Sampled):
+class SnapshotEnsemble(Recorded):
     """The last `members` snapshots of a run, each with the batch statistics it had.
 
     `start`, `every`: which observe calls are snapshots, counted from 0. None: `begin` (which `fit` calls) puts one at the
@@ -26,6 +24,7 @@ class SnapshotEnsemble(Sampled):
     """
 
     name = "snapshot_ensemble"
+    tail = 0.0
 
     def __init__(
         self,
@@ -48,22 +47,8 @@ class SnapshotEnsemble(Sampled):
         for name, tensor in self._recordable().items():
             self.recorded.plant(name, tensor.detach().new_zeros(members, *tensor.shape))  # (M, ...)
 
-    @property
-    def ready(self) -> bool:
-        return int(self.snapshots.taken) > 0
-
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
-        self.snapshots.begin(steps_per_epoch * epochs, tail=0.0)
-
-    @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> None:
-        if self.snapshots.upcoming:
-            self.check_network()
-        super().observe(optimizer)
-        if not self.snapshots.due():
-            return
-        row = (self.snapshots.taken.add() - 1) % self.samples
+    def record(self, number: int) -> None:
+        row = (number - 1) % self.samples
         recorded = dict(self.recorded.named_buffers())
         for name, tensor in self._recordable().items():
             recorded[name][row] = tensor

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dissensus.core.flat import flatten, unflatten
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Tensors
-from dissensus.core.sampled import Sampled
 from dissensus.core.trajectory import Snapshots, constant_tail
+from dissensus.methods.recorded import Recorded, nothing_recorded
 
 
-class SWAG(Sampled):
+class SWAG(Recorded):
     """w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))), with mean, variance and D of snapshots of the weights.
 
     `rank`: deviations held, the last ones. `start`, `every`: which observe calls are snapshots, counted from 0; None lets
@@ -61,10 +60,6 @@ class SWAG(Sampled):
         self.register_buffer("deviations", zeros.repeat(rank, 1))  # (K, P), rows in turn
 
     @property
-    def ready(self) -> bool:
-        return int(self.snapshots.taken) > 0
-
-    @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots."""
         return unflatten(self.mean_vector, self._trained)
@@ -74,30 +69,19 @@ class SWAG(Sampled):
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling."""
         return unflatten(self.square_sum / max(int(self.snapshots.taken), 1), self._trained)
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
-        self.snapshots.begin(steps_per_epoch * epochs)
-
-    @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> None:
-        if self.snapshots.upcoming:
-            self.check_network()
-        super().observe(optimizer)
-        if not self.snapshots.due():
-            return
+    def record(self, number: int) -> None:
         weights = flatten(self._trained, self.mean_vector.dtype)  # (P,)
-        n = self.snapshots.taken.add()
-        if n == 1:  # also after `begin` has forgotten an earlier run
+        if number == 1:  # also after `begin` has forgotten an earlier run
             self.mean_vector.zero_()
             self.square_sum.zero_()
             self.deviations.zero_()
         # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1) and E[w²] − mean², which round: the mean of equal
         # snapshots is their value and the variance 0, exactly.
         step = weights - self.mean_vector
-        self.mean_vector.add_(step, alpha=1 / n)
+        self.mean_vector.add_(step, alpha=1 / number)
         deviation = weights - self.mean_vector  # from the mean so far, this snapshot included, as in the paper
         self.square_sum.addcmul_(step, deviation)
-        self.deviations[(n - 1) % self.rank] = deviation
+        self.deviations[(number - 1) % self.rank] = deviation
 
     def sample(self) -> Tensors:
         n = int(self.snapshots.taken)
@@ -124,7 +108,7 @@ class SWAG(Sampled):
         return {**super().config(), "rank": self.rank, "start": start, "every": every, "scale": self.scale}
 
 
-class SWA(Sampled):
+class SWA(Recorded):
     """The mean of the weights that training passes through: SWAG without its noise. A draw has one function.
 
     `start`, `every` as in SWAG; None spreads 40 snapshots over the last quarter of the run.
@@ -150,30 +134,15 @@ class SWA(Sampled):
         self.register_buffer("mean_vector", torch.zeros_like(flatten(self._trained)))  # (P,)
 
     @property
-    def ready(self) -> bool:
-        return int(self.snapshots.taken) > 0
-
-    @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots."""
         return unflatten(self.mean_vector, self._trained)
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
-        self.snapshots.begin(steps_per_epoch * epochs)
-
-    @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> None:
-        if self.snapshots.upcoming:
-            self.check_network()
-        super().observe(optimizer)
-        if not self.snapshots.due():
-            return
+    def record(self, number: int) -> None:
         weights = flatten(self._trained, self.mean_vector.dtype)
-        n = self.snapshots.taken.add()
-        if n == 1:
+        if number == 1:
             self.mean_vector.zero_()
-        self.mean_vector.add_(weights - self.mean_vector, alpha=1 / n)
+        self.mean_vector.add_(weights - self.mean_vector, alpha=1 / number)
 
     def sample(self) -> Tensors:
         if not self.ready:
@@ -187,12 +156,3 @@ class SWA(Sampled):
     def config(self) -> dict[str, Any]:
         start, every = self.snapshots.given
         return {**{k: v for k, v in super().config().items() if k != "samples"}, "start": start, "every": every}
-
-
-def nothing_recorded(snapshots: Snapshots) -> ValueError:
-    """What to say where functions are asked for before the first snapshot."""
-    return ValueError(
-        f"expected at least one snapshot of the weights, got none after {int(snapshots.observed)} observed steps; train "
-        f"with fit, or call observe(optimizer) after optimizer.step() (the first snapshot is at observe call "
-        f"{snapshots.start}, from 0)"
-    )
