@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: bench test lint types clean
+.PHONY: bench test test-slow lint types clean
 
 bench: $(VENV)/installed
 	$(BIN)/dissensus bench
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest
+
+test-slow: $(VENV)/installed-test
+	$(BIN)/pytest -m slow
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -67,6 +67,7 @@ def fit(
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     _check_optimizer(posterior, optimizer)
 
+    posterior.batches_per_step = accumulate
     steps_per_epoch = batches.length(loader)
     if steps_per_epoch is not None:
         posterior.begin(max(1, math.ceil(steps_per_epoch / accumulate)), epochs)

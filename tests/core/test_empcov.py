@@ -1,5 +1,7 @@
 """EmpCov: the Gaussian density it stands for, patches of convolutions, and its place in a member's loss."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,58 @@ def test_a_convolution_sees_patches():
     w = network[0].weight.detach().flatten(1)
     expected = torch.einsum("od,de,oe->", w, precision, w) / 20
     torch.testing.assert_close(prior({"network.0.weight": network[0].weight}), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_draws_have_the_covariance_of_the_prior(kind):
+    """20,000 outputs drawn at once: sample (co)variances within 5 of their standard errors √((Σ_ii Σ_jj + Σ_ij²) / n)."""
+    count = 20_000
+    if kind == "linear":
+        network = nn.Sequential(nn.Linear(4, 1)).double()
+        rows = x = 3 + torch.randn(50, 4, dtype=torch.float64) @ torch.randn(4, 4, dtype=torch.float64)
+        like = torch.zeros(count, 4, dtype=torch.float64)
+    else:
+        network = nn.Sequential(nn.Conv2d(1, 1, 2)).double()
+        x = torch.randn(30, 1, 3, 3, dtype=torch.float64).cumsum(3)
+        rows = nn.functional.unfold(x, 2).transpose(1, 2).flatten(0, 1)
+        like = torch.zeros(count, 1, 2, 2, dtype=torch.float64)
+    prior = EmpCov(x, network, "0", data_size=50, alpha=0.5, epsilon=0.01)
+    drawn = prior.draw(like)
+    assert drawn.shape == like.shape
+    expected = 0.5 * torch.cov(rows.T) + 0.01 * torch.eye(4, dtype=torch.float64)
+    variances = expected.diagonal()
+    w = drawn.flatten(1)
+    error = ((variances[:, None] * variances + expected.square()) / count).sqrt()
+    assert bool(((w.T @ w / count - expected).abs() < 5 * error).all())
+    assert bool((w.mean(0).abs() < 5 * (variances / count).sqrt()).all())
+    assert not torch.equal(prior.draw(like), drawn)
+
+
+def test_its_weights_are_left_out_of_weight_decay():
+    """Every other tensor decays, and every tensor is in one group; without decay there is but one group."""
+    networks, (x, _) = [nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double() for _ in range(2)], tiny.points()
+    posterior = ds.DeepEnsemble(networks)
+    names = {id(parameter): name for name, parameter in posterior.particles.own_parameters().items()}
+
+    def decays(groups) -> dict[str, float]:
+        held = [(names[id(p)], group["weight_decay"]) for group in groups for p in group["params"]]
+        assert sorted(name for name, _ in held) == sorted(names.values())  # each once
+        return dict(held)
+
+    assert set(decays(posterior.default_optimizer().param_groups).values()) == {1e-4}
+    posterior.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12))
+    for groups, decay in (
+        (posterior.default_optimizer().param_groups, 1e-4),
+        (posterior.parameter_groups(lr=0.1, weight_decay=0.3), 0.3),
+    ):
+        assert decays(groups) == {name: 0.0 if name == "network.0.weight" else decay for name in names.values()}
+    assert set(decays(posterior.parameter_groups(lr=0.1)).values()) == {0.0}
+    frozen = ds.DeepEnsemble([copy.deepcopy(n) for n in networks])
+    frozen.particles.own_parameters()["network.0.weight"].requires_grad_(False)
+    frozen.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12))
+    held = [p for group in frozen.parameter_groups(lr=0.1, weight_decay=0.3) for p in group["params"]]
+    assert len(held) == 3
+    assert all(p.requires_grad for p in held)
 
 
 def test_members_feel_it_in_training():

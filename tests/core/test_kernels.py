@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import kernels
-from dissensus.core.lengthscales import Lengthscales
+from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 
 # Three members, two examples, two dimensions; worked out by hand from the definitions.
 GRADIENTS = torch.tensor([[[1, 0], [3, 4]], [[0, 2], [0, 5]], [[-1, 1], [4, 3]]], dtype=torch.float64)
@@ -128,6 +128,37 @@ def test_the_scale_of_all_lengthscales_does_not_matter():
     )
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
+def test_the_unit_of_the_inputs_does_not_matter(bandwidth, rank, spread):
+    """Principal components of 1e-5 x are 1e-10 of those of x, and the bandwidth's floor is as much lower.
+
+    Members 1e-4 apart are well below the floor, those 1 apart well above.
+    """
+    x = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0.5, 0.2], dtype=torch.float64)
+    gradients = torch.randn(1, 5, 4, dtype=torch.float64) + spread * torch.randn(3, 5, 4, dtype=torch.float64)
+    values, slopes = [], []
+    for scale in (1.0, 1e-5):
+        scales = pca_lengthscales(scale * x, rank=rank)
+        g = gradients.clone().requires_grad_()
+        r = kernels.input_gradient_log_density(g, scales, bandwidth)
+        values.append(r.detach())
+        slopes.append(torch.autograd.grad(r.sum(), g)[0])
+    torch.testing.assert_close(values[1], values[0], rtol=1e-6, atol=0)
+    assert float(slopes[0].norm()) > 1e-3
+    assert float((slopes[1] - slopes[0]).norm() / slopes[0].norm()) < 1e-6
+
+
+def test_the_mean_precision_is_that_of_the_matrix():
+    vectors = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    precision = torch.tensor([4.0, 2.0], dtype=torch.float64)
+    matrix = vectors[:, :2] @ torch.diag(precision) @ vectors[:, :2].T + 0.3 * vectors[:, 2:] @ vectors[:, 2:].T
+    found = Lengthscales(vectors[:, :2], precision, 0.3).mean_precision
+    assert float(found) == pytest.approx(float(matrix.trace()) / 5, rel=1e-12)
+    assert float(ROTATED.mean_precision) == pytest.approx(4.25 / 2)
+
+
 @pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
 def test_the_force_in_a_dimension_is_proportional_to_its_precision(bandwidth):
     """Trinh et al. 2024: for Σ = diag(Σ_dd) the force along d is ∝ 1/Σ_dd times the distance along d."""
@@ -178,13 +209,13 @@ def test_autocast_does_not_change_the_kernel():
 
 @pytest.mark.parametrize("distance", [1e-3, 1e-6, 1e-9, 0.0])
 def test_near_equal_members_do_not_explode(distance):
-    """Without a floor the force is 1/distance; with one it is at most √(2/(e·floor)) = 8,600 and falls to zero."""
+    """Without a floor the force is 1/distance; with one it is at most √(2/(e·floor)) and falls to zero."""
     base = torch.nn.functional.normalize(torch.randn(1, 2, 3, dtype=torch.float64), dim=2)
     s = torch.cat([base, base + distance * torch.tensor([1.0, 0, 0], dtype=torch.float64)]).requires_grad_()
     (slope,) = torch.autograd.grad(kernels.batch_log_density(s).sum(), s)
     assert bool(slope.isfinite().all())
     # the largest slope of −log(1 + exp(−d²/h)) is below that of −log exp(−d²/h) at d² = h/2
-    assert float(slope.norm(dim=2).max()) < 8_600
+    assert float(slope.norm(dim=2).max()) < (2 / (math.e * kernels.FLOOR)) ** 0.5
     if distance == 0.0:
         assert float(slope.abs().max()) == 0.0
 

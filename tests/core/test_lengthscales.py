@@ -108,6 +108,15 @@ def test_bad_input_is_a_clear_error():
     x = inputs()
     with pytest.raises(ValueError, match="expected alpha from 0"):
         pca_lengthscales(x, 1.5)
+    with pytest.raises(TypeError, match="expected alpha as a number from 0 to 1, got 'pca'"):
+        pca_lengthscales(x, "pca")
+    for array in (x.numpy(), [x.numpy()]):
+        with pytest.raises(TypeError, match=r"got ndarray; convert arrays with torch\.from_numpy"):
+            pca_lengthscales(array)
+    with pytest.raises(
+        ValueError, match=r"expected batches of 6 numbers per input, .* got a batch of shape \(300, 5\)"
+    ):
+        pca_lengthscales([x, x[:, :5]])
     with pytest.raises(ValueError, match='expected form "poster" or "paper", got \'slides\''):
         pca_lengthscales(x, form="slides")
     with pytest.raises(ValueError, match="expected a rank of at least 1, got 0"):

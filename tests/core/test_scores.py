@@ -193,34 +193,58 @@ def test_laws_at_a_fixed_bandwidth_are_approached_as_particles_grow_in_number(na
     assert errors[200] < 0.7 * errors[100] < 0.7 * 0.7 * errors[50]
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, "svgd"])
-def test_particles_find_the_funnel(name):
-    """Neal's funnel, y ~ N(0, 3), x ~ N(0, e^{y/2}), by the squared MMD to 1,000 draws with an RBF kernel of h = 0.5.
+def funnel(count: int) -> Tensor:
+    """(count, 2) draws (x, y) from Neal's funnel: y ~ N(0, 3), x ~ N(0, e^{y/2})."""
+    y = 3**0.5 * torch.randn(count, dtype=torch.float64)
+    return torch.stack([torch.exp(y / 4) * torch.randn(count, dtype=torch.float64), y], dim=1)
 
-    100 independent draws have (1 − E k)/100 ≈ 0.009 on average; the Stein methods' particles are better than that, kde's
-    narrower density is a little worse.
-    """
 
-    def draws(count: int) -> Tensor:
-        y = 3**0.5 * torch.randn(count, dtype=torch.float64)
-        return torch.stack([torch.exp(y / 4) * torch.randn(count, dtype=torch.float64), y], dim=1)
+def discrepancy(a: Tensor, b: Tensor) -> float:
+    """Squared MMD with an RBF kernel of h = 0.5."""
+
+    def mean_kernel(p: Tensor, q: Tensor) -> float:
+        return float(kernels.rbf(kernels.squared_distances(p, q), 0.5).mean())
+
+    return mean_kernel(a, a) + mean_kernel(b, b) - 2 * mean_kernel(a, b)
+
+
+def settled_in_the_funnel(name: str, particles: int, steps: int) -> tuple[float, float]:
+    """Squared MMD to 1,000 draws, at the start and after so many steps of Adam."""
 
     def funnel_score(z: Tensor) -> Tensor:
         x, y = z.unbind(1)
         precision = torch.exp(-y / 2)
         return torch.stack([-x * precision, -y / 3 + (x.square() * precision - 1) / 4], dim=1)
 
-    def distance(a: Tensor, b: Tensor) -> float:
-        def mean_kernel(p: Tensor, q: Tensor) -> float:
-            return float(kernels.rbf(kernels.squared_distances(p, q), 0.5).mean())
-
-        return mean_kernel(a, a) + mean_kernel(b, b) - 2 * mean_kernel(a, b)
-
-    reference = draws(1000)
-    z = torch.tensor([0.0, 3.0], dtype=torch.float64) + torch.randn(100, 2, dtype=torch.float64)
-    start, optimizer = distance(z, reference), torch.optim.Adam([z], lr=0.1)
-    for _ in range(200):
+    reference = funnel(1000)
+    z = torch.tensor([0.0, 3.0], dtype=torch.float64) + torch.randn(particles, 2, dtype=torch.float64)
+    start, optimizer = discrepancy(z, reference), torch.optim.Adam([z], lr=0.1)
+    for _ in range(steps):
         z.grad = -direction(name, z, funnel_score(z))
         optimizer.step()
+    return start, discrepancy(z, reference)
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, "svgd"])
+def test_particles_find_the_funnel(name):
+    """100 independent draws have (1 − E k)/100 ≈ 0.009 on average; the Stein methods' particles are better than that,
+    kde's narrower density is a little worse.
+    """
+    start, end = settled_in_the_funnel(name, particles=100, steps=200)
     assert start > 0.1
-    assert distance(z, reference) < (0.02 if name == "kde" else 0.003)
+    assert end < (0.02 if name == "kde" else 0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kde", "svgd"])
+def test_particles_find_the_funnel_at_the_size_of_the_paper(name):
+    """500 particles, 5,000 steps (D'Angelo & Fortuin, NeurIPS 2021).
+
+    As many independent draws are (1 − E k)(1/500 + 1/1000) ≈ 0.0027 away on average; SVGD's particles come to 0.0007, kde's
+    to 0.0075: its density is the narrower one at every size.
+    """
+    independent = sum(discrepancy(funnel(500), funnel(1000)) for _ in range(20)) / 20
+    start, end = settled_in_the_funnel(name, particles=500, steps=5000)
+    assert start > 0.1
+    assert independent == pytest.approx(0.0027, abs=0.001)
+    assert end < (0.01 if name == "kde" else 0.5 * independent)

@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 from test_lit import input_gradients
-from test_rde import flat_gradients, networks, plain
+from test_rde import DISTANCES, flat_gradients, largest_weight_in_training, networks, plain
 from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
-from dissensus.core.kernels import input_gradient_log_density
+from dissensus.core.kernels import BANDWIDTHS, input_gradient_log_density
 from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.methods import FoRDE
+from dissensus.methods import LIT, FoRDE
 
 STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
 
@@ -162,7 +162,54 @@ def test_partial_batches_are_scaled_by_the_nominal_batch_size():
     torch.testing.assert_close(flat_gradients(fresh), expected_gradients(nets, x[:5], y[:5], 1 / 5), rtol=0, atol=1e-10)
     with torch.no_grad():
         posterior.eval().check_batch(x.repeat(9, 1), y.repeat(9))  # a validation batch is none of training
-    assert posterior.largest_batch == 12
+    assert posterior.strength.largest == 12
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+def test_batches_gathered_to_a_step_are_scaled_by_the_rows_of_the_step(engine):
+    """Four times the same eight rows give the mean loss of those eight, repelled with 1/32 and not with 1/8."""
+    nets, (x, y) = networks(), tiny.points(8)
+    gathered, single, named = FoRDE(nets), FoRDE(nets), FoRDE(nets, batch_size=32)
+    for posterior, batches, accumulate in ((gathered, 4, 4), (single, 1, 1), (named, 1, 1)):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
+        ds.fit(
+            posterior,
+            [(x, y)] * batches,
+            epochs=1,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            engine=engine,
+            progress=False,
+        )
+    expected = expected_gradients(nets, x, y, 1 / 32)
+    torch.testing.assert_close(flat_gradients(gathered), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat_gradients(named), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat_gradients(single), expected_gradients(nets, x, y, 1 / 8), rtol=0, atol=1e-10)
+    # Trained further without gathering, a step is eight rows again.
+    optimizer = torch.optim.SGD(gathered.parameters(), lr=0.0)
+    ds.fit(gathered, [(x, y)], epochs=1, optimizer=optimizer, engine=engine, progress=False)
+    torch.testing.assert_close(flat_gradients(gathered), flat_gradients(single), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("gradient", ["logit", "log_prob"])
+@pytest.mark.parametrize("weighting", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+def test_rows_with_void_labels_are_as_if_they_were_not_there(strategy, weighting, gradient):
+    nets, (x, y), (noise, _) = networks(), tiny.points(), tiny.points(seed=5)
+    void = torch.full_like(y, 7)
+    likelihood = ds.Classification(ignore_index=7)
+    weight = torch.rand(12, dtype=torch.float64) + 0.5 if weighting else None
+    posterior = FoRDE(nets, batch_size=12, gradient=gradient, likelihood=likelihood)
+    half = strategy(
+        posterior,
+        torch.stack([x, noise], 1).flatten(0, 1),
+        torch.stack([y, void], 1).flatten(),
+        None if weight is None else torch.stack([weight, weight], 1).flatten(),
+    )
+    alone = strategy(posterior, x, y, weight)
+    assert tiny.largest_difference(half.gradients, alone.gradients) < 1e-10
+    nothing = strategy(posterior, noise, void, None)  # a batch of them alone moves nobody
+    assert max(float(g.abs().max()) for g in nothing.gradients.values()) == 0.0
 
 
 @pytest.mark.parametrize("engine", ["loop", "vectorised"])
@@ -220,17 +267,28 @@ def test_one_member_is_exactly_a_map_network():
     assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
 
 
-def test_the_order_of_members_does_not_matter():
+KERNELS = [(bandwidth, pca) for bandwidth in BANDWIDTHS for pca in (False, True)]
+
+
+def kernel_keywords(bandwidth: str, pca: bool, x: Tensor) -> dict:
+    spread = torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64)
+    return {"bandwidth": bandwidth, "lengthscales": pca_lengthscales(x * spread, 0.9) if pca else None}
+
+
+@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
+def test_the_order_of_members_does_not_matter(bandwidth, pca):
     nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
-    straight, shuffled = FoRDE(nets), FoRDE([nets[i] for i in order])
+    keywords = kernel_keywords(bandwidth, pca, x)
+    straight, shuffled = FoRDE(nets, **keywords), FoRDE([nets[i] for i in order], **keywords)
     straight.backward(x, y)
     shuffled.backward(x, y)
     torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
 
 
-def test_float32_agrees_with_float64():
+@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
+def test_float32_agrees_with_float64(bandwidth, pca):
     nets, (x, y) = networks(), tiny.points()
-    double = FoRDE(nets, repulsion=1.0)
+    double = FoRDE(nets, repulsion=1.0, **kernel_keywords(bandwidth, pca, x))
     single = copy.deepcopy(double).float()
     double.backward(x, y)
     single.backward(x.float(), y)
@@ -283,6 +341,14 @@ def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(distanc
     posterior = FoRDE([first, second])
     posterior.backward(x, y)
     assert float(flat_gradients(posterior).abs().max()) < (1e9 * distance if distance < 1e-8 else 1e3)
+
+
+@pytest.mark.parametrize("pca", [False, True])
+def test_training_from_near_equal_members_stays_bounded(pca):
+    """Weights grow to 8.5 with the floor, 1.7 without repulsion; 200 with a thousandth of it."""
+    scales = pca_lengthscales(tiny.points()[0]) if pca else None
+    largest = [largest_weight_in_training(lambda nets: FoRDE(nets, lengthscales=scales), d) for d in DISTANCES]
+    assert max(largest) < 20, largest
 
 
 def test_heads_that_start_at_zero_are_no_error_and_soon_repel():
@@ -381,6 +447,65 @@ def test_a_network_that_cannot_be_differentiated_twice_is_a_clear_error():
     FoRDE([Custom()]).backward(x.float(), y)
 
 
+class Cut(nn.Module):
+    """Features without a graph in front of a layer that trains."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                hidden = self.first(x)
+        elif self.how == "numpy":
+            hidden = torch.from_numpy(x.detach().numpy().copy()) @ self.first.weight.T
+        else:
+            hidden = self.first(x).detach()
+        return self.last(torch.tanh(hidden))
+
+
+@pytest.mark.parametrize("how", ["no_grad", "detach", "numpy"])
+def test_a_network_that_cuts_its_graph_is_a_clear_error(how):
+    """Its input gradients are zeros that no weight can move: FoRDE would silently be a deep ensemble."""
+    (x, y), nets = tiny.points(), networks(2, lambda: Cut(how))
+    for posterior in (FoRDE(nets), LIT(nets, strength=1.0)):
+        with pytest.raises(ValueError, match="expected input gradients that depend on the weights that train, got"):
+            posterior.backward(x, y)
+        with pytest.raises(ValueError, match="take no_grad, detach and numpy out of the network's forward"):
+            ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    FoRDE(nets[:1]).backward(x, y)  # alone it repels nobody
+
+
+def test_training_biases_alone_is_a_clear_error():
+    """The bias of a linear head adds nothing to input gradients."""
+    (x, y), nets = tiny.points(), networks(2)
+    for net in nets:
+        net[0].requires_grad_(False)
+        net[2].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="expected input gradients that depend on the weights that train"):
+        FoRDE(nets).backward(x, y)
+
+
+def test_linear_networks_and_frozen_encoders_repel():
+    """Their input gradients depend on the weights that train, though not on the input or not on all weights."""
+    x, y = tiny.points()
+    linear = networks(3, lambda: nn.Linear(4, 3))
+    frozen = networks(3)
+    for net in frozen:
+        net[0].requires_grad_(False)
+    for nets in (linear, frozen):
+        posterior, ensemble = FoRDE(nets, repulsion=1.0), ds.DeepEnsemble(nets)
+        posterior.backward(x, y)
+        ensemble.backward(x, y)
+        moved = tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(ensemble))
+        assert moved > 1e-3
+        optimizer = torch.optim.SGD([p for p in posterior.parameters() if p.requires_grad], lr=0.1)
+        history = ds.fit(posterior, [(x, y)] * 20, epochs=2, optimizer=optimizer, progress=False)
+        assert math.isfinite(history[-1].loss)
+
+
 def test_a_custom_function_that_can_be_is_run_in_the_loop():
     """Without `setup_context` it has no place in vmap; plain autograd knows it."""
 
@@ -451,6 +576,9 @@ def test_bad_input_is_a_clear_error():
             FoRDE(nets, **{keyword: 0})
     with pytest.raises(ValueError, match="expected to compare at least one example, got 0"):
         FoRDE(nets, examples=0)
+    for keyword in ("every", "examples"):
+        with pytest.raises(TypeError, match=rf"expected {keyword} as a whole number, got 1\.5; pass an int"):
+            FoRDE(nets, **{keyword: 1.5})
     other = FoRDE(nets, lengthscales=Lengthscales(torch.eye(3), torch.ones(3)))
     with pytest.raises(ValueError, match="expected lengthscales of 4 dimensions for these inputs, got 3"):
         other.backward(x, y)
@@ -465,3 +593,19 @@ def test_inputs_without_directions_are_clear_errors():
     words = FoRDE([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
     with pytest.raises(ValueError, match="expected floating-point inputs to differentiate by, got integers only"):
         words.backward(torch.zeros(5, 2, dtype=torch.int64), y)
+    images = FoRDE([nn.Sequential(nn.Flatten(), nn.Linear(12, 3)) for _ in range(2)])
+    with pytest.raises(ValueError, match=r"got integers only; pass x\.float\(\) / 255 of images"):
+        images.backward(torch.zeros(5, 3, 2, 2, dtype=torch.uint8), y)
+
+
+@pytest.mark.parametrize("build", [FoRDE, lambda nets: LIT(nets, strength=1.0)])
+def test_one_member_may_have_inputs_without_directions(build):
+    """Nothing is compared: one feature, or word indices, give exactly the network that MAP trains."""
+    y = torch.arange(6) % 3
+    words = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3))
+    for net, x in ((nn.Linear(1, 3), torch.randn(6, 1)), (words, torch.arange(12).reshape(6, 2) % 7)):
+        alone, single = build([net]), ds.MAP(copy.deepcopy(net))
+        for posterior in (alone, single):
+            optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+            ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
+        assert torch.equal(alone.predict(x).mean, single.predict(x).mean)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_rde import flat_gradients, networks
+from test_rde import DISTANCES, flat_gradients, largest_weight_in_training, networks
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -79,6 +79,21 @@ def test_without_strength_it_is_a_deep_ensemble_and_alone_it_is_map():
     assert torch.equal(flat_gradients(alone)[0], expected)
 
 
+def test_rows_with_void_labels_are_as_if_they_were_not_there():
+    nets, (x, y), (noise, _) = networks(), tiny.points(), tiny.points(seed=5)
+    likelihood = ds.Classification(ignore_index=7)
+    half, alone = (LIT(nets, strength=0.7, likelihood=likelihood) for _ in range(2))
+    half.backward(torch.cat([x, noise]), torch.cat([y, torch.full_like(y, 7)]))
+    alone.backward(x, y)
+    torch.testing.assert_close(flat_gradients(half), flat_gradients(alone), rtol=0, atol=1e-10)
+
+
+def test_training_from_near_equal_members_stays_bounded():
+    """The penalty is bounded, and so is its slope: no floor is needed."""
+    largest = [largest_weight_in_training(lambda nets: LIT(nets, strength=1.0), d) for d in DISTANCES]
+    assert max(largest) < 5, largest
+
+
 def test_the_order_of_members_does_not_matter():
     nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
     straight, shuffled = LIT(nets, strength=0.7), LIT([nets[i] for i in order], strength=0.7)
@@ -105,6 +120,8 @@ def test_bad_input_is_a_clear_error():
         LIT(nets, strength=1, gradient="loss")
     with pytest.raises(ValueError, match="expected at least one module, got none"):
         LIT([], strength=1)
+    with pytest.raises(TypeError, match=r"expected examples as a whole number, got 2\.5; pass an int"):
+        LIT(nets, strength=1, examples=2.5)
     one = LIT([nn.Linear(1, 3), nn.Linear(1, 3)], strength=1)
     with pytest.raises(ValueError, match="expected inputs of at least two features, got one"):
         one.backward(torch.randn(5, 1), torch.zeros(5, dtype=torch.int64))

@@ -12,6 +12,7 @@ import tiny
 from dissensus.core import gradients as strategies
 from dissensus.core import kernels, scores
 from dissensus.core.annealing import Annealing
+from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 
 STRATEGIES = {
@@ -134,6 +135,39 @@ def test_the_function_space_update_pulls_the_score_back(score, outputs):
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", [WeightRDE, FunctionRDE])
+def test_a_repulsion_of_one_over_the_batch_is_that_of_as_many_data_points(method, tmp_path):
+    nets, (x, y) = networks(), tiny.points()
+    by_batch, by_data = method(nets, data_size=5000, repulsion="1/B"), method(nets, data_size=12)
+    number = method(nets, data_size=5000, repulsion=1 / 12)
+    for posterior in (by_batch, by_data, number):
+        posterior.backward(x, y)
+    torch.testing.assert_close(flat_gradients(by_batch), flat_gradients(by_data), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat_gradients(number), flat_gradients(by_data), rtol=0, atol=1e-12)
+    weak = method(nets, data_size=5000)
+    weak.backward(x, y)
+    assert not torch.allclose(flat_gradients(weak), flat_gradients(by_data), rtol=0, atol=1e-3)
+    # A partial batch afterwards repels as the full one did; gathered ones as one large batch would.
+    by_batch.zero_grad()
+    by_data.zero_grad()
+    by_batch.backward(x[:5], y[:5])
+    by_data.backward(x[:5], y[:5])
+    torch.testing.assert_close(flat_gradients(by_batch), flat_gradients(by_data), rtol=0, atol=1e-12)
+    gathered = method(nets, data_size=5000, repulsion="1/B")
+    optimizer = torch.optim.SGD(gathered.parameters(), lr=0.0)
+    ds.fit(gathered, [(x, y)] * 3, epochs=1, accumulate=3, optimizer=optimizer, progress=False)
+    large = method(nets, data_size=36)
+    large.backward(x, y)
+    torch.testing.assert_close(flat_gradients(gathered), flat_gradients(large), rtol=0, atol=1e-12)
+
+    saved = method(nets, data_size=5000, repulsion="1/B", batch_size=12)
+    ds.save(saved, tmp_path)
+    loaded = ds.load(tmp_path, plain()).train()
+    assert loaded.config() == saved.config()
+    loaded.backward(x[:5], y[:5])
+    torch.testing.assert_close(flat_gradients(loaded), flat_gradients(by_data), rtol=0, atol=1e-12)
+
+
 def test_repulsion_happens_where_it_is_asked_to():
     """The batch, the batch plus noise of the step, or inputs of one's own; the loss is on the batch in every case."""
     nets, (x, y) = networks(), tiny.points()
@@ -181,6 +215,25 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     f, p = outputs.flatten(1), z["prior"].flatten(1)
     expected = (scores.kde(f) - scores.spectral_stein_at(f, p)) / 7
     torch.testing.assert_close(posterior.couple(z)["outputs"].flatten(1), expected, rtol=0, atol=1e-10)
+
+
+def test_the_functional_prior_draws_a_first_layer_with_empcov_from_that():
+    """Outputs x·w of prior networks have the variance xᵀ(αC + εI)x where EmpCov is, and not weight_prior_std²."""
+    nets = networks(400, lambda: nn.Sequential(nn.Linear(4, 1, bias=False)))
+    seen = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([5.0, 1.0, 1.0, 0.1], dtype=torch.float64)
+    x, y = torch.eye(4, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
+    posterior = FunctionRDE(
+        nets, data_size=7, prior="functional", weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
+    )
+    posterior.use_first_layer_prior(EmpCov(seen, nets[0], "0", data_size=7, epsilon=1e-4))
+    own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
+    z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, x, y)[1], randomness="different")(own)
+    drawn = z["prior"][:, :, 0]  # (400, 4)
+    variances = torch.cov(seen.T).diagonal() + 1e-4
+    found = drawn.square().mean(0)
+    # Var[w²] = 2 σ⁴
+    assert bool(((found - variances).abs() < 4 * variances * (2 / 400) ** 0.5).all()), (found, variances)
+    assert bool((drawn.mean(0).abs() < 4 * variances.sqrt() / 400**0.5).all())
 
 
 @pytest.mark.parametrize("weighting", [False, True])
@@ -362,6 +415,36 @@ def test_near_equal_members_separate_and_do_not_explode(method):
 
     repelled = distance_after(builders()[method]([first, second]))
     assert repelled > 3 * distance_after(ds.DeepEnsemble([first, second]))
+
+
+# How far each weight of one of two members is moved: from where the floor rules to where the median does.
+DISTANCES = [1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2]
+
+
+def largest_weight_in_training(build, distance: float) -> float:
+    """The largest absolute weight in 30 steps of SGD with momentum, two members starting this far apart in each weight."""
+    torch.manual_seed(0)
+    first, (x, y) = plain().double(), tiny.points()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(distance * torch.randn_like(parameter))
+    posterior, largest = build([first, second]), 0.0
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(30):
+        optimizer.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        largest = max(largest, *(float(parameter.detach().abs().max()) for parameter in posterior.parameters()))
+    return largest
+
+
+@pytest.mark.parametrize(("method", "limit"), [("weight", 6), ("function", 10), ("feature", 30)])
+def test_training_from_near_equal_members_stays_bounded(method, limit):
+    """Weights grow to 2.0, 3.4 and 16 with the floor, 1.7 without repulsion; 24, 119 and 376 with a thousandth of it."""
+    build = builders()[method] if method != "feature" else lambda nets: FeatureRDE(nets, layer="1", head="2")
+    largest = [largest_weight_in_training(build, distance) for distance in DISTANCES]
+    assert max(largest) < limit, largest
 
 
 @pytest.mark.parametrize("method", ["weight", "function", "feature"])
@@ -553,6 +636,61 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, prior="gp")
     with pytest.raises(ValueError, match="expected weight_prior_std with the functional prior"):
         FunctionRDE(nets, data_size=10, prior="functional")
+
+
+def test_a_schedule_by_name_is_a_clear_error():
+    nets = networks(2)
+    for method in (WeightRDE, FunctionRDE):
+        with pytest.raises(TypeError, match=r"expected an Annealing, got 'cyclic'; pass Annealing\(\"cyclic\"\)"):
+            method(nets, data_size=10, annealing="cyclic")
+        with pytest.raises(TypeError, match=r"expected an Annealing, got 0\.5; pass one, such as Annealing"):
+            method(nets, data_size=10, annealing=0.5)
+
+
+def test_inputs_to_repel_at_fit_the_network_or_are_a_clear_error():
+    nets, (x, y) = networks(2), tiny.points()
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="expected finite inputs to repel at, got NaN or infinity"):
+            FunctionRDE(nets, data_size=12, repel_at=torch.tensor([[0.0, 0.0, 0.0, bad]]))
+    narrow = FunctionRDE(nets, data_size=12, repel_at=torch.zeros(7, 3))
+    for train in (lambda: narrow.backward(x, y), lambda: ds.fit(narrow, [(x, y)], epochs=1, progress=False)):
+        with pytest.raises(ValueError, match=r"of a batch, \(12, 4\), got shape \(7, 3\); pass rows like the training"):
+            train()
+    FunctionRDE(nets[:1], data_size=12, repel_at=torch.zeros(7, 3)).backward(x, y)  # alone it repels nowhere
+
+    # Doubles for a network of floats, as numpy gives them, are cast.
+    points = torch.randn(7, 4, dtype=torch.float64)
+    single = [copy.deepcopy(net).float() for net in nets]
+    cast, same = (FunctionRDE(single, data_size=12, repel_at=p) for p in (points, points.float()))
+    for posterior in (cast, same):
+        posterior.backward(x.float(), y)
+    assert torch.equal(flat_gradients(cast), flat_gradients(same))
+
+    # What is asked is whether the network takes them: one that pools takes images of any size.
+    pooling = lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))  # noqa: E731
+    anywhere = FunctionRDE(networks(2, pooling), data_size=12, repel_at=torch.randn(5, 1, 6, 6))
+    anywhere.backward(torch.randn(12, 1, 4, 4, dtype=torch.float64), y)
+
+
+def test_a_layer_behind_the_head_is_a_clear_error():
+    nets, (x, y) = networks(2), tiny.points()
+    behind = FeatureRDE(nets, layer="2", head="0")
+    for train in (lambda: behind.backward(x, y), lambda: ds.fit(behind, [(x, y)], epochs=1, progress=False)):
+        with pytest.raises(ValueError, match="expected a layer that runs before the head '0', got '2' after it"):
+            train()
+    assert not any(part._forward_pre_hooks for part in behind.modules())
+
+    class Reads(nn.Module):
+        """A head whose weights are read, not called."""
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return torch.tanh(self.body(x)) @ self.head.weight.T
+
+    FeatureRDE(networks(2, Reads), layer="body", head="head").backward(x, y)
 
 
 def test_bad_layers_and_heads_are_clear_errors():

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 import torch
-from test_rde import Conjugate, flat_gradients, flat_loss_gradients, flat_weights, networks, plain, relative_error
+from test_rde import (
+    DISTANCES,
+    Conjugate,
+    flat_gradients,
+    flat_loss_gradients,
+    flat_weights,
+    largest_weight_in_training,
+    networks,
+    plain,
+    relative_error,
+)
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -92,6 +102,38 @@ def test_accumulated_batches_equal_one_batch_on_weights():
         ds.fit(posterior, loader, epochs=10, optimizer=optimizer, accumulate=accumulate, progress=False)
     assert int(whole.steps) == int(quarters.steps) == 10
     assert tiny.largest_difference(tiny.state(whole), tiny.state(quarters)) < 1e-10
+
+
+def test_accumulated_batches_equal_one_batch_in_mixed_precision():
+    """Each quarter's weight gradients are rounded to bf16's 8 bits before they are added, the whole batch's once.
+
+    One step from the same weights: what it moves agrees to two units of bf16, and is not that of float32.
+    """
+    nets, (x, y) = [plain() for _ in range(4)], tiny.points(24)
+    x, start, moved = x.float(), flat_weights(nets).detach(), {}
+    quarters = list(zip(x.split(6), y.split(6), strict=True))
+    for name, loader, precision in (
+        ("whole", [(x, y)], "bf16"),
+        ("quarters", quarters, "bf16"),
+        ("exact", [(x, y)], "float32"),
+    ):
+        posterior = SVGD(nets, data_size=24)
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
+        ds.fit(
+            posterior,
+            loader,
+            epochs=1,
+            optimizer=optimizer,
+            accumulate=len(loader),
+            precision=precision,
+            progress=False,
+        )
+        assert int(posterior.steps) == 1
+        own = posterior.particles.own_parameters().values()
+        moved[name] = torch.cat([tensor.detach().reshape(4, -1) for tensor in own], dim=1) - start
+    error = float((moved["whole"] - moved["quarters"]).norm() / moved["whole"].norm())
+    assert error < 2 * 2**-8
+    assert 1e-6 < float((moved["whole"] - moved["exact"]).norm() / moved["exact"].norm()) < 4 * 2**-8
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
@@ -210,8 +252,33 @@ def test_annealing_scales_the_driving_force_alone(space):
         torch.testing.assert_close(off, -scores.svgd(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("space", "limit"), [("weight", 6), ("function", 10)])
+def test_training_from_near_equal_members_stays_bounded(space, limit):
+    """Weights grow to 1.4 and 3.2 with the floor; 21 and 97 with a thousandth of it."""
+    largest = [largest_weight_in_training(lambda nets: SVGD(nets, data_size=50, space=space), d) for d in DISTANCES]
+    assert max(largest) < limit, largest
+
+
+def test_annealing_on_functions_scales_the_weight_prior():
+    """With a constant weight a the prior's gradient is a times w / (N σ²); the loss that is reported is not scaled."""
+    nets, (x, y) = networks(), tiny.points()
+    found, losses = {}, {}
+    for std in (None, 0.5):
+        for a in (1.0, 0.3):
+            posterior = SVGD(nets, data_size=50, space="function", weight_prior_std=std, annealing=Annealing(weight=a))
+            losses[std, a] = posterior.backward(x, y)
+            found[std, a] = flat_gradients(posterior)
+    prior = flat_weights(nets).detach() / (50 * 0.25)
+    for a in (1.0, 0.3):
+        torch.testing.assert_close(found[0.5, a] - found[None, a], a * prior, rtol=0, atol=1e-12)
+        penalty = flat_weights(nets).detach().square().sum(1) / (2 * 50 * 0.25)
+        torch.testing.assert_close(losses[0.5, a] - losses[None, a], penalty, rtol=0, atol=1e-12)
+
+
 def test_bad_input_is_a_clear_error():
     nets = networks(2)
+    with pytest.raises(TypeError, match=r"expected an Annealing, got 'linear'; pass Annealing\(\"linear\"\)"):
+        SVGD(nets, data_size=10, annealing="linear")
     with pytest.raises(ValueError, match="expected at least one module, got none"):
         SVGD([], data_size=10)
     with pytest.raises(ValueError, match='expected space "weight" or "function", got \'feature\''):

@@ -66,6 +66,14 @@ class Annealing:
         return asdict(self)
 
 
+def annealing_or_constant(annealing: Annealing | None) -> Annealing:
+    """What was passed, or the constant 1 for None."""
+    if annealing is not None and not isinstance(annealing, Annealing):
+        hint = f'Annealing("{annealing}")' if annealing in SCHEDULES else 'one, such as Annealing("cyclic")'
+        raise TypeError(f"expected an Annealing, got {annealing!r}; pass {hint}")
+    return annealing or Annealing()
+
+
 def with_gradient_times(value: Tensor, factor: Tensor | float) -> Tensor:
     """The value itself, with its gradient multiplied by factor."""
     held = value.detach()

@@ -22,10 +22,12 @@ class EmpCov(nn.Module):
 
     `network`: the architecture; `layer`: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d
     (C over the patches it sees). `inputs`: (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
-    A function of one member's tensors by name; it replaces the isotropic prior, or weight decay, on this one tensor.
+    A function of one member's tensors by name. `posterior.use_first_layer_prior(prior)` puts it in place of the isotropic
+    prior and, in `parameter_groups` and the default optimiser, of weight decay on this one tensor.
     """
 
     root: Tensor
+    spread: Tensor
 
     def __init__(
         self,
@@ -60,8 +62,9 @@ class EmpCov(nn.Module):
         ).covariance
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²; not saved with a posterior: it is part of training, not of what was learned
-        root = vectors / (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D, D)
-        self.register_buffer("root", root.to(first.weight.dtype), persistent=False)
+        deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)
+        self.register_buffer("root", (vectors / deviations).to(first.weight.dtype), persistent=False)  # (D, D)
+        self.register_buffer("spread", (vectors * deviations).T.to(first.weight.dtype), persistent=False)
 
     def forward(self, params: Tensors) -> Tensor:
         """() Σ_o w_o Σ⁻¹ w_oᵀ / (2 N) over the layer's outputs o, up to a constant −log p(w) / N."""
@@ -69,6 +72,11 @@ class EmpCov(nn.Module):
             raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
         weight = params[self.parameter].flatten(1)  # (O, D)
         return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Weights drawn from this prior, of `like`'s shape (O, ...), from torch's generator."""
+        noise = torch.randn_like(like)
+        return (noise.flatten(1) @ self.spread.to(noise.dtype)).reshape(like.shape)
 
 
 def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:

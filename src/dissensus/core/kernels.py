@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.lengthscales import Lengthscales
 
 # The median bandwidth makes the force grow like 1/distance. Below this squared bandwidth it grows no more.
-FLOOR = 1e-8
+FLOOR = 1e-5
 EPSILON = 1e-24  # added to squared norms of gradients, as in the paper: (1e-12)²
 
 Bandwidth = Literal["reference", "sample", "algorithm"]
@@ -84,7 +84,11 @@ def input_gradient_log_density(
             "make them from inputs of the same shape"
         )
     unit = directions(working(gradients))
-    density = batch_log_density(unit if lengthscales is None else lengthscales.scale(unit), bandwidth, weight)
+    if lengthscales is None:
+        density = batch_log_density(unit, bandwidth, weight)
+    else:
+        floor = FLOOR * lengthscales.mean_precision.to(unit.dtype)
+        density = batch_log_density(lengthscales.scale(unit), bandwidth, weight, floor=floor)
     return density.to(torch.promote_types(gradients.dtype, torch.float32))
 
 
@@ -94,8 +98,10 @@ def directions(gradients: Tensor) -> Tensor:
     return torch.where(squared > 0, gradients * (squared + EPSILON).rsqrt(), 0.0)
 
 
-def batch_log_density(s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None) -> Tensor:
-    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled."""
+def batch_log_density(
+    s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
+) -> Tensor:
+    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: of the squared bandwidth."""
     if bandwidth not in BANDWIDTHS:
         raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
     members, size, _ = s.shape
@@ -109,7 +115,7 @@ def batch_log_density(s: Tensor, bandwidth: Bandwidth = "reference", weight: Ten
     seen = squared.detach()
     middle = median(seen, 1) if bandwidth == "reference" else median(seen.flatten(1), 1)[:, :, None]
     # M = 1 has log M = 0 and only the distance 0: any bandwidth will do.
-    h = (middle / (math.log(members) or 1.0)).clamp(min=FLOOR)
+    h = (middle / (math.log(members) or 1.0)).clamp(min=floor)
     exponent = -squared / h if bandwidth != "algorithm" else -2 * squared / h
     if weight is None:
         log_weight = torch.full((), -math.log(size), dtype=s.dtype, device=s.device)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,13 @@ class Lengthscales:
     def dimension(self) -> int:
         """D, the number of input features."""
         return self.eigenvectors.shape[0]
+
+    @property
+    def mean_precision(self) -> Tensor:
+        """() tr Σ⁻¹ / D."""
+        dimension, rank = self.eigenvectors.shape
+        total = self.precision.sum()
+        return (total + (dimension - rank) * torch.as_tensor(self.remainder, dtype=total.dtype).to(total)) / dimension
 
     def scale(self, s: Tensor) -> Tensor:
         """(..., D) or (..., R) vectors whose squared distances are (s − s')ᵀ Σ⁻¹ (s − s')."""
@@ -74,6 +82,8 @@ def pca_lengthscales(
     randomised subspace iteration without a D × D matrix, in `passes` over the data (one where it can be read once
     only), and the variance that is left over is spread evenly over the remaining D − R directions.
     """
+    if not isinstance(alpha, Real):
+        raise TypeError(f"expected alpha as a number from 0 to 1, got {alpha!r}; 1 takes the principal components")
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(
             f"expected alpha from 0 (identity) to 1 (principal components), got {alpha}; pass a share between them"
@@ -172,14 +182,26 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
 
 def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Batches of flattened inputs (n, D), in float32 or more."""
+    width: int | None = None
     for batch in torch.split(inputs, 1024) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
-        if not isinstance(x, Tensor) or x.ndim < 2:
-            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"expected inputs of shape (N, ...) or batches of them, got {what}; give them a batch axis"
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"expected inputs as a tensor (N, ...) or batches of them, got {type(x).__name__}; convert arrays with "
+                "torch.from_numpy"
             )
-        yield x.detach().reshape(len(x), math.prod(x.shape[1:])).to(torch.promote_types(x.dtype, torch.float32))
+        if x.ndim < 2:
+            raise ValueError(
+                f"expected inputs of shape (N, ...) or batches of them, got a tensor of shape {tuple(x.shape)}; "
+                "give them a batch axis"
+            )
+        width = math.prod(x.shape[1:]) if width is None else width
+        if math.prod(x.shape[1:]) != width:
+            raise ValueError(
+                f"expected batches of {width} numbers per input, as in the first one, got a batch of shape "
+                f"{tuple(x.shape)}; bring inputs to one shape"
+            )
+        yield x.detach().reshape(len(x), width).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:

@@ -46,12 +46,13 @@ class Posterior(nn.Module, ABC):
         self.data_size = data_size
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
+        self.batches_per_step = 1  # whose gradients are gathered; `fit` tells
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.training = particles.training
         norms = norm_parameters(particles.template.network)
         self._without_prior = {f"network.{name}" for name in norms}
-        self.first_layer_prior: nn.Module | None = None
+        self.first_layer_prior: EmpCov | None = None
         self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     # ------------------------------------------------------------------ what a method declares
@@ -142,12 +143,19 @@ class Posterior(nn.Module, ABC):
         return self.particles.likelihood
 
     def use_first_layer_prior(self, prior: EmpCov) -> None:
-        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on."""
+        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.
+
+        Optimisers made afterwards, by `parameter_groups` or by `fit`, do not decay those weights.
+        """
         self.first_layer_prior = prior
         self._without_prior.add(prior.parameter)
 
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """() Σ over members of the batch-mean loss, plus coupling terms, with a graph."""
+        """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
+
+        Its gradient is what members follow. Coupling terms are linearised (v has no graph): the value is no potential to
+        compare over steps.
+        """
         self.check_batch(x, y)
         return seam.loss(self, x, y, weight)
 
@@ -197,9 +205,14 @@ class Posterior(nn.Module, ABC):
         return self.draw().member(index)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups to hand an optimiser."""
+        """Groups to hand an optimiser; weights that `use_first_layer_prior` gave a prior are not decayed as well."""
+        first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
+        held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return [{"params": trainable, "lr": lr, "weight_decay": weight_decay}]
+        alone = [held[first]] if first in held and held[first].requires_grad and weight_decay else []
+        others = [parameter for parameter in trainable if all(parameter is not each for each in alone)]
+        groups = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
+        return [*groups, {"params": alone, "lr": lr, "weight_decay": 0.0}] if alone else groups
 
     def default_optimizer(self) -> torch.optim.Optimizer:
         """What `fit` uses when none is given: AdamW, its decay left out where the loss already has a weight prior."""

@@ -153,8 +153,19 @@ class FeatureRDE(Repulsive):
             particles, row = self.particles, self.particles.rows().at(0)
 
             def shape(member: Member) -> torch.Size:
+                after_layer: list[bool] = []  # of each run of the head; none where others read its weights
                 with added_at(member.network, self.layer, None) as seen:
-                    batches.call(member.network, x)
+                    head = member.network.get_submodule(self.head)
+                    handle = head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen)))
+                    try:
+                        batches.call(member.network, x)
+                    finally:
+                        handle.remove()
+                if after_layer and not any(after_layer):
+                    raise ValueError(
+                        f"expected a layer that runs before the head '{self.head}', got '{self.layer}' after it; "
+                        "name the layer that feeds the head"
+                    )
                 return seen[0].shape
 
             with evaluation(self):

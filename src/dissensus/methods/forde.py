@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradients
+from dissensus.methods.repulsive import check_whole
+from dissensus.methods.strength import Repulsion, Strength
 
 
 class FoRDE(InputGradients):
@@ -46,7 +48,7 @@ class FoRDE(InputGradients):
         lengthscales: Lengthscales | None = None,
         bandwidth: Bandwidth = "reference",
         gradient: Gradient = "logit",
-        repulsion: Literal["1/B", "1/N"] | float = "1/B",
+        repulsion: Repulsion = "1/B",
         every: int = 1,
         examples: int | None = None,
         batch_size: int | None = None,
@@ -60,13 +62,10 @@ class FoRDE(InputGradients):
             )
         if bandwidth not in BANDWIDTHS:
             raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
-        if repulsion not in ("1/B", "1/N") and (isinstance(repulsion, str) or not repulsion >= 0):
-            raise ValueError(
-                f'expected repulsion "1/B", "1/N" or a number of at least 0, got {repulsion!r}; "1/B" is the paper\'s'
-            )
-        for keyword, value in (("every", every), ("batch_size", batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"expected {keyword} of at least 1, got {value}; pass a whole number")
+        check_whole("every", every)
+        if every < 1:
+            raise ValueError(f"expected every of at least 1, got {every}; pass a whole number of steps")
+        strength = Strength(repulsion, data_size, batch_size)
         super().__init__(
             stack_members(modules, likelihood),
             gradient=gradient,
@@ -74,18 +73,14 @@ class FoRDE(InputGradients):
             weight_prior_std=weight_prior_std,
             data_size=data_size,
         )
-        if repulsion == "1/N" and data_size is None:
-            raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
         self.bandwidth = bandwidth
-        self.repulsion = repulsion
+        self.strength = strength
         self.every = every
-        self.batch_size = batch_size
         self.capturable = every == 1
-        self.largest_batch = 0  # seen in training
         self.repels = True  # at this step
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
         self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
-        remainder = None if lengthscales is None else torch.as_tensor(lengthscales.remainder).to(lengthscales.precision)
+        remainder = None if lengthscales is None else lengthscales.precision.new_tensor(float(lengthscales.remainder))
         self.register_buffer("remainder", remainder)
 
     @property
@@ -106,17 +101,8 @@ class FoRDE(InputGradients):
         def total(gradients: Tensor) -> Tensor:
             return input_gradient_log_density(gradients, self.lengthscales, self.bandwidth, weight=weight).sum()
 
-        force = self.strength(g.shape[1], weight) * torch.func.grad(total)(g)
+        force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * torch.func.grad(total)(g)
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
-
-    def strength(self, size: int, weight: Tensor | None = None) -> Tensor | float:
-        """c for a batch of this size."""
-        if self.repulsion == "1/N":
-            return 1 / (self.data_size or 1)
-        if self.repulsion != "1/B":
-            return float(self.repulsion)
-        nominal = self.batch_size or self.largest_batch or size
-        return 1 / nominal if weight is None else 1 / (nominal * weight.mean())  # a weight of two is two examples
 
     def check_batch(self, x: Inputs, y: Tensor) -> None:
         if self.every > 1:
@@ -124,7 +110,7 @@ class FoRDE(InputGradients):
             self.repels = int(self.steps) % self.every == 0
         super().check_batch(x, y)
         if self.training:
-            self.largest_batch = max(self.largest_batch, batches.size(x))
+            self.strength.see(batches.size(x))
 
     def check_dimension(self, dimension: int) -> None:
         super().check_dimension(dimension)
@@ -139,10 +125,10 @@ class FoRDE(InputGradients):
             "lengthscales": None if self.eigenvectors is None else list(self.eigenvectors.shape),
             "bandwidth": self.bandwidth,
             "gradient": self.gradient,
-            "repulsion": self.repulsion,
+            "repulsion": self.strength.repulsion,
             "every": self.every,
             "examples": self.examples,
-            "batch_size": self.batch_size,
+            "batch_size": self.strength.batch_size,
         }
 
     @classmethod

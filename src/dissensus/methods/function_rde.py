@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import scores
-from dissensus.core.annealing import Annealing, with_gradient_times
+from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.core.batch import Inputs
 from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
@@ -18,6 +18,7 @@ from dissensus.core.particles import Member, Tensors
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.strength import Repulsion, Strength
 
 
 class FunctionRDE(Repulsive):
@@ -32,7 +33,8 @@ class FunctionRDE(Repulsive):
     they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the flow is that
     of the functions themselves and holds for every likelihood. `prior`: "weight" is the weight prior or the optimiser's
     decay, as everywhere; "functional" takes ∇ log p(F) from networks freshly drawn from N(0, weight_prior_std²) at every
-    step, by spectral Stein, in place of the weight prior.
+    step, by spectral Stein, in place of the weight prior. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest
+    batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
     """
 
     name = "function_rde"
@@ -49,6 +51,8 @@ class FunctionRDE(Repulsive):
         outputs: Literal["logits", "probabilities"] = "logits",
         prior: Literal["weight", "functional"] = "weight",
         annealing: Annealing | None = None,
+        repulsion: Repulsion = "1/N",
+        batch_size: int | None = None,
         likelihood: Likelihood | None = None,
         weight_prior_std: float | None = None,
     ) -> None:
@@ -64,6 +68,8 @@ class FunctionRDE(Repulsive):
             )
         if isinstance(repel_at, Tensor) and (repel_at.ndim == 0 or len(repel_at) == 0):
             raise ValueError(f"expected inputs (n, ...) to repel at, got shape {tuple(repel_at.shape)}; pass some rows")
+        if isinstance(repel_at, Tensor) and not bool(repel_at.isfinite().all()):
+            raise ValueError("expected finite inputs to repel at, got NaN or infinity; clean the data")
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):
@@ -81,12 +87,16 @@ class FunctionRDE(Repulsive):
         particles = stack_members(modules, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.score = score
+        self.strength = Strength(repulsion, data_size, batch_size)
         self.repel_at = repel_at if isinstance(repel_at, str) else "inputs"
-        self.register_buffer("points", repel_at.detach().clone() if isinstance(repel_at, Tensor) else None)
+        points = repel_at.detach().clone() if isinstance(repel_at, Tensor) else None
+        if points is not None and points.is_floating_point():
+            points = points.to(next((p.dtype for p in particles.parameters() if p.is_floating_point()), points.dtype))
+        self.register_buffer("points", points)
         self.noise = noise
         self.outputs = outputs
         self.prior = prior
-        self.annealing = annealing or Annealing()
+        self.annealing = annealing_or_constant(annealing)
 
     def member_loss(
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
@@ -113,14 +123,33 @@ class FunctionRDE(Repulsive):
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
         where = "elsewhere" if "elsewhere" in z else "outputs"
-        repelled, size = z[where], self.data_size or 1
-        matrix = scores.MATRICES[self.score](squared_distances(repelled)) / size
+        repelled = z[where]
+        strength = self.strength(z["outputs"].shape[1], gathered=self.batches_per_step)
+        matrix = scores.MATRICES[self.score](squared_distances(repelled)) * strength
         v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         v[where] = scores.apply(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
-            v["outputs"] = v["outputs"] - slope * self.annealing(self.steps, self.run_length) / size
+            v["outputs"] = v["outputs"] - slope * self.annealing(self.steps, self.run_length) / (self.data_size or 1)
         return v
+
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        super().check_batch(x, y)
+        if self.coupled and self.points is not None:
+            self._check_points(self.points, x)
+        if self.training:
+            self.strength.see(batches.size(x))
+
+    def _check_points(self, points: Tensor, x: Inputs) -> None:
+        """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""
+        try:
+            self.output_shape(points)
+        except (RuntimeError, TypeError) as error:
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in batches.tensors(x))
+            raise ValueError(
+                f"expected inputs to repel at that the network takes as it takes those of a batch, {shapes}, got shape "
+                f"{tuple(points.shape)}; pass rows like the training inputs"
+            ) from error
 
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)
@@ -142,14 +171,20 @@ class FunctionRDE(Repulsive):
         return batches.apply(x, noisy)
 
     def _prior_draw(self, params: Tensors) -> Tensors:
-        """Weights and biases from N(0, σ²); norm layers and frozen tensors as they are."""
+        """Weights and biases from N(0, σ²), a first layer with EmpCov from that; norm layers and frozen tensors as they are."""
         stored = self.particles.own_parameters()
-        return {
-            name: (self.weight_prior_std or 1.0) * torch.randn_like(tensor)
-            if name.startswith("network.") and name not in self._without_prior and stored[name].requires_grad
-            else tensor.detach()
-            for name, tensor in params.items()
-        }
+        first = self.first_layer_prior
+
+        def drawn(name: str, tensor: Tensor) -> Tensor:
+            if not name.startswith("network.") or not stored[name].requires_grad:
+                return tensor.detach()
+            if first is not None and name == first.parameter:
+                return first.draw(tensor)
+            if name in self._without_prior:
+                return tensor.detach()
+            return (self.weight_prior_std or 1.0) * torch.randn_like(tensor)
+
+        return {name: drawn(name, tensor) for name, tensor in params.items()}
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -159,6 +194,8 @@ class FunctionRDE(Repulsive):
             "outputs": self.outputs,
             "prior": self.prior,
             "annealing": self.annealing.config(),
+            "repulsion": self.strength.repulsion,
+            "batch_size": self.strength.batch_size,
         }
 
     @classmethod

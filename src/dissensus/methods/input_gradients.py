@@ -11,10 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import member_tensors, state_of
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import same_random_state
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.methods.repulsive import Repulsive
+from dissensus.methods.repulsive import Repulsive, check_whole
 
 
 class InputGradients(Repulsive):
@@ -35,6 +36,8 @@ class InputGradients(Repulsive):
     ) -> None:
         if gradient not in ("logit", "log_prob"):
             raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}; name one of them')
+        if examples is not None:
+            check_whole("examples", examples)
         if examples is not None and examples < 1:
             raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
@@ -66,6 +69,7 @@ class InputGradients(Repulsive):
             g, (nll, after) = self._differentiated(of_inputs, x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
+        weight = counted_weight(self.likelihood, y, weight)
         if weight is not None:
             z["weight"] = carried(weight.to(g.dtype), g.sum(1))
         return value, z, after
@@ -76,8 +80,10 @@ class InputGradients(Repulsive):
             return input_gradient(function, x)
 
     def check_batch(self, x: Inputs, y: Tensor) -> None:
+        if self.particles.members > 1:  # one member is compared with nobody
+            # Before the network is run: many fail on integers in their own words.
+            self.check_dimension(input_dimension(x))
         super().check_batch(x, y)
-        self.check_dimension(input_dimension(x))
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, x, y)
             self._known_to_be_differentiable = True
@@ -87,13 +93,22 @@ class InputGradients(Repulsive):
         if dimension == 0:
             raise ValueError(
                 "expected floating-point inputs to differentiate by, got integers only; "
-                "let the network begin after the embedding"
+                "pass x.float() / 255 of images, or let the network begin after the embedding"
             )
         if dimension == 1:
             raise ValueError(
                 "expected inputs of at least two features, got one: a gradient of one number has only a sign for direction; "
                 "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
             )
+
+
+def counted_weight(likelihood: Likelihood, y: Tensor, weight: Tensor | None) -> Tensor | None:
+    """(B,) weights that are 0 where no label of an example counts; None where all count alike."""
+    counted = likelihood.counted(y)
+    if counted is None:
+        return weight
+    some = counted.flatten(1).any(1) if counted.ndim > 1 else counted
+    return some.to(torch.get_default_dtype()) if weight is None else weight * some
 
 
 def check_differentiable_twice(posterior: InputGradients, x: Inputs, y: Tensor) -> None:
@@ -103,7 +118,12 @@ def check_differentiable_twice(posterior: InputGradients, x: Inputs, y: Tensor) 
     """
     x, y = batches.apply(x, lambda tensor: tensor[:2]), y[:2].to(posterior.device)
     params, buffers = member_tensors(state_of(posterior), 0)
-    params = {name: tensor.detach().requires_grad_() for name, tensor in params.items() if tensor.is_floating_point()}
+    stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
+    params = {
+        name: tensor.detach().requires_grad_(stored[name].requires_grad)
+        for name, tensor in params.items()
+        if tensor.is_floating_point()
+    }
     try:
         with same_random_state(posterior.device):
             _, z, _ = posterior.member_loss(params, buffers, x, y, None)
@@ -118,3 +138,10 @@ def check_differentiable_twice(posterior: InputGradients, x: Inputs, y: Tensor) 
             "with setup_context and a differentiable backward, and run recurrent layers without their fused kernels "
             "(torch.backends.cudnn.flags(enabled=False))"
         ) from error
+    # Zeros are allowed, as of heads that start at zero; weights that the graph does not reach have none.
+    if all(tensor.grad is None for tensor in params.values()):
+        raise ValueError(
+            "expected input gradients that depend on the weights that train, got some without a graph to them: members "
+            "would not repel each other; take no_grad, detach and numpy out of the network's forward, or compute such "
+            "features beforehand"
+        )

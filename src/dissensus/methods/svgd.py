@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import scores
-from dissensus.core.annealing import Annealing
+from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.core.batch import Inputs
 from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood, full_precision
@@ -48,7 +48,7 @@ class SVGD(Repulsive):
         particles = stack_members(modules, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.space = space
-        self.annealing = annealing or Annealing()
+        self.annealing = annealing_or_constant(annealing)
 
     @property
     def mixes(self) -> bool:
@@ -87,7 +87,10 @@ class SVGD(Repulsive):
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": outputs_as_points(outputs, weight), "slopes": u}
-        return nll + self.penalty(params), z, buffers
+        prior = with_gradient_times(
+            nll.new_zeros(()) + self.penalty(params), self.annealing(self.steps, self.run_length)
+        )
+        return nll + prior, z, buffers
 
     def couple(self, z: Any) -> Any:
         """With u_i the slope of loss_i at its outputs: v = (1/M) [a_t K u + G/N] − u, since the loss itself adds u."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from dissensus.core import batch as batches
 from dissensus.core import scores
-from dissensus.core.annealing import Annealing
+from dissensus.core.annealing import Annealing, annealing_or_constant
+from dissensus.core.batch import Inputs
 from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Tensors
 from dissensus.core.spaces import weights
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.strength import Repulsion, Strength
 
 
 class WeightRDE(Repulsive):
@@ -26,6 +29,7 @@ class WeightRDE(Repulsive):
 
     The loss here is a mean over data, so both terms are divided by N = `data_size`. `score`: "kde", "stein" or
     "spectral_stein". `annealing`: a_t, constant by default. The prior is `weight_prior_std`, or the optimiser's decay.
+    `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest batch or `batch_size`) or a number in its place.
     """
 
     name = "weight_rde"
@@ -37,6 +41,8 @@ class WeightRDE(Repulsive):
         data_size: int,
         score: scores.Score = "kde",
         annealing: Annealing | None = None,
+        repulsion: Repulsion = "1/N",
+        batch_size: int | None = None,
         likelihood: Likelihood | None = None,
         weight_prior_std: float | None = None,
     ) -> None:
@@ -45,21 +51,32 @@ class WeightRDE(Repulsive):
         particles = stack_members(modules, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.score = score
-        self.annealing = annealing or Annealing()
+        self.strength = Strength(repulsion, data_size, batch_size)
+        self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
         """a_t g + ∇ log q / N. What members are compared in is there without a forward pass, hence not `couple`."""
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
-        matrix = scores.MATRICES[self.score](squared_distances(z)) / (self.data_size or 1)
+        matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(1, gathered=self.batches_per_step)
         repulsion = scores.apply(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = self.annealing(self.steps, self.run_length)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
 
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        super().check_batch(x, y)
+        if self.training:
+            self.strength.see(batches.size(x))
+
     def settings(self) -> dict[str, Any]:
-        return {"score": self.score, "annealing": self.annealing.config()}
+        return {
+            "score": self.score,
+            "annealing": self.annealing.config(),
+            "repulsion": self.strength.repulsion,
+            "batch_size": self.strength.batch_size,
+        }
 
     @classmethod
     def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:

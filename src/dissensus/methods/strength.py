@@ -1,0 +1,56 @@
+"""How strongly members repel: the factor of the repulsion beside a loss that is a mean over data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dissensus.methods.repulsive import check_whole
+
+Repulsion = Literal["1/B", "1/N"] | float
+
+
+@dataclass
+class Strength:
+    """c: "1/N", what a posterior over N = `data_size` points asks for; "1/B", stronger by N/B; or a number.
+
+    B is `batch_size`, or the largest batch seen in training times the batches that make a step: a partial batch then
+    repels no more than others, and gradients gathered over several batches no more than those of one large one.
+    """
+
+    repulsion: Repulsion
+    data_size: int | None
+    batch_size: int | None = None
+    largest: int = 0  # batch seen in training
+
+    def __post_init__(self) -> None:
+        if self.repulsion not in ("1/B", "1/N") and (isinstance(self.repulsion, str) or not self.repulsion >= 0):
+            raise ValueError(
+                f'expected repulsion "1/B", "1/N" or a number of at least 0, got {self.repulsion!r}; name one of them'
+            )
+        if self.batch_size is not None:
+            check_whole("batch_size", self.batch_size)
+            if self.batch_size < 1:
+                raise ValueError(f"expected batch_size of at least 1, got {self.batch_size}; pass a whole number")
+        if self.repulsion == "1/N" and self.data_size is None:
+            raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
+
+    def see(self, size: int) -> None:
+        """To be told the size of every training batch."""
+        self.largest = max(self.largest, size)
+
+    def __call__(self, size: int, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
+        """c for a batch of this size with weights (B,), one of `gathered` that make a step."""
+        if self.repulsion == "1/N":
+            return 1 / (self.data_size or 1)
+        if self.repulsion != "1/B":
+            return float(self.repulsion)
+        nominal = self.batch_size or (self.largest or size) * gathered
+        if weight is None:
+            return 1 / nominal
+        # A weight of two is two examples; examples that do not count make the batch a partial one.
+        counted = (weight > 0).sum().clamp(min=1)
+        return counted / (nominal * weight.sum().clamp(min=torch.finfo(weight.dtype).tiny))
