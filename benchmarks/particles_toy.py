@@ -2,6 +2,7 @@
 
     dissensus bench toy-regression --size paper --seeds 5
     dissensus bench toy-classification --size paper --seeds 5
+    dissensus bench toy-regression-small --size paper --seeds 5
     dissensus bench toy-classification-small --size paper --seeds 5
     dissensus bench forde-variants --size paper --seeds 5
     dissensus bench lengthscales --size paper --seeds 5

@@ -17,31 +17,27 @@ from rows import read_rows
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMMAND = "python benchmarks/speed.py --csv FILE"
+LINE = {
+    "region/between/sd": "sd between clusters",
+    "region/outside/sd": "sd outside",
+    "region/at_data/sd": "sd at the data",
+    "rmse": "RMSE",
+    "distances/function": "distance of outputs",
+    "distances/gradient": "angle of input gradients",
+}
+PLANE = {
+    "region/off_data/entropy": "entropy off the data",
+    "region/at_data/entropy": "entropy at the data",
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "distances/function": "distance of outputs",
+    "distances/gradient": "angle of input gradients",
+}
 PARTICLES = {
-    "toy-regression": {
-        "region/between/sd": "sd between clusters",
-        "region/outside/sd": "sd outside",
-        "region/at_data/sd": "sd at the data",
-        "rmse": "RMSE",
-        "distances/function": "distance of outputs",
-        "distances/gradient": "angle of input gradients",
-    },
-    "toy-classification": {
-        "region/off_data/entropy": "entropy off the data",
-        "region/at_data/entropy": "entropy at the data",
-        "accuracy": "accuracy",
-        "nll": "NLL",
-        "distances/function": "distance of outputs",
-        "distances/gradient": "angle of input gradients",
-    },
-    "toy-classification-small": {
-        "region/off_data/entropy": "entropy off the data",
-        "region/at_data/entropy": "entropy at the data",
-        "accuracy": "accuracy",
-        "nll": "NLL",
-        "distances/function": "distance of outputs",
-        "distances/gradient": "angle of input gradients",
-    },
+    "toy-regression": LINE,
+    "toy-classification": PLANE,
+    "toy-regression-small": LINE,
+    "toy-classification-small": PLANE,
     "lengthscales": {
         "accuracy": "accuracy",
         "severities 1–3": "severities 1–3",
@@ -55,6 +51,7 @@ PARTICLES = {
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
     "toy-classification": "Entropy over the plane, method by method",
+    "toy-regression-small": "Predictions along the line, method by method",
     "toy-classification-small": "Entropy over the plane, method by method",
     "lengthscales": "Test accuracy over alpha",
 }
@@ -115,7 +112,8 @@ def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *
     for name, members in by_key(found, key).items():
         cells = [mean_and_spread(members, column) for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    seeds = len({row["seed"] for row in found})
+    counts = sorted({len(members) for members in by_key(found, key).values()})
+    seeds = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
     facts = f"{seeds} seeds, mean ± standard deviation; {made}; {where}"
     return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.arguments import resolved
-from dissensus.bench.build import posterior
+from dissensus.bench.arguments import first_layer_prior, resolved
+from dissensus.bench.build import optimizer, posterior
 from dissensus.bench.config import load_task, run_config
 from dissensus.bench.run import Run
 from dissensus.bench.sets import task_data
@@ -66,6 +66,32 @@ def test_lengthscales_of_a_run_survive_saving_and_loading(tmp_path):
     again = ds.load(run.folder / "posterior")
     ds.save(again, tmp_path / "copy")
     assert torch.equal(ds.load(tmp_path / "copy").lengthscales.eigenvectors, again.lengthscales.eigenvectors)
+
+
+def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_decay():
+    config = run_config(load_task("lengthscales", size="smoke"), "deep_ensemble-empcov", 0)
+    data = task_data(config.data)
+    made = posterior(config, data)
+    x = data.standardiser(data.train.x).flatten(1).double()
+    covariance = torch.cov(x.T)
+    expected = torch.linalg.inv(covariance + 1e-4 * torch.eye(len(covariance), dtype=torch.float64))
+    root = made.first_layer_prior.root.double()
+    torch.testing.assert_close((root @ root.T) * 1e-4, expected * 1e-4, rtol=1e-3, atol=1e-3)
+    assert made.first_layer_prior.data_size == len(data.train.y)
+    used, _ = optimizer(made, config.training)
+    first = made.particles.own_parameters()["network.layers.0.weight"]
+    decays = {id(p): group["weight_decay"] for group in used.param_groups for p in group["params"]}
+    assert decays.pop(id(first)) == 0
+    assert set(decays.values()) == {config.training["weight_decay"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("layers.0", "expected empcov = { layer"), ({"layer": "layers.0", "alfa": 1}, "did you mean 'alpha'")],
+)
+def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message):
+    with pytest.raises(ValueError, match=message):
+        first_layer_prior(value, torch.nn.Linear(2, 2), [], data_size=1)
 
 
 def test_repulsion_by_the_number_of_data_is_told_it():

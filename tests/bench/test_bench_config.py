@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from dissensus.bench import jobs
 from dissensus.bench.build import posterior
 from dissensus.bench.config import SIZES, load_task, merged, read_task, run_config, task_names
 from dissensus.bench.sets import task_data
@@ -125,6 +126,13 @@ def test_a_setting_a_method_must_have_is_asked_for():
     task = load_task("moons", size="smoke")
     with pytest.raises(ValueError, match="expected the setting strength of lit, got none"):
         posterior(run_config(task, "lit", 0), task_data(task.settings["data"]))
+
+
+def test_a_setting_that_one_method_lacks_is_an_error_before_anything_is_written(tmp_path):
+    task = load_task("moons", size="smoke")
+    with pytest.raises(ValueError, match="expected the setting strength of lit, got none"):
+        jobs.bench(task, methods=["map", "lit"], out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("method", "members"), [("map", 1), ("deep_ensemble", 5), ("svgd", 5), ("swag", 1)])

@@ -13,14 +13,19 @@ from dissensus.bench import jobs
 from dissensus.bench.build import optimizer, posterior
 from dissensus.bench.claims import claims
 from dissensus.bench.config import load_task, run_config
+from dissensus.bench.geometry import GEOMETRIES
 from dissensus.bench.results import Results
 from dissensus.bench.sets import task_data
 from dissensus.data.corruptions import BENCHMARK
 
-TASKS = ("toy-regression", "toy-classification", "toy-classification-small", "lengthscales", "forde-variants")
+TASKS = (
+    *("toy-regression", "toy-classification", "toy-regression-small", "toy-classification-small"),
+    *("lengthscales", "forde-variants"),
+)
 EXPECTED = {
     "toy-regression": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
     "toy-classification": ("region/off_data/entropy", "accuracy", "distances/gradient"),
+    "toy-regression-small": ("region/between/sd", "region/outside/sd", "rmse", "distances/gradient"),
     "toy-classification-small": ("region/off_data/entropy", "accuracy", "distances/gradient"),
     "lengthscales": ("validation/corrupt/accuracy", "corrupt/severity5/accuracy", "ood/fashion/auroc"),
     "forde-variants": ("corrupt/accuracy", "ood/fashion/auroc", "distances/weight"),
@@ -28,6 +33,7 @@ EXPECTED = {
 SENTENCES = {
     "toy-regression": "Between the data, forde has a mean standard deviation",
     "toy-classification": "at least twice on",
+    "toy-regression-small": "Between the data, forde has a mean standard deviation",
     "toy-classification-small": "at least twice on",
     "lengthscales": "is chosen of 0, 0.4, 1",
     "forde-variants": "forde-1_N",
@@ -120,6 +126,7 @@ def test_every_method_of_every_size_can_be_built(name):
     [
         ("toy-regression", 24_000, [200, 50, 50, 50], None),
         ("toy-classification", 12_000, [200, 50, 50, 50], None),
+        ("toy-regression-small", 5_001, [10, 10], 1.0),
         ("toy-classification-small", 10_000, [10, 10], 1.0),
     ],
 )
@@ -144,9 +151,30 @@ def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, p
         ("forde-1_N", "repulsion", "1/N"),
     ):
         assert settings[variant] == settings["forde"] | {key: value}
+    assert {method.partition("-")[0] for method in task.methods} == {
+        *("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "svgd", "lit", "forde")
+    }
+    assert settings["svgd-function"]["space"] == "function"
 
 
-@pytest.mark.parametrize("name", ["toy-regression", "toy-classification", "toy-classification-small"])
+@pytest.mark.parametrize("name", ["toy-regression", "toy-classification"])
+def test_plain_sgd_makes_up_for_the_mean_over_members_in_svgd(name):
+    task = load_task(name, size="paper")
+    others = run_config(task, "deep_ensemble", 0)
+    for method in ("svgd", "svgd-function"):
+        config = run_config(task, method, 0)
+        assert config.training["optimizer"] == "sgd"
+        assert config.training["lr"] == pytest.approx(config.settings["members"] * others.training["lr"])
+
+
+def test_the_small_tasks_have_the_functional_prior_of_the_paper():
+    for name, outputs in (("toy-regression-small", "logits"), ("toy-classification-small", "probabilities")):
+        config = run_config(load_task(name, size="paper", overrides=["network.hidden=[4, 4]"]), "function_rde-paper", 0)
+        built = posterior(config, task_data(config.data))
+        assert (built.prior, built.outputs) == ("functional", outputs)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("toy")])
 def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
     task = load_task(name, size="smoke")
 
@@ -173,6 +201,21 @@ def test_choosing_without_validation_rows_is_an_error_before_anything_is_trained
     assert not list(tmp_path.glob("runs/*/training.json"))
 
 
+def test_x_sin_x_is_drawn_anew_for_every_seed_and_looked_at_over_x_itself():
+    task = load_task("toy-regression-small", size="smoke")
+    first, second = (task_data(run_config(task, "forde", seed).data) for seed in (0, 1))
+    assert not torch.equal(first.train.x, second.train.x)
+    assert (tuple(first.train.x.shape), len(first.test.y)) == ((90, 2), 360)
+    torch.testing.assert_close(first.train.x[:, 0] ** 2, first.train.x[:, 1])
+    x = 2 * first.train.x[:, 0]
+    assert float((first.train.y[:, 0] - x * x.sin()).std()) == pytest.approx(0.25, abs=0.06)  # 3 standard errors
+    looked_at = GEOMETRIES["x_sin_x_features"](first.train.x)
+    torch.testing.assert_close(2 * looked_at.inputs[:, :1], looked_at.positions)
+    between = looked_at.positions[looked_at.regions["between"]]
+    assert between.min() >= 2.5
+    assert between.max() <= 4.5
+
+
 def test_blobs_are_drawn_anew_for_every_seed_and_never_tested_on():
     task = load_task("toy-classification", size="smoke")
     first, second = (task_data(run_config(task, "forde", seed).data) for seed in (0, 1))
@@ -188,4 +231,4 @@ def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
     assert not settings["training"]["keep_best"]
     task = load_task("lengthscales", size="paper")
     alphas = [run_config(task, method, 0).settings.get("alpha") for method in task.methods]
-    assert alphas == [None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert alphas == [None, None, None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]

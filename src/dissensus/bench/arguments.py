@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
+
 from dissensus.bench.names import unknown
+from dissensus.core.empcov import EmpCov
 from dissensus.core.lengthscales import pca_lengthscales
 
 LENGTHSCALES = ("identity", "pca")
+EMPCOV = "empcov"
 OF_LENGTHSCALES = ("alpha", "form")  # keywords of pca_lengthscales that stand beside `lengthscales` in a method's table
 
 
 def further_keys(keywords: Iterable[str]) -> set[str]:
     """The keys a method's table may have beside the method's own keywords."""
-    return set(OF_LENGTHSCALES) if "lengthscales" in keywords else set()
+    return {EMPCOV, *(OF_LENGTHSCALES if "lengthscales" in keywords else ())}
+
+
+def first_layer_prior(options: Any, network: nn.Module, batches: Iterable[Any], *, data_size: int) -> EmpCov:
+    """The prior that empcov = { layer = "layers.0", alpha = 1.0, epsilon = 1e-4 } in a method's table stands for."""
+    if not isinstance(options, Mapping) or "layer" not in options:
+        raise ValueError(
+            f'expected empcov = {{ layer = "NAME" }} with the layer that sees the inputs, got {options!r}; write it so'
+        )
+    if unfit := options.keys() - {"layer", "alpha", "epsilon"}:
+        raise unknown("a key of empcov", sorted(unfit)[0], ("layer", "alpha", "epsilon"))
+    return EmpCov(batches, network, data_size=data_size, **options)
 
 
 def resolved(settings: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from dissensus.bench.arguments import resolved
+from dissensus.bench.arguments import EMPCOV, first_layer_prior, resolved
 from dissensus.bench.config import RunConfig
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import unknown
@@ -34,27 +34,38 @@ def posterior(config: RunConfig, data: TaskData) -> Posterior:
     A method whose first parameter is called `modules` is given `members` networks, any other one.
     """
     settings = arguments(config, data)
+    first = settings.pop(EMPCOV, None)
     networks: Any
     if takes_several(METHODS[base_name(config.method)]):
         networks = [network(config, data) for _ in range(settings.pop("members", MEMBERS))]
     else:
         networks = network(config, data)
-    return around(config, settings)(networks, likelihood=likelihood(config))
+    built = around(config, settings)(networks, likelihood=likelihood(config))
+    if first is not None:
+        inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
+        one = networks[0] if isinstance(networks, list) else networks
+        built.use_first_layer_prior(first_layer_prior(first, one, inputs, data_size=len(data.train.y)))
+    return built
 
 
 def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The method of a run with its settings, to be called with what it is built around and a likelihood."""
     method = METHODS[base_name(config.method)]
     signature = inspect.signature(method).parameters
-    first = next(iter(signature))
     if unfit := settings.keys() - signature.keys():
-        raise unknown(f"a setting of {config.method}", sorted(unfit)[0], signature.keys() - {"likelihood", first})
-    for name, parameter in signature.items():
-        if name != first and name not in settings and parameter.default is inspect.Parameter.empty:
+        known = signature.keys() - {"likelihood", next(iter(signature))}
+        raise unknown(f"a setting of {config.method}", sorted(unfit)[0], known)
+    check_complete(config, settings)
+    return partial(method, **settings)
+
+
+def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in from the data."""
+    for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
+        if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
             raise ValueError(
                 f"expected the setting {name} of {config.method}, got none; pass --set method.{config.method}.{name}=…"
             )
-    return partial(method, **settings)
 
 
 def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:

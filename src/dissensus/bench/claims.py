@@ -10,7 +10,7 @@ from dissensus.bench.sweep import mean, sweep_of, sweep_sentence
 from dissensus.bench.variants import base_name
 from dissensus.evaluate import Evaluation
 
-NEAR = 0.15  # an error within 15 % of another is as good
+NEAR = 0.15  # an error that is larger by at most 15 % is as good
 TWICE = 2.0  # how much more entropy off the data counts as seeing it
 
 
@@ -55,7 +55,7 @@ def _focused(results: Results) -> list[str]:
         ]
         error = mean("rmse", several)
         said.append(
-            f"The RMSE of {focus}'s mean, {error:.4g}, is within {100 * NEAR:.0f} % of that of {_joined(parts)}."
+            f"The RMSE of {focus}'s mean, {error:.4g}, is at most {100 * NEAR:.0f} % above that of {_joined(parts)}."
         )
     return said
 
@@ -65,7 +65,7 @@ def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
 
 
 def _near(mine: Evaluation, other: Evaluation) -> bool:
-    return abs(mine.metrics["rmse"] - other.metrics["rmse"]) <= NEAR * other.metrics["rmse"]
+    return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
 
 
 def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:

@@ -65,6 +65,13 @@ def plane(x: Tensor, *, window: Interval, far: float, side: int = 101) -> Geomet
 # The intervals are those the data were drawn from; a region does not depend on the draw.
 GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
     "x_sin_x": partial(line, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),
+    "x_sin_x_features": partial(
+        line,
+        window=(0.0, 7.5),
+        intervals=((1.5, 2.5), (4.5, 6.0)),
+        inputs=quadratic_features,
+        position=lambda x: 2 * x[:, :1],
+    ),
     "cubic": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
     "gp_draw": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
     "three_clusters": partial(

@@ -62,8 +62,10 @@ def run_all(
     load = LastData(source)
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
     load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
-    folder = checked_folder(out)
-    runs = [Run(folder / f"{config.method}-seed{config.seed}", config, load=load) for config in configs]
+    runs = [Run(out / f"{config.method}-seed{config.seed}", config, load=load) for config in configs]
+    for run in runs:  # all of them before the first folder
+        run.check()
+    checked_folder(out)
     for run in runs:  # a folder of another run is an error before anything is trained
         run.begin()
     evaluations = []

@@ -71,11 +71,16 @@ class Run:
         except TypeError as error:
             raise damaged(path, error) from error
 
-    def begin(self) -> None:
-        """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
+    def check(self) -> None:
+        """Raises where a setting is wrong or missing; nothing is written."""
         for split in (CORRUPT, CHOOSE):
             corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
+        build.check_complete(self.config)
+
+    def begin(self) -> None:
+        """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
+        self.check()
         path = self.folder / "config.toml"
         if not path.is_file():
             made = provenance(self.device)

@@ -19,6 +19,7 @@ from dissensus.data import (
     five_blobs,
     gaussian_process,
     image_set,
+    quadratic_features,
     split_indices,
     three_clusters,
     two_moons,
@@ -186,6 +187,11 @@ def _x_sin_x(folder: Folder, points: int = 45, noise: float = 0.25) -> Made:
     return Rows(*x_sin_x(points, noise=noise, seed=0)), Rows(*x_sin_x(4 * points, noise=noise, seed=1)), ()
 
 
+def _x_sin_x_features(folder: Folder, points: int = 45, noise: float = 0.25, draw: int = 0) -> Made:
+    train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
+    return Rows(quadratic_features(train[0]), train[1]), Rows(quadratic_features(test[0]), test[1]), ()
+
+
 def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> Rows:
     """x sin x between the two clusters of `x_sin_x`, where nothing was seen."""
     generator = torch.Generator().manual_seed(2)
@@ -229,6 +235,7 @@ SETS: dict[str, Source] = {
     "digits": Source(_digits, "classification", "10,000 + 2,000 MNIST digits inside the package", "shipped"),
     "two_moons": Source(_two_moons, "classification", "two interleaved half circles in the plane"),
     "x_sin_x": Source(_x_sin_x, "regression", "x sin x with noise on two intervals and a gap between"),
+    "x_sin_x_features": Source(_x_sin_x_features, "regression", "x sin x on two intervals, as features x/2 and (x/2)²"),
     "five_blobs": Source(_five_blobs, "classification", "five Gaussian blobs on a ring in the plane"),
     "three_clusters": Source(
         _three_clusters, "regression", "400 points in three clusters on a line, as features x/2 and (x/2)²", "shipped"
