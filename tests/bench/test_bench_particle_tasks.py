@@ -161,10 +161,9 @@ def test_the_paper_size_has_the_papers_steps_and_networks(name, steps, hidden, p
 def test_plain_sgd_makes_up_for_the_mean_over_members_in_svgd(name):
     task = load_task(name, size="paper")
     others = run_config(task, "deep_ensemble", 0)
-    for method in ("svgd", "svgd-function"):
-        config = run_config(task, method, 0)
-        assert config.training["optimizer"] == "sgd"
-        assert config.training["lr"] == pytest.approx(config.settings["members"] * others.training["lr"])
+    config = run_config(task, "svgd", 0)
+    assert config.training["optimizer"] == "sgd"
+    assert config.training["lr"] == pytest.approx(config.settings["members"] * others.training["lr"])
 
 
 def test_the_small_tasks_have_the_functional_prior_of_the_paper():

@@ -31,6 +31,11 @@ STRATEGIES = {
 }
 
 
+def kernel_of(z: Tensor) -> Tensor:
+    squared = kernels.squared_distances(z)
+    return kernels.rbf(squared, kernels.median_bandwidth(squared))
+
+
 def test_the_update_on_weights_is_that_of_the_paper():
     """−φ/N with ∇ log π = −N ∇ mean loss."""
     nets, (x, y) = networks(), tiny.points()
@@ -76,7 +81,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strateg
 
 @pytest.mark.parametrize("space", ["weight", "function"])
 def test_the_prior_is_part_of_the_target(space):
-    """On weights it is mixed as the loss is; on functions it acts on each member's own weights."""
+    """On weights it is mixed as the loss is; on functions it acts on a member's own weights by the kernel's row."""
     nets, (x, y) = networks(), tiny.points()
     posterior = SVGD(nets, data_size=50, space=space, weight_prior_std=0.5)
     posterior.backward(x, y)
@@ -84,8 +89,8 @@ def test_the_prior_is_part_of_the_target(space):
     without.backward(x, y)
     w = flat_weights(nets).detach()
     prior = w / (50 * 0.25)
-    kernel = kernels.rbf(kernels.squared_distances(w), kernels.median_bandwidth(kernels.squared_distances(w)))
-    expected = kernel @ prior / 4 if space == "weight" else prior
+    kernel = kernel_of(w if space == "weight" else torch.stack([net(x).detach() for net in nets]).flatten(1))
+    expected = kernel @ prior / 4 if space == "weight" else kernel.mean(1, keepdim=True) * prior
     torch.testing.assert_close(flat_gradients(posterior) - flat_gradients(without), expected, rtol=0, atol=1e-10)
 
 
@@ -260,7 +265,7 @@ def test_training_from_near_equal_members_stays_bounded(space, limit):
 
 
 def test_annealing_on_functions_scales_the_weight_prior():
-    """With a constant weight a the prior's gradient is a times w / (N σ²); the loss that is reported is not scaled."""
+    """With a constant weight a the prior's gradient is a times as large; the loss that is reported is not scaled."""
     nets, (x, y) = networks(), tiny.points()
     found, losses = {}, {}
     for std in (None, 0.5):
@@ -268,7 +273,8 @@ def test_annealing_on_functions_scales_the_weight_prior():
             posterior = SVGD(nets, data_size=50, space="function", weight_prior_std=std, annealing=Annealing(weight=a))
             losses[std, a] = posterior.backward(x, y)
             found[std, a] = flat_gradients(posterior)
-    prior = flat_weights(nets).detach() / (50 * 0.25)
+    row = kernel_of(torch.stack([net(x).detach() for net in nets]).flatten(1)).mean(1, keepdim=True)
+    prior = row * flat_weights(nets).detach() / (50 * 0.25)
     for a in (1.0, 0.3):
         torch.testing.assert_close(found[0.5, a] - found[None, a], a * prior, rtol=0, atol=1e-12)
         penalty = flat_weights(nets).detach().square().sum(1) / (2 * 50 * 0.25)

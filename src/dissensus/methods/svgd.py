@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.core.annealing import Annealing, annealing_or_constant
 from dissensus.core.batch import Inputs
 from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood, full_precision
@@ -26,8 +26,9 @@ class SVGD(Repulsive):
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
     `space`: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a weight
-    prior acts on each member's own weights). The loss is a mean over data, so φ is divided by N = `data_size`; the 1/M is
-    the paper's, and makes plain SGD M times slower than for an ensemble where members are far apart. `annealing`: a_t.
+    prior acts on each member's own weights, as strongly as the likelihood does). The loss is a mean over data, so φ is divided
+    by N = `data_size`; the 1/M is the paper's, and makes plain SGD M times slower than for an ensemble where members are far
+    apart. `annealing`: a_t.
     """
 
     name = "svgd"
@@ -87,19 +88,24 @@ class SVGD(Repulsive):
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": outputs_as_points(outputs, weight), "slopes": u}
-        prior = with_gradient_times(
-            nll.new_zeros(()) + self.penalty(params), self.annealing(self.steps, self.run_length)
-        )
-        return nll + prior, z, buffers
+        penalty = self.penalty(params)
+        if isinstance(penalty, Tensor):
+            z["penalty"] = penalty
+        return nll + penalty, z, buffers
 
     def couple(self, z: Any) -> Any:
-        """With u_i the slope of loss_i at its outputs: v = (1/M) [a_t K u + G/N] − u, since the loss itself adds u."""
+        """With u_i the slope of loss_i at its outputs: v = (1/M) [a_t K u + G/N] − u, since the loss itself adds u.
+
+        A weight prior has no slope there. It counts as much as the likelihood does, (a_t/M) Σ_j k_ij: the whole where members
+        are equal, 1/M where they are far apart.
+        """
         u, points = z["slopes"], z["points"]
         kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
-        mixed = scores.apply(kernel * (self.annealing(self.steps, self.run_length) / count), u)
+        driving = kernel * (self.annealing(self.steps, self.run_length) / count)
         repulsion = scores.apply(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
-        return {"outputs": mixed - u, "points": repulsion, "slopes": torch.zeros_like(u)}
+        v = {"outputs": scores.apply(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
+        return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v
 
     def settings(self) -> dict[str, Any]:
         return {"space": self.space, "annealing": self.annealing.config()}
