@@ -9,6 +9,14 @@
     python benchmarks/particles_toy.py runs/*-paper
     python benchmarks/tables.py
 
+Runs with other settings than the task's are filed under a name of their own:
+
+    dissensus bench toy-regression --size paper --seeds 5 --out runs/toy-regression-adam ADAM
+    python benchmarks/particles_toy.py runs/toy-regression-adam --name toy-regression-adam
+
+with, for ADAM, --set training.optimizer=adam --set training.lr=1e-3 --set training.floor=0.01 --set likelihood.noise=0.05
+--set method.weight_prior_std=1.0 --set method.svgd.training.lr=1e-3.
+
 Tables and sentences in docs/particles.md are made from the CSV files alone; figures need the runs' folders.
 """
 
@@ -40,14 +48,17 @@ FOCUS, BASELINE = "forde", "deep_ensemble"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that `dissensus bench` wrote, one per task")
+    parser.add_argument("--name", help="what the files of one folder are called; the task's name by default")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the CSV files go")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="where the figures go")
     arguments = parser.parse_args()
+    if arguments.name is not None and len(arguments.runs) > 1:
+        raise SystemExit(f"expected one folder with --name, got {len(arguments.runs)}; name them one by one")
     for folder in (arguments.results, arguments.figures):
         folder.mkdir(parents=True, exist_ok=True)
     for folder in arguments.runs:
         results = finished(folder)
-        task = next(iter(results.origins.values()))[0]["task"]
+        task = arguments.name or next(iter(results.origins.values()))[0]["task"]
         path = arguments.results / f"{task.replace('-', '_')}.csv"
         write_rows(path, rows_of(results))
         print(path)

@@ -35,6 +35,7 @@ PLANE = {
 }
 PARTICLES = {
     "toy-regression": LINE,
+    "toy-regression-adam": LINE,
     "toy-classification": PLANE,
     "toy-regression-small": LINE,
     "toy-classification-small": PLANE,
@@ -50,10 +51,18 @@ PARTICLES = {
 }
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
+    "toy-regression-adam": "Predictions along the line, method by method",
     "toy-classification": "Entropy over the plane, method by method",
     "toy-regression-small": "Predictions along the line, method by method",
     "toy-classification-small": "Entropy over the plane, method by method",
     "lengthscales": "Test accuracy over alpha",
+}
+SETTINGS = {  # beyond those of the task that comes first in a name
+    "toy-regression-adam": (
+        "toy-regression",
+        *("training.optimizer=adam", "training.lr=1e-3", "training.floor=0.01", "likelihood.noise=0.05"),
+        *("method.weight_prior_std=1.0", "method.svgd.training.lr=1e-3"),
+    ),
 }
 SIDE_BY_SIDE = {
     "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},
@@ -141,7 +150,9 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 def particle_table(task: str, columns: dict[str, str]) -> str:
     """A particle task: its table, what its numbers say, and its figures where there are any."""
     found = particle_rows(task)
-    command = f"dissensus bench {task} --size paper --seeds {len({row['seed'] for row in found})}"
+    name, *settings = SETTINGS.get(task, (task,))
+    given = "".join(f" --set {setting}" for setting in settings)
+    command = f"dissensus bench {name} --size paper --seeds {len({row['seed'] for row in found})}{given}"
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     table = seed_table(found, "method", columns, where=where, command=command)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}

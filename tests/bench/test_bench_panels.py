@@ -114,3 +114,10 @@ def test_the_chosen_value_is_marked_on_the_curve():
     assert marked.get_ydata() == pytest.approx([values.mean(0)[3]])
     low, high = figure.axes[0].get_ylim()
     assert high - low >= curves.SPAN
+
+
+def test_more_methods_than_colours_still_have_one_each():
+    names = [f"method{i}" for i in range(25)]
+    found = plots.colours(names)
+    assert len(set(found.values())) == len(names)
+    assert plots.colours(names[:3]) == {name: found[name] for name in names[:3]}

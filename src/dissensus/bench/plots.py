@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
@@ -53,8 +54,15 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Name -> colour, in order; the first ones differ most."""
-    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    """Name -> colour, in order; the first ones differ most. More names than the palette has get darker ones of the same."""
+    rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
+    return {name: darker(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
+
+
+def darker(colour: str, share: float) -> str:
+    """A colour with this share of its brightness."""
+    red, green, blue = to_rgb(colour)
+    return to_hex((share * red, share * green, share * blue))
 
 
 def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array, *, title: str, colour: str) -> Figure:
