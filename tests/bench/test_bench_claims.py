@@ -35,9 +35,9 @@ def test_seeds_on_which_the_focus_is_larger_are_counted_pair_by_pair():
     said = claims(results(methods, focus="forde", baseline="deep_ensemble"))
     assert said == [
         "Between the data, forde has a mean standard deviation of 2.167: larger than that of "
-        "deep_ensemble (2) on 2 of 3 seeds, svgd (0.5) on 3 of 3 seeds and lit (0.5) on 3 of 3 seeds.",
+        "svgd (0.5) and lit (0.5) on 3 of 3 seeds; of deep_ensemble (2) on 2 of 3 seeds.",
         "The RMSE of forde's mean, 1, is at most 15 % above that of "
-        "deep_ensemble (1) on 3 of 3 seeds, svgd (0.8) on 0 of 3 seeds and lit (1.2) on 3 of 3 seeds.",
+        "deep_ensemble (1) and lit (1.2) on 3 of 3 seeds; of svgd (0.8) on 0 of 3 seeds.",
     ]
 
 

@@ -131,4 +131,7 @@ def test_measures_know_which_way_is_better():
     assert coverage.goodness(0.89) == pytest.approx(coverage.goodness(0.91))
     assert coverage.text(0.913) == "91.3"
     assert Measure("cost/parameters", "Parameters", "cost", digits=0).text(199210.0) == "199,210"
+    assert NLL.text(0.001) == "1e-03"  # not 0.00
+    assert NLL.text(-0.001) == "-1e-03"
+    assert NLL.text(0.0) == "0.00"
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]

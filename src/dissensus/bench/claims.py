@@ -32,13 +32,9 @@ def _focused(results: Results) -> list[str]:
     said = []
     for key in region_keys(several[0]):
         region, quantity = spoken(key)
-        parts = [
-            f"{name} ({mean(key, results.methods[name]):.4g}) on {_seeds(results, focus, name, _larger(key))}"
-            for name in others
-        ]
         said.append(
-            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean(key, several):.4g}: "
-            f"larger than that of {_joined(parts)}."
+            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean(key, several):.4g}: larger than that "
+            f"{_by_seeds(results, focus, others, key, _larger(key))}."
         )
     baseline = results.baseline
     off = "region/off_data/entropy"
@@ -49,13 +45,9 @@ def _focused(results: Results) -> list[str]:
             f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
         )
     if "rmse" in several[0].metrics:
-        parts = [
-            f"{name} ({mean('rmse', results.methods[name]):.4g}) on {_seeds(results, focus, name, _near)}"
-            for name in others
-        ]
-        error = mean("rmse", several)
         said.append(
-            f"The RMSE of {focus}'s mean, {error:.4g}, is at most {100 * NEAR:.0f} % above that of {_joined(parts)}."
+            f"The RMSE of {focus}'s mean, {mean('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
+            f"{_by_seeds(results, focus, others, 'rmse', _near)}."
         )
     return said
 
@@ -66,6 +58,18 @@ def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
 
 def _near(mine: Evaluation, other: Evaluation) -> bool:
     return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
+
+
+def _by_seeds(
+    results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
+) -> str:
+    """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": others by how often it holds."""
+    groups: dict[str, list[str]] = {}
+    for name in others:
+        value = f"{name} ({mean(key, results.methods[name]):.4g})"
+        groups.setdefault(_seeds(results, focus, name, holds), []).append(value)
+    ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
+    return "; ".join(f"of {_joined(groups[seeds])} on {seeds}" for seeds in ordered)
 
 
 def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:

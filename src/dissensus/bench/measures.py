@@ -31,11 +31,12 @@ class Measure:
     statistic: Callable[..., Tensor] = resampling.mean  # of one weights table per sample, then the arrays in order
 
     def text(self, value: float) -> str:
-        """The value as shown, without its unit."""
+        """The value as shown, without its unit; what would round to zero and is not is shown by its power of ten."""
         shown = value * self.scale
         if abs(shown) >= 1000:
             return f"{shown:,.0f}"
-        return f"{shown:.{self.digits}f}"
+        rounded = f"{shown:.{self.digits}f}"
+        return f"{shown:.0e}" if shown != 0 and float(rounded) == 0 else rounded
 
     def goodness(self, value: float) -> float:
         """Higher = better."""
