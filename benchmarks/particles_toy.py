@@ -9,13 +9,9 @@
     python benchmarks/particles_toy.py runs/*-paper
     python benchmarks/tables.py
 
-Runs with other settings than the task's are filed under a name of their own:
+Runs with other settings than the task's are filed under a name of their own (COMMANDS in tables.py says how they are made):
 
-    dissensus bench toy-regression --size paper --seeds 5 --out runs/toy-regression-adam ADAM
     python benchmarks/particles_toy.py runs/toy-regression-adam --name toy-regression-adam
-
-with, for ADAM, --set training.optimizer=adam --set training.lr=1e-3 --set training.floor=0.01 --set likelihood.noise=0.05
---set method.weight_prior_std=1.0 --set method.svgd.training.lr=1e-3.
 
 Tables and sentences in docs/particles.md are made from the CSV files alone; figures need the runs' folders.
 """

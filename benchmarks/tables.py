@@ -57,12 +57,11 @@ PICTURES = {
     "toy-classification-small": "Entropy over the plane, method by method",
     "lengthscales": "Test accuracy over alpha",
 }
-SETTINGS = {  # beyond those of the task that comes first in a name
-    "toy-regression-adam": (
-        "toy-regression",
-        *("training.optimizer=adam", "training.lr=1e-3", "training.floor=0.01", "likelihood.noise=0.05"),
-        *("method.weight_prior_std=1.0", "method.svgd.training.lr=1e-3"),
-    ),
+COMMANDS = {  # of tables that are not of a task as it stands
+    "toy-regression-adam": "dissensus bench toy-regression --size paper --seeds 5 --out runs/toy-regression-adam --methods "
+    "deep_ensemble,weight_rde,function_rde,feature_rde,svgd,svgd-function,lit,forde --set training.optimizer=adam "
+    "--set training.lr=1e-3 --set training.floor=0.01 --set likelihood.noise=0.05 --set method.weight_prior_std=1.0 "
+    "--set method.svgd.training.lr=1e-3",
 }
 SIDE_BY_SIDE = {
     "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},
@@ -150,9 +149,8 @@ def particle_rows(task: str) -> list[dict[str, str]]:
 def particle_table(task: str, columns: dict[str, str]) -> str:
     """A particle task: its table, what its numbers say, and its figures where there are any."""
     found = particle_rows(task)
-    name, *settings = SETTINGS.get(task, (task,))
-    given = "".join(f" --set {setting}" for setting in settings)
-    command = f"dissensus bench {name} --size paper --seeds {len({row['seed'] for row in found})}{given}"
+    seeds = len({row["seed"] for row in found})
+    command = COMMANDS.get(task, f"dissensus bench {task} --size paper --seeds {seeds}")
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     table = seed_table(found, "method", columns, where=where, command=command)
     pictures = {task: PICTURES[task], f"{task}-distances": "How members differ, over training"}

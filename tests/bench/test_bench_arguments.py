@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench import jobs
 from dissensus.bench.arguments import first_layer_prior, resolved
 from dissensus.bench.build import optimizer, posterior
 from dissensus.bench.config import load_task, run_config
@@ -97,10 +98,19 @@ def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message)
 def test_repulsion_by_the_number_of_data_is_told_it():
     config = run_config(load_task("forde-variants", size="smoke"), "forde-1_N", 0)
     made = posterior(config, task_data(config.data))
-    assert made.strength(7) == 1 / 120
+    assert made.strength() == 1 / 120
 
 
 def test_repulsion_per_batch_is_told_the_size_of_a_batch():
     config = run_config(load_task("forde-variants", size="smoke"), "forde", 0)
     made = posterior(config, task_data(config.data))
-    assert made.strength(7) == 1 / min(config.training["batch_size"], 120)
+    assert made.strength() == 1 / min(config.training["batch_size"], 120)
+
+
+def test_a_first_layer_prior_of_a_training_that_is_shared_is_an_error_before_anything_is_written(tmp_path):
+    task = load_task(
+        "cubic", size="smoke", overrides=['method.swag.empcov={layer = "layers.0"}', "training.together=true"]
+    )
+    with pytest.raises(ValueError, match="expected no empcov for swag, which trains together with others"):
+        jobs.bench(task, methods=["swag", "tradi"], out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

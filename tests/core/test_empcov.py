@@ -144,3 +144,18 @@ def test_bad_input_is_a_clear_error():
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
     with pytest.raises(ValueError, match="expected a convolution without groups"):
         EmpCov(torch.randn(3, 2, 5, 5), grouped, "0", data_size=12)
+
+
+def test_a_prior_that_does_not_fit_the_network_is_an_error_at_once():
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2)])
+    with pytest.raises(TypeError, match="expected an EmpCov, got float"):
+        posterior.use_first_layer_prior(1.0)
+    wide = EmpCov(torch.randn(9, 5), nn.Sequential(nn.Linear(5, 3)), "0", data_size=9)
+    with pytest.raises(
+        ValueError, match=r"expected a prior over 4 weights per output of 'network.0.weight', got one over 5"
+    ):
+        posterior.use_first_layer_prior(wide)
+    deeper = EmpCov(torch.randn(9, 4), nn.Sequential(nn.Sequential(nn.Linear(4, 3))), "0.0", data_size=9)
+    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got one on 'network.0.0.weight'"):
+        posterior.use_first_layer_prior(deeper)
+    assert posterior.first_layer_prior is None

@@ -22,6 +22,7 @@ import torch
 
 from dissensus import storage
 from dissensus.bench import build
+from dissensus.bench.arguments import EMPCOV
 from dissensus.bench.choice import with_choice
 from dissensus.bench.config import RunConfig
 from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, read_json, read_toml, write_json, write_text
@@ -77,6 +78,11 @@ class Run:
             corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
+        if EMPCOV in self.config.settings and shares(self.config):
+            raise ValueError(
+                f"expected no {EMPCOV} for {self.config.method}, which trains together with others, got one; set "
+                "training.together = false"
+            )
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""

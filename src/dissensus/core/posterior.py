@@ -147,6 +147,22 @@ class Posterior(nn.Module, ABC):
 
         Optimisers made afterwards, by `parameter_groups` or by `fit`, do not decay those weights.
         """
+        if not isinstance(prior, EmpCov):
+            raise TypeError(f"expected an EmpCov, got {type(prior).__name__}; build one from the training inputs")
+        held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        if prior.parameter not in held:
+            raise ValueError(
+                f"expected a prior on one of {', '.join(held)}, got one on '{prior.parameter}'; name the layer as the network "
+                "does (of tied layers the first)"
+            )
+        one = (
+            held[prior.parameter] if prior.parameter in self.particles.shared_parameters() else held[prior.parameter][0]
+        )
+        if one[0].numel() != len(prior.root):
+            raise ValueError(
+                f"expected a prior over {one[0].numel()} weights per output of '{prior.parameter}', got one over "
+                f"{len(prior.root)}; build it for this network"
+            )
         self.first_layer_prior = prior
         self._without_prior.add(prior.parameter)
 

@@ -109,8 +109,7 @@ class FoRDE(InputGradients):
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.repels = int(self.steps) % self.every == 0
         super().check_batch(x, y)
-        if self.training:
-            self.strength.see(batches.size(x))
+        self.strength.see(batches.size(x), training=self.training)
 
     def check_dimension(self, dimension: int) -> None:
         super().check_dimension(dimension)

@@ -137,8 +137,7 @@ class FunctionRDE(Repulsive):
         super().check_batch(x, y)
         if self.coupled and self.points is not None:
             self._check_points(self.points, x)
-        if self.training:
-            self.strength.see(batches.size(x))
+        self.strength.see(batches.size(x), training=self.training)
 
     def _check_points(self, points: Tensor, x: Inputs) -> None:
         """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""

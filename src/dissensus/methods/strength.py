@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -17,17 +19,18 @@ Repulsion = Literal["1/B", "1/N"] | float
 class Strength:
     """c: "1/N", what a posterior over N = `data_size` points asks for; "1/B", stronger by N/B; or a number.
 
-    B is `batch_size`, or the largest batch seen in training times the batches that make a step: a partial batch then
-    repels no more than others, and gradients gathered over several batches no more than those of one large one.
+    B is `batch_size`; where that is none, the largest batch seen in training times the batches that make a step: a partial
+    batch then repels no more than others, and gradients gathered over several batches no more than those of one large one.
     """
 
     repulsion: Repulsion
     data_size: int | None
     batch_size: int | None = None
     largest: int = 0  # batch seen in training
+    last: int = 0  # batch seen
 
     def __post_init__(self) -> None:
-        if self.repulsion not in ("1/B", "1/N") and (isinstance(self.repulsion, str) or not self.repulsion >= 0):
+        if self.repulsion not in ("1/B", "1/N") and not is_strength(self.repulsion):
             raise ValueError(
                 f'expected repulsion "1/B", "1/N" or a number of at least 0, got {self.repulsion!r}; name one of them'
             )
@@ -38,19 +41,35 @@ class Strength:
         if self.repulsion == "1/N" and self.data_size is None:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
-    def see(self, size: int) -> None:
-        """To be told the size of every training batch."""
-        self.largest = max(self.largest, size)
+    def see(self, size: int, *, training: bool) -> None:
+        """To be told the size of every batch."""
+        self.last = size
+        if training:
+            self.largest = max(self.largest, size)
 
-    def __call__(self, size: int, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
-        """c for a batch of this size with weights (B,), one of `gathered` that make a step."""
+    def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
+        """c for a batch with weights (B,), one of `gathered` that make a step; 0 where no weight counts.
+
+        `size`: of the batch, for when none was seen.
+        """
+        whole = self._of_whole_batch(size, gathered)
+        if weight is None:
+            return whole
+        total = weight.sum()
+        share: Tensor | float = 1.0
+        if self.repulsion == "1/B" and self.batch_size is None:
+            # A weight of two is two examples; examples that do not count make the batch a partial one.
+            share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
+        return torch.where(total > 0, whole * share, 0.0)
+
+    def _of_whole_batch(self, size: int, gathered: int) -> float:
         if self.repulsion == "1/N":
             return 1 / (self.data_size or 1)
         if self.repulsion != "1/B":
             return float(self.repulsion)
-        nominal = self.batch_size or (self.largest or size) * gathered
-        if weight is None:
-            return 1 / nominal
-        # A weight of two is two examples; examples that do not count make the batch a partial one.
-        counted = (weight > 0).sum().clamp(min=1)
-        return counted / (nominal * weight.sum().clamp(min=torch.finfo(weight.dtype).tiny))
+        return 1 / (self.batch_size or (self.largest or self.last or size) * gathered)
+
+
+def is_strength(value: object) -> bool:
+    """Whether this is a finite number of at least 0."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf

@@ -58,7 +58,7 @@ class WeightRDE(Repulsive):
         """a_t g + ∇ log q / N. What members are compared in is there without a forward pass, hence not `couple`."""
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
-        matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(1, gathered=self.batches_per_step)
+        matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
         repulsion = scores.apply(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = self.annealing(self.steps, self.run_length)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
@@ -67,8 +67,7 @@ class WeightRDE(Repulsive):
 
     def check_batch(self, x: Inputs, y: Tensor) -> None:
         super().check_batch(x, y)
-        if self.training:
-            self.strength.see(batches.size(x))
+        self.strength.see(batches.size(x), training=self.training)
 
     def settings(self) -> dict[str, Any]:
         return {
