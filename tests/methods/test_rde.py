@@ -597,7 +597,7 @@ def test_points_and_annealing_are_saved(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain())
-    assert torch.equal(loaded.points, points)
+    assert torch.equal(loaded.points.inputs(), points)
     assert loaded.annealing == Annealing("cyclic", steps=7)
     loaded.train()
     posterior.train()
@@ -620,11 +620,11 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match='expected repel_at "batch", "noise" or a tensor'):
+    with pytest.raises(ValueError, match='expected repel_at "batch", "noise" or inputs of your own'):
         FunctionRDE(nets, data_size=10, repel_at="test")
-    with pytest.raises(TypeError, match='expected repel_at "batch", "noise" or a tensor of inputs, got list'):
+    with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
-    with pytest.raises(ValueError, match=r"expected inputs \(n, ...\) to repel at"):
+    with pytest.raises(ValueError, match=r"expected inputs \(n, ...\), got shape \(0, 4\)"):
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
     with pytest.raises(ValueError, match="expected a positive noise"):
         FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
@@ -647,10 +647,49 @@ def test_a_schedule_by_name_is_a_clear_error():
             method(nets, data_size=10, annealing=0.5)
 
 
+class TwoInputs(nn.Module):
+    """Numbers and a word each: what an embedding of the word and a linear layer of the numbers add up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.words = nn.Linear(4, 3), nn.Embedding(5, 3)
+
+    def forward(self, numbers: Tensor, words: Tensor) -> Tensor:
+        return self.numbers(numbers).tanh() + self.words(words)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loading(form, tmp_path):
+    numbers, words, y = torch.randn(8, 4), torch.randint(5, (8,)), torch.randint(3, (8,))
+    elsewhere = (torch.randn(6, 4), torch.randint(5, (6,)))
+
+    def formed(first: Tensor, second: Tensor):
+        return (first, second) if form == "tuple" else {"numbers": first, "words": second}
+
+    nets = [TwoInputs() for _ in range(3)]
+    posterior = FunctionRDE(copy.deepcopy(nets), data_size=8, repel_at=formed(*elsewhere))
+    posterior.backward(formed(numbers, words), y)
+    # By hand: ∇ log q at the outputs elsewhere, pulled back, beside the loss's own gradient
+    outputs = torch.stack([net(*elsewhere) for net in nets])
+    force = scores.kde(outputs.detach().flatten(1).double()).float().reshape(outputs.shape) / 8
+    (outputs * force).sum().backward()
+    for net in nets:
+        nn.functional.cross_entropy(net(numbers, words), y).backward()
+    own = posterior.particles.own_parameters()
+    for name, parameter in own.items():
+        expected = torch.stack([dict(net.named_parameters())[name.removeprefix("network.")].grad for net in nets])
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=name)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, TwoInputs()).train()
+    loaded.backward(formed(numbers, words), y)
+    for name, parameter in loaded.particles.own_parameters().items():
+        assert torch.equal(parameter.grad, own[name].grad), name
+
+
 def test_inputs_to_repel_at_fit_the_network_or_are_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     for bad in (torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="expected finite inputs to repel at, got NaN or infinity"):
+        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity"):
             FunctionRDE(nets, data_size=12, repel_at=torch.tensor([[0.0, 0.0, 0.0, bad]]))
     narrow = FunctionRDE(nets, data_size=12, repel_at=torch.zeros(7, 3))
     for train in (lambda: narrow.backward(x, y), lambda: ds.fit(narrow, [(x, y)], epochs=1, progress=False)):

@@ -12,6 +12,7 @@ from dissensus.core import batch as batches
 from dissensus.core import scores
 from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.core.batch import Inputs
+from dissensus.core.held import HeldInputs
 from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.particles import Member, Tensors
@@ -29,16 +30,15 @@ class FunctionRDE(Repulsive):
     pulled back to the weights, both terms divided by N = `data_size`. `score`: "kde", "stein" or "spectral_stein".
 
     `repel_at`: where members are compared: "batch", the training batch; "noise", the batch plus normal noise of standard
-    deviation `noise`; or inputs of one's own, a tensor (n, ...). `outputs`: compare "logits" (any likelihood's outputs as
-    they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the flow is that
-    of the functions themselves and holds for every likelihood. `prior`: "weight" is the weight prior or the optimiser's
-    decay, as everywhere; "functional" takes ∇ log p(F) from networks freshly drawn from N(0, weight_prior_std²) at every
-    step, by spectral Stein, in place of the weight prior. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest
-    batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
+    deviation `noise`; or inputs of one's own, as the network takes them. `outputs`: compare "logits" (any likelihood's
+    outputs as they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the
+    flow is that of the functions themselves and holds for every likelihood. `prior`: "weight" is the weight prior or the
+    optimiser's decay, as everywhere; "functional" takes ∇ log p(F) from networks freshly drawn from N(0, weight_prior_std²)
+    at every step, by spectral Stein, in place of the weight prior. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the
+    largest batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
     """
 
     name = "function_rde"
-    points: Tensor | None
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class FunctionRDE(Repulsive):
         *,
         data_size: int,
         score: scores.Score = "kde",
-        repel_at: Literal["batch", "noise"] | Tensor = "batch",
+        repel_at: Literal["batch", "noise"] | Inputs = "batch",
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
         prior: Literal["weight", "functional"] = "weight",
@@ -60,16 +60,9 @@ class FunctionRDE(Repulsive):
         check_data_size(data_size, weight_prior_std)
         if isinstance(repel_at, str) and repel_at not in ("batch", "noise"):
             raise ValueError(
-                f'expected repel_at "batch", "noise" or a tensor of inputs, got {repel_at!r}; pass one of them'
+                f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
             )
-        if not isinstance(repel_at, str | Tensor):
-            raise TypeError(
-                f'expected repel_at "batch", "noise" or a tensor of inputs, got {type(repel_at).__name__}; pass one of them'
-            )
-        if isinstance(repel_at, Tensor) and (repel_at.ndim == 0 or len(repel_at) == 0):
-            raise ValueError(f"expected inputs (n, ...) to repel at, got shape {tuple(repel_at.shape)}; pass some rows")
-        if isinstance(repel_at, Tensor) and not bool(repel_at.isfinite().all()):
-            raise ValueError("expected finite inputs to repel at, got NaN or infinity; clean the data")
+        points = None if isinstance(repel_at, str) else HeldInputs(repel_at)
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):
@@ -89,10 +82,9 @@ class FunctionRDE(Repulsive):
         self.score = score
         self.strength = Strength(repulsion, data_size, batch_size)
         self.repel_at = repel_at if isinstance(repel_at, str) else "inputs"
-        points = repel_at.detach().clone() if isinstance(repel_at, Tensor) else None
-        if points is not None and points.is_floating_point():
-            points = points.to(next((p.dtype for p in particles.parameters() if p.is_floating_point()), points.dtype))
-        self.register_buffer("points", points)
+        # Floating-point inputs as the network has its weights.
+        kind = next((parameter.dtype for parameter in particles.parameters() if parameter.is_floating_point()), None)
+        self.points = points if points is None else points.to(kind)
         self.noise = noise
         self.outputs = outputs
         self.prior = prior
@@ -136,18 +128,18 @@ class FunctionRDE(Repulsive):
     def check_batch(self, x: Inputs, y: Tensor) -> None:
         super().check_batch(x, y)
         if self.coupled and self.points is not None:
-            self._check_points(self.points, x)
+            self._check_points(self.points.inputs(), x)
         self.strength.see(batches.size(x), training=self.training)
 
-    def _check_points(self, points: Tensor, x: Inputs) -> None:
+    def _check_points(self, points: Inputs, x: Inputs) -> None:
         """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""
         try:
             self.output_shape(points)
         except (RuntimeError, TypeError) as error:
-            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in batches.tensors(x))
+            taken, given = (" and ".join(str(tuple(each.shape)) for each in batches.tensors(i)) for i in (x, points))
             raise ValueError(
-                f"expected inputs to repel at that the network takes as it takes those of a batch, {shapes}, got shape "
-                f"{tuple(points.shape)}; pass rows like the training inputs"
+                f"expected inputs to repel at that the network takes as it takes those of a batch, {taken}, got shape "
+                f"{given}; pass rows like the training inputs"
             ) from error
 
     def _compared(self, outputs: Tensor) -> Tensor:
@@ -160,7 +152,7 @@ class FunctionRDE(Repulsive):
 
     def _elsewhere(self, x: Inputs) -> Inputs:
         if self.points is not None:
-            return self.points
+            return self.points.inputs()
 
         def noisy(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -188,7 +180,7 @@ class FunctionRDE(Repulsive):
     def settings(self) -> dict[str, Any]:
         return {
             "score": self.score,
-            "repel_at": self.repel_at if self.points is None else list(self.points.shape),
+            "repel_at": self.repel_at if self.points is None else self.points.config(),
             "noise": self.noise,
             "outputs": self.outputs,
             "prior": self.prior,
@@ -200,5 +192,5 @@ class FunctionRDE(Repulsive):
     @classmethod
     def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
         where = config["repel_at"]
-        where = where if isinstance(where, str) else torch.zeros(where)
+        where = where if isinstance(where, str) else HeldInputs.skeleton(where).inputs()
         return config | {"repel_at": where, "annealing": Annealing(**config["annealing"])}
