@@ -194,9 +194,9 @@ def main() -> None:
             fill(ROOT / "docs" / "tracking.md", module.__name__.replace("_", "-"), module.page(found))
     for task, columns in PARTICLES.items():
         if particle_rows(task):
-            fill(ROOT / "docs" / "particles.md", task, particle_table(task, columns))
+            fill(ROOT / "docs" / "particle-results.md", task, particle_table(task, columns))
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
-        fill(ROOT / "docs" / "particles.md", "side-by-side", side_by_side())
+        fill(ROOT / "docs" / "particle-results.md", "side-by-side", side_by_side())
 
 
 if __name__ == "__main__":

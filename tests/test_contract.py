@@ -440,6 +440,18 @@ def test_parameter_groups_hold_every_trainable_parameter_once(build):
     torch.optim.SGD(groups, lr=0.3)
 
 
+def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
+    posterior = build(likelihood=ds.Regression("learned"))
+    groups = posterior.parameter_groups(lr=0.3, weight_decay=0.01, likelihood_lr=3.0)
+    by_name = {id(parameter): name for name, parameter in posterior.named_parameters()}
+    for group in groups:
+        noise = {"log_noise" in by_name[id(parameter)] for parameter in group["params"]}
+        assert noise == {group["lr"] == 3.0}
+        assert group["weight_decay"] == (0.0 if noise == {True} else 0.01)
+    assert len(groups) == 2
+    assert {group["lr"] for group in posterior.parameter_groups(lr=0.3)} == {0.3}
+
+
 def test_temperature_one_leaves_predictions_alone(build):
     posterior, (x, _) = build(), tiny.points()
     before = posterior.predict(x).members

@@ -400,6 +400,10 @@ def test_other_bad_input_is_one_clear_error():
     x, y = rows()
     with pytest.raises(TypeError, match="expected a posterior, got MLP"):
         evaluate(ds.nets.MLP(4, 3), [(x, y)])
+    with pytest.raises(
+        TypeError, match=r"expected ood as a dict of loaders by name, got list; pass ood={'name': loader}"
+    ):
+        evaluate(ensemble(), [(x, y)], ood=[(x, y)])
     with pytest.raises(ValueError, match="at least one batch"):
         evaluate(ensemble(), [])
     with pytest.raises(ValueError, match="several members"):

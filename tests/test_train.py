@@ -557,3 +557,30 @@ def test_a_run_that_is_stopped_early_keeps_its_last_state_and_how_it_ran(tmp_pat
     assert len(torch.load(path)["history"]) == 3
     again = ds.fit(posterior, data(), epochs=3, **settings)
     assert (len(again), again.engine) == (3, stopped.engine)
+
+
+def test_a_learned_noise_is_found_in_a_short_run():
+    """400 points y = x with noise 0.1: from 1, the default optimiser finds it in 240 steps."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 1, generator=generator)
+    y = x + 0.1 * torch.randn(400, 1, generator=generator)
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble(
+        [ds.nets.MLP(1, 1, hidden=(32,)) for _ in range(3)], likelihood=ds.Regression("learned")
+    )
+    ds.fit(posterior, ds.data.Batches(x, y, batch_size=50, shuffle=True, seed=0), epochs=30, progress=False)
+    noise = posterior.particles.own_parameters()["likelihood.log_noise"].detach().exp()
+    assert float(noise.max()) < 0.25
+    assert float(noise.min()) > 0.09
+
+
+def test_a_last_batch_of_one_with_batch_norm_is_a_clear_error():
+    x, y = torch.randn(9, 4), torch.randint(3, (9,))
+    nets = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2)]
+    message = "expected at least two examples per batch for batch norm, got a batch of 1; pass drop_last=True"
+    with pytest.raises(ValueError, match=message):
+        ds.fit(ds.DeepEnsemble(nets), ds.data.Batches(x, y, batch_size=4), epochs=1, progress=False)
+    swag = ds.SWAG(nets[0])
+    ds.fit(swag, [(x, y)], epochs=4, progress=False)
+    with pytest.raises(ValueError, match=message):
+        ds.refresh(swag, ds.data.Batches(x, y, batch_size=4))

@@ -69,6 +69,11 @@ def evaluate(
     regression "variance" (None) or "epistemic". Loaders give a fixed order where methods are to be compared.
     """
     spec = as_corruptions(corrupt)
+    for keyword, sets in (("ood", ood), ("shift", shift)):
+        if sets is not None and not isinstance(sets, Mapping):
+            raise TypeError(
+                f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
+            )
     ood, shift = dict(ood or {}), dict(shift or {})
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:

@@ -18,6 +18,7 @@ from dissensus.checkpoint import resume, write_checkpoint
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import spread
+from dissensus.core.normalization import enough_examples
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
@@ -145,8 +146,9 @@ class _Run:
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
             y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
-            step = self.step or self._build(x, y, weight)
-            losses = step(x, y, weight)
+            with enough_examples(x):
+                step = self.step or self._build(x, y, weight)
+                losses = step(x, y, weight)
             if device.type == "cpu":
                 _check_finite_losses(losses, step=int(posterior.steps))
             total = losses.clone() if total is None else total.add_(losses)

@@ -7,6 +7,7 @@ from dissensus import metrics
 from dissensus.bench import resampling
 from dissensus.bench.measures import Measure, measures
 from dissensus.bench.statistics import Resampled, compared, resampled
+from dissensus.bench.tables import signed
 from dissensus.evaluate import Evaluation
 
 
@@ -134,4 +135,5 @@ def test_measures_know_which_way_is_better():
     assert NLL.text(0.001) == "1e-03"  # not 0.00
     assert NLL.text(-0.001) == "-1e-03"
     assert NLL.text(0.0) == "0.00"
+    assert [signed(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]

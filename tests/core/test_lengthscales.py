@@ -137,3 +137,9 @@ def test_bad_input_is_a_clear_error():
         pca_lengthscales(iter([]))
     with pytest.raises(ValueError, match=r"expected eigenvectors \(D, R\) and precision \(R,\)"):
         Lengthscales(torch.eye(3), torch.ones(2))
+
+
+def test_they_are_shown_in_one_line():
+    shown = repr(pca_lengthscales(torch.randn(50, 784), rank=20))
+    assert shown.startswith("Lengthscales(dimension=784, rank=20, precision ")
+    assert len(shown) < 120

@@ -64,7 +64,8 @@ def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",
     for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
         if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
             raise ValueError(
-                f"expected the setting {name} of {config.method}, got none; pass --set method.{config.method}.{name}=…"
+                f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
+                f"in the task, or pass --set method.{config.method}.{name}=…"
             )
 
 

@@ -253,7 +253,7 @@ def short(name: str, length: int = 24) -> str:
 def _figure(rows: int = 1, columns: int = 1, *, height: float = HEIGHT, **keywords: Any) -> tuple[Figure, Any]:
     figure = Figure(figsize=(WIDTH, height))  # not through pyplot: nothing global is kept
     axes = figure.subplots(rows, columns, **keywords)
-    figure.subplots_adjust(left=0.16, right=0.94, top=1 - 0.32 / height, bottom=0.52 / height, hspace=0.12)
+    figure.subplots_adjust(left=0.19, right=0.94, top=1 - 0.32 / height, bottom=0.52 / height, hspace=0.12)
     return figure, axes
 
 

@@ -176,7 +176,7 @@ def arrow(measure: Measure) -> str:
 
 def signed(measure: Measure, value: float) -> str:
     text = measure.text(value)
-    return text.replace("-", "−") if value < 0 else f"+{text}"
+    return (text if value < 0 else f"+{text}").replace("-", "−")
 
 
 def p_text(p_value: float) -> str:

@@ -38,6 +38,13 @@ class Lengthscales:
                 f"{tuple(self.precision.shape)}; one precision per column"
             )
 
+    def __repr__(self) -> str:
+        dimension, rank = self.eigenvectors.shape
+        span = f"{float(self.precision.min()):.3g} to {float(self.precision.max()):.3g}" if rank else "none"
+        return (
+            f"Lengthscales(dimension={dimension}, rank={rank}, precision {span}, mean {float(self.mean_precision):.3g})"
+        )
+
     @property
     def dimension(self) -> int:
         """D, the number of input features."""

@@ -151,6 +151,9 @@ class Regression(Likelihood):
         if noise == "learned":
             self.log_noise = nn.Parameter(torch.tensor(float(initial)).log())
 
+    def extra_repr(self) -> str:
+        return f"noise={self.noise!r}"
+
     def _variance(self, outputs: Tensor) -> Tensor:
         if self.noise == "learned":
             return torch.exp(2 * self.log_noise).to(outputs.dtype).expand_as(outputs)

@@ -37,6 +37,20 @@ def statistics_names(network: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
+@contextmanager
+def enough_examples(x: batches.Inputs) -> Iterator[None]:
+    """Says what to do where batch norm meets a batch of one, which has no variance; torch says that there is none."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"expected at least two examples per batch for batch norm, got a batch of {batches.size(x)}; pass drop_last=True "
+            "to the loader, or choose another batch size"
+        ) from error
+
+
 def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
 
@@ -63,7 +77,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
             if batches.size(x) == 0:
                 continue
             found, x = True, batches.to(x, device)
-            with batches.unchanged(x):
+            with batches.unchanged(x), enough_examples(x):
                 particles.write_buffers(_statistics(particles, x, kept, seen))
     if not found:
         raise ValueError(

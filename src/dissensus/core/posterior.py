@@ -220,20 +220,35 @@ class Posterior(nn.Module, ABC):
         """One drawn function as an ordinary module that shares nothing with the posterior."""
         return self.draw().member(index)
 
-    def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups to hand an optimiser; weights that `use_first_layer_prior` gave a prior are not decayed as well."""
+    def parameter_groups(
+        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Groups to hand an optimiser: the network; weights with a prior of their own; a likelihood's learned noise.
+
+        Decay is for the first alone: `use_first_layer_prior` gave the second another prior, and the noise has none to be
+        drawn to. `likelihood_lr`: the noise's rate, `lr` where it is none.
+        """
         first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
         held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        alone = [held[first]] if first in held and held[first].requires_grad and weight_decay else []
-        others = [parameter for parameter in trainable if all(parameter is not each for each in alone)]
-        groups = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
-        return [*groups, {"params": alone, "lr": lr, "weight_decay": 0.0}] if alone else groups
+        prior = [parameter for name, parameter in held.items() if name == first and parameter.requires_grad]
+        noise = [each for name, each in held.items() if name.startswith("likelihood.") and each.requires_grad]
+        apart = {id(parameter) for parameter in (*prior, *noise)}
+        network = [each for each in self.parameters() if each.requires_grad and id(each) not in apart]
+        groups = [
+            {"params": network, "lr": lr, "weight_decay": weight_decay},
+            {"params": prior, "lr": lr, "weight_decay": 0.0},
+            {"params": noise, "lr": lr if likelihood_lr is None else likelihood_lr, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]] or groups[:1]
 
     def default_optimizer(self) -> torch.optim.Optimizer:
-        """What `fit` uses when none is given: AdamW, its decay left out where the loss already has a weight prior."""
+        """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
+
+        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
+        weight prior.
+        """
         decay = 1e-4 if self.weight_prior_std is None else 0.0
-        return torch.optim.AdamW(self.parameter_groups(lr=1e-3, weight_decay=decay), fused=True)
+        return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""
