@@ -20,7 +20,8 @@ from dissensus.bench.schema import takes_several
 from dissensus.bench.sets import TaskData
 from dissensus.bench.variants import base_name
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
-from dissensus.core.posterior import Posterior, plateau_linear
+from dissensus.core.optimisation import plateau_linear
+from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.storage import LIKELIHOODS

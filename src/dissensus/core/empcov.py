@@ -6,7 +6,8 @@ those weights at random values, and inputs that vary there at test time are met 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +73,20 @@ class EmpCov(nn.Module):
             raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
         weight = params[self.parameter].flatten(1)  # (O, D)
         return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
+
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raises where a member, of tensors of these shapes by name, has no weights that this is a prior of."""
+        if self.parameter not in shapes:
+            raise ValueError(
+                f"expected a prior on one of {', '.join(shapes)}, got one on '{self.parameter}'; name the layer as the network "
+                "does (of tied layers the first)"
+            )
+        width = math.prod(shapes[self.parameter][1:])
+        if width != len(self.root):
+            raise ValueError(
+                f"expected a prior over {width} weights per output of '{self.parameter}', got one over {len(self.root)}; "
+                "build it for this network"
+            )
 
     def draw(self, like: Tensor) -> Tensor:
         """Weights drawn from this prior, of `like`'s shape (O, ...), from torch's generator."""

@@ -22,6 +22,7 @@ from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode, same_random_state
+from dissensus.core.optimisation import grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
@@ -149,20 +150,8 @@ class Posterior(nn.Module, ABC):
         """
         if not isinstance(prior, EmpCov):
             raise TypeError(f"expected an EmpCov, got {type(prior).__name__}; build one from the training inputs")
-        held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
-        if prior.parameter not in held:
-            raise ValueError(
-                f"expected a prior on one of {', '.join(held)}, got one on '{prior.parameter}'; name the layer as the network "
-                "does (of tied layers the first)"
-            )
-        one = (
-            held[prior.parameter] if prior.parameter in self.particles.shared_parameters() else held[prior.parameter][0]
-        )
-        if one[0].numel() != len(prior.root):
-            raise ValueError(
-                f"expected a prior over {one[0].numel()} weights per output of '{prior.parameter}', got one over "
-                f"{len(prior.root)}; build it for this network"
-            )
+        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+        prior.check_fits({name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()})
         self.first_layer_prior = prior
         self._without_prior.add(prior.parameter)
 
@@ -230,16 +219,7 @@ class Posterior(nn.Module, ABC):
         """
         first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
         held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
-        prior = [parameter for name, parameter in held.items() if name == first and parameter.requires_grad]
-        noise = [each for name, each in held.items() if name.startswith("likelihood.") and each.requires_grad]
-        apart = {id(parameter) for parameter in (*prior, *noise)}
-        network = [each for each in self.parameters() if each.requires_grad and id(each) not in apart]
-        groups = [
-            {"params": network, "lr": lr, "weight_decay": weight_decay},
-            {"params": prior, "lr": lr, "weight_decay": 0.0},
-            {"params": noise, "lr": lr if likelihood_lr is None else likelihood_lr, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]] or groups[:1]
+        return grouped(self.parameters(), held, first=first, rates=(lr, likelihood_lr), weight_decay=weight_decay)
 
     def default_optimizer(self) -> torch.optim.Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
@@ -289,11 +269,6 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     are stored anyway are left alone. `fit` calls this at its end.
     """
     posterior.store_draw(loader)
-
-
-def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
-    """Factor of the learning rate at the share t of the run: 1 until `start`, linear to `floor` at `end`."""
-    return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
 
 
 @contextmanager

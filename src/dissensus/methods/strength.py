@@ -60,7 +60,7 @@ class Strength:
         if self.repulsion == "1/B" and self.batch_size is None:
             # A weight of two is two examples; examples that do not count make the batch a partial one.
             share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
-        return torch.where(total > 0, whole * share, 0.0)
+        return whole * share * (total > 0)
 
     def _of_whole_batch(self, size: int, gathered: int) -> float:
         if self.repulsion == "1/N":

@@ -1,0 +1,38 @@
+"""What optimisers are given: parameters in groups, and the schedule of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def grouped(
+    parameters: Iterable[Tensor],
+    named: Mapping[str, Tensor],
+    *,
+    first: str | None,
+    rates: tuple[float, float | None],
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Trainable parameters in groups: the network; weights with a prior of their own; a likelihood's learned noise.
+
+    `named`: members' parameters by name, of which `first` has that prior. `rates`: of the network and of the noise.
+    """
+    lr, noise_lr = rates
+    prior = [each for name, each in named.items() if name == first and each.requires_grad]
+    noise = [each for name, each in named.items() if name.startswith("likelihood.") and each.requires_grad]
+    apart = {id(each) for each in (*prior, *noise)}
+    network = [each for each in parameters if each.requires_grad and id(each) not in apart]
+    groups = [
+        {"params": network, "lr": lr, "weight_decay": weight_decay},
+        {"params": prior, "lr": lr, "weight_decay": 0.0},
+        {"params": noise, "lr": lr if noise_lr is None else noise_lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
+    """Factor of the learning rate at the share t of the run: 1 until `start`, linear to `floor` at `end`."""
+    return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
