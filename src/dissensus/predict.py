@@ -129,7 +129,9 @@ def _in_parts(
     for batch in loader:
         x, y, _ = batches.unpack(batch)
         batches.check_finite(x)
-        yield parts(batches.to(x, device)), y.to(device)
+        x = batches.to(x, device)
+        posterior.output_shape(x)
+        yield parts(x), y.to(device)
 
 
 class _Compiled:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dissensus.core import likelihood as likelihoods
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import same_random_state
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import spread
 from dissensus.core.normalization import enough_examples
 from dissensus.core.posterior import Posterior, evaluation, refresh
+from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
@@ -27,8 +29,26 @@ from dissensus.history import Best, Epoch, History
 from dissensus.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _alone(function: Callable[Concatenate[Posterior, P], R]) -> Callable[Concatenate[Posterior, P], R]:
+    """The function of a posterior, with use of its network by another thread an error meanwhile."""
+
+    @wraps(function)
+    def alone(posterior: Posterior, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(posterior, Posterior):
+            raise TypeError(
+                f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+            )
+        with training(posterior.particles.template.network):
+            return function(posterior, *args, **kwargs)
+
+    return alone
+
+
+@_alone
 def fit(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -237,10 +257,6 @@ def _check_finite_losses(losses: Tensor, *, step: int) -> None:
 def _check(
     posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
 ) -> None:
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     if epochs < 1:
         raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
     if accumulate < 1:

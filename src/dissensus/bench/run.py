@@ -36,8 +36,8 @@ from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_
 from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
 from dissensus.bench.watch import ROWS, watcher, with_distances
-from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import same_random_state
 from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
 from dissensus.evaluation.functions import drawn_once
 from dissensus.history import Epoch

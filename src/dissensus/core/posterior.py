@@ -21,11 +21,12 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode, same_random_state
+from dissensus.core.modes import eval_mode
 from dissensus.core.optimisation import grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.core.randomness import Watch, looking_ahead, same_random_state
 
 
 class Posterior(nn.Module, ABC):
@@ -55,6 +56,7 @@ class Posterior(nn.Module, ABC):
         self._without_prior = {f"network.{name}" for name in norms}
         self.first_layer_prior: EmpCov | None = None
         self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
+        self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -189,8 +191,10 @@ class Posterior(nn.Module, ABC):
             raise TypeError(
                 f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
             )
+        x = batches.to(x, self.device)
+        self.output_shape(x)
         with evaluation(self):
-            return self.tempered(self.draw().predict(batches.to(x, self.device)))
+            return self.tempered(self.draw().predict(x))
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())
@@ -247,12 +251,13 @@ class Posterior(nn.Module, ABC):
         key = tuple((tuple(t.shape[1:]), t.dtype) for t in batches.tensors(x))
         size = batches.size(x)
         if key not in self._output_shapes:
-            with evaluation(self):
+            with evaluation(self), Watch() as watch:
                 particles, row = self.particles, self.particles.rows().at(0)
                 state = {**particles.shared_buffers(), **row.buffers}
                 params = {**particles.shared_parameters(), **row.own}
                 with batches.unchanged(x):
                     outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
+                self.draws_itself |= watch.drew
             if outputs.ndim == 0 or outputs.shape[0] != size:
                 raise ValueError(
                     f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
@@ -273,10 +278,12 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 
 @contextmanager
 def evaluation(posterior: Posterior) -> Iterator[None]:
-    """Eval mode without gradients; modes and torch's random streams are put back afterwards."""
+    """Eval mode without gradients, in this thread's turn; modes and torch's random streams are put back afterwards."""
     with (
+        posterior.particles.turn(),
         eval_mode(posterior, posterior.particles.template),
         torch.no_grad(),
-        same_random_state(posterior.device),
+        looking_ahead(),
+        same_random_state(posterior.device, mine=lambda: posterior.draws_itself),
     ):
         yield

@@ -10,6 +10,7 @@ and `loss` and `backward` of every posterior are derived from it here.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, detached, inner, looped, vectorised
-from dissensus.core.particles import Rows, Tensors, random_state
+from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
+from dissensus.core.randomness import random_state
+from dissensus.core.turns import PROCESS
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 def loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
+    with _turn(posterior):
+        return _loss(posterior, x, y, weight)
+
+
+def _loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
     if posterior.mixes:
         return _surrogate(posterior, x, y, weight)
@@ -45,9 +53,9 @@ def backward(
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
     particles = posterior.particles
-    with without_onednn(particles.small_products):
+    with _turn(posterior), without_onednn(particles.small_products):
         found = (strategy or automatic)(posterior, x, y, weight)
-    particles.write_buffers(found.buffers)
+        particles.write_buffers(found.buffers)
     if posterior.mixes:
         found = Gradients(found.losses, posterior.mix(found.gradients), found.buffers)
     parameters = {**particles.shared_parameters(), **particles.own_parameters()}
@@ -74,6 +82,17 @@ def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None
     parameters = {**particles.shared_parameters(), **particles.own_parameters()}
     slope = inner({name: parameters[name] for name in mixed}, mixed)
     return found.losses.sum() + slope - slope.detach()
+
+
+def _turn(posterior: Posterior) -> AbstractContextManager[object]:
+    """This thread's turn with the network. Coupled members replay random numbers and switch attention's kernels over, for
+    which the process has one stream and one switch."""
+    if not posterior.coupled:
+        return posterior.particles.turn()
+    both = ExitStack()
+    both.enter_context(PROCESS)
+    both.enter_context(posterior.particles.turn())
+    return both
 
 
 def automatic(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:

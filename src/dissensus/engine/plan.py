@@ -14,6 +14,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.core.products import without_onednn
+from dissensus.core.turns import PROCESS
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
@@ -158,7 +159,7 @@ def timed(
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
     measure = _captured_seconds if captured else _plain_seconds
     try:
-        with without_onednn(posterior.particles.small_products):
+        with posterior.particles.turn(), without_onednn(posterior.particles.small_products):
             return measure(run, posterior, x, y, weight)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -185,7 +186,7 @@ def _captured_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor,
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with PROCESS, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result: Gradients = run(posterior, x, y, weight)
     seconds = _median(graph.replay, repeats=5, synchronise=True)
     del result, graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.core.randomness import same_random_state
 from dissensus.engine.replayed import Replayed
 from dissensus.metrics import energy_score
 
@@ -35,8 +37,9 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        self._describe = Replayed(drawn.describe, drawn)
-        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn)
+        around = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
+        self._describe = Replayed(drawn.describe, drawn, around)
+        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn, around)
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +53,7 @@ class Functions:
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
         x = batches.to(x, self.device)
+        self.posterior.output_shape(x)
         with batches.unchanged(x):
             described = self._describe(x)
         return self.posterior.tempered(self.drawn.likelihood.predictive(*described))
@@ -59,6 +63,7 @@ class Functions:
         if not self.logits:
             return Answer(self.predict(x), None)
         x = batches.to(x, self.device)
+        self.posterior.output_shape(x)
         with batches.unchanged(x):
             outputs, *described = self._everything(x)
         predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
@@ -75,7 +80,9 @@ def drawn_once(posterior: Posterior) -> Iterator[Functions]:
             f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
         )
     with evaluation(posterior):
-        yield Functions(posterior, posterior.draw())
+        drawn = posterior.draw()
+    with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):
+        yield Functions(posterior, drawn)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:

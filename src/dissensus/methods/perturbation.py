@@ -41,13 +41,15 @@ class GaussianPerturbation(Sampled):
         norms = norm_parameters(self.network)
         return [name for name in super().sampled_names() if name not in norms]
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         parameters = dict(self.network.named_parameters())
         samples = {}
         for name in self.sampled_names():
             weight = parameters[name].detach()
             scale = self.noise * weight.square().mean().sqrt()
-            epsilon = torch.randn(self.samples, *weight.shape, dtype=weight.dtype, device=weight.device)
+            epsilon = torch.randn(
+                self.samples, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
+            )
             samples[name] = weight + scale * epsilon  # (S, ...)
         return samples
 

@@ -122,7 +122,7 @@ class TRADI(Sampled):
         norms = norm_parameters(self.network)
         return [name for name in super().sampled_names() if name not in norms]
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
             raise ValueError(
                 "expected observed steps to sample from, got none; train with fit, or call observe(optimizer) after "
@@ -139,23 +139,23 @@ class TRADI(Sampled):
         samples = {}
         for name, weight in self.filters.weights.items():
             flat = weight.detach().flatten()
-            noise = torch.stack([self._noise(flat) for _ in range(self.samples)])  # (S, K)
+            noise = torch.stack([self._noise(flat, generator) for _ in range(self.samples)])  # (S, K)
             deviation = noise.view(self.samples, *weight.shape) * variances[name].sqrt()
             samples[name] = (means[name] + deviation).to(weight.dtype)
         return samples
 
-    def _noise(self, weights: Tensor) -> Tensor:
+    def _noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
         """(K,) noise of variance 1 with the correlations of this tensor's K weights."""
-        dtype, device = state_dtype([weights]), weights.device
+        like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
         if self.covariance == "diagonal":
-            return torch.randn(len(weights), dtype=dtype, device=device)
+            return torch.randn(len(weights), **like)
         # √(2/D) Σ_d cos(w Ω_d + φ_d) m_d with Ω ~ N(0, bandwidth²), φ ~ U[0, 2π), m ~ N(0, 1): over all three its
         # covariance is exp(−bandwidth² (w_k − w_l)² / 2) where φ is shared by the weights, else the identity.
-        frequencies = self.bandwidth * torch.randn(self.features, dtype=dtype, device=device)
+        frequencies = self.bandwidth * torch.randn(self.features, **like)
         rows = len(weights) if self.covariance == "released" else 1
-        phases = 2 * torch.pi * torch.rand(rows, self.features, dtype=dtype, device=device)
-        m = torch.randn(self.features, dtype=dtype, device=device)
-        features = torch.cos(weights.to(dtype)[:, None] * frequencies + phases)  # (K, D)
+        phases = 2 * torch.pi * torch.rand(rows, self.features, **like)
+        m = torch.randn(self.features, **like)
+        features = torch.cos(weights.to(like["dtype"])[:, None] * frequencies + phases)  # (K, D)
         noise: Tensor = (2 / self.features) ** 0.5 * (features @ m)
         return noise
 
