@@ -169,7 +169,7 @@ def test_momentum_modes_and_gradients_are_left_as_found():
     assert len(graphs) >= len(SIZES)
     assert not any(graphs)
     assert torch.is_grad_enabled()
-    with pytest.raises(RuntimeError, match="shape|size"):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         refresh_statistics(particles, [(torch.zeros(3, 9, dtype=torch.float64), torch.zeros(3))], torch.device("cpu"))
     assert (layers[1].momentum, layers[3].momentum) == (0.2, None)
     assert [part.training for part in particles.template.modules()] == modes
