@@ -26,5 +26,7 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
 
 
 def _norms(gradients: Iterable[Tensor], *, members: int) -> Tensor:
-    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in gradients]
+    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in full]
     return torch.stack(squares).sum(0).sqrt()

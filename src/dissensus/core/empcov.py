@@ -64,14 +64,16 @@ class EmpCov(nn.Module):
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²; not saved with a posterior: it is part of training, not of what was learned
         deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)
-        self.register_buffer("root", (vectors / deviations).to(first.weight.dtype), persistent=False)  # (D, D)
-        self.register_buffer("spread", (vectors * deviations).T.to(first.weight.dtype), persistent=False)
+        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # sums of squares leave the range of float16
+        self.register_buffer("root", (vectors / deviations).to(dtype), persistent=False)  # (D, D)
+        self.register_buffer("spread", (vectors * deviations).T.to(dtype), persistent=False)
 
     def forward(self, params: Tensors) -> Tensor:
         """() Σ_o w_o Σ⁻¹ w_oᵀ / (2 N) over the layer's outputs o, up to a constant −log p(w) / N."""
         if self.parameter not in params:
             raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
         weight = params[self.parameter].flatten(1)  # (O, D)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:

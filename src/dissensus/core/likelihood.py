@@ -156,7 +156,7 @@ class Regression(Likelihood):
 
     def _variance(self, outputs: Tensor) -> Tensor:
         if self.noise == "learned":
-            return torch.exp(2 * self.log_noise).to(outputs.dtype).expand_as(outputs)
+            return torch.exp(2 * full_precision(self.log_noise)).to(outputs.dtype).expand_as(outputs)
         return torch.full_like(outputs, float(self.noise) ** 2)
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:

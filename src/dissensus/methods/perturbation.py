@@ -46,11 +46,12 @@ class GaussianPerturbation(Sampled):
         samples = {}
         for name in self.sampled_names():
             weight = parameters[name].detach()
-            scale = self.noise * weight.square().mean().sqrt()
+            # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
+            scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
             epsilon = torch.randn(
                 self.samples, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
             )
-            samples[name] = weight + scale * epsilon  # (S, ...)
+            samples[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
         return samples
 
     def config(self) -> dict[str, Any]:
