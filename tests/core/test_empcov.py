@@ -170,3 +170,12 @@ def test_of_weights_in_half_precision_the_prior_is_that_of_the_same_numbers_in_f
     expected = exact({name: tensor.double() for name, tensor in params.items()})
     assert float(expected) > 1e5  # beyond float16
     assert float(prior(params)) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_input_that_is_not_finite_is_named():
+    x = torch.randn(20, 1, 4, 4)
+    x[13, 0, 1, 0] = float("inf")
+    for network in (nn.Conv2d(1, 2, 3), nn.Linear(16, 2)):
+        for inputs in (x, [(part, None) for part in x.split(5)]):
+            with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, number 4 of it"):
+                EmpCov(inputs, network, "", data_size=20)

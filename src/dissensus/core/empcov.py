@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.lengthscales import Moments
+from dissensus.core.lengthscales import Moments, check_finite
 from dissensus.core.particles import Tensors
 
 
@@ -98,9 +98,12 @@ class EmpCov(nn.Module):
 
 def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
     """Batches of the vectors (n, D) that one output of the layer is a product with."""
+    before = 0
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         x = x.detach().to(first.weight.device, torch.promote_types(x.dtype, torch.float32))
+        check_finite(x.flatten(1), before)
+        before += len(x)
         if isinstance(first, nn.Conv2d):
             patches = F.unfold(x, first.kernel_size, first.dilation, first.padding, first.stride)  # type: ignore[arg-type]
             rows = patches.transpose(1, 2).flatten(0, 1)  # (B·places, D)
