@@ -479,3 +479,14 @@ def test_a_prior_needs_the_size_of_the_data(build):
         build(weight_prior_std=0.0, data_size=10)
     with pytest.raises(ValueError, match="expected a positive data_size"):
         build(weight_prior_std=1.0, data_size=0)
+
+
+def test_a_posterior_shows_what_it_trains_and_what_is_frozen_apart():
+    nets = [tiny.mlp() for _ in range(3)]  # 4·6 + 6, 2·6 and 6·3 + 3 numbers
+    assert "Sequential, members=3, parameters=189, likelihood=Classification" in repr(ds.DeepEnsemble(nets))
+    for net in nets:
+        net[0].requires_grad_(False)
+    assert "Sequential, members=3, parameters=99 + 90 frozen, likelihood=" in repr(ds.DeepEnsemble(nets))
+    assert "members=1, parameters=33 + 30 frozen, likelihood=" in repr(ds.MAP(nets[0]))
+    nets[0].requires_grad_(False)
+    assert "parameters=0 + 63 frozen" in repr(ds.MAP(nets[0]))

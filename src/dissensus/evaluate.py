@@ -155,7 +155,7 @@ def checked_score(score: str | None, kind: Kind, members: int) -> str:
 
 
 def parameters(posterior: Posterior) -> int:
-    """How many numbers the posterior learns, all members together."""
+    """How many numbers the posterior holds as parameters, all members together, frozen ones too: they cost memory."""
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 

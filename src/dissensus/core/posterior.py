@@ -197,10 +197,12 @@ class Posterior(nn.Module, ABC):
             return self.tempered(self.draw().predict(x))
 
     def __repr__(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters())
+        trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
         return (
-            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={count:,}, "
+            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
+            f"{f' + {frozen:,} frozen' if frozen else ''}, "
             f"likelihood={type(self.likelihood).__name__})"
         )
 
