@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dissensus.core import batch as batches
+from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
@@ -75,6 +76,7 @@ def evaluate(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
     ood, shift = dict(ood or {}), dict(shift or {})
+    check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
@@ -187,6 +189,7 @@ def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[A
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     x, _, _ = batches.unpack(first)
+    functions.posterior.check_inputs(batches.to(x, functions.device))
     predictive = functions.predict(batches.apply(x, lambda tensor: tensor[:1]))
     kind: Kind
     if isinstance(predictive, ClassificationPredictive):

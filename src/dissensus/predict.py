@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.drawn import Drawn
+from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
@@ -98,6 +99,7 @@ def _in_parts(
         )
     if precision not in ("float32", "bf16"):
         raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
+    check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     device = posterior.device
     with evaluation(posterior):
@@ -130,7 +132,8 @@ def _in_parts(
         x, y, _ = batches.unpack(batch)
         batches.check_finite(x)
         x = batches.to(x, device)
-        posterior.output_shape(x)
+        with autocast(device, dtype):
+            posterior.check_inputs(x)
         yield parts(x), y.to(device)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dissensus.core import batch as batches
+from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.predict import predict
 
@@ -22,6 +23,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's standard
     deviation by it. Use held-out data, not the training or the test set.
     """
+    check_loader(loader)
     before = float(posterior.temperature)
     posterior.temperature.fill_(1.0)
     try:

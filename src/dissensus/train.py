@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from dissensus.checkpoint import resume, write_checkpoint
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
+from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.normalization import enough_examples
 from dissensus.core.posterior import Posterior, evaluation, refresh
@@ -80,6 +81,7 @@ def fit(
     file written after each epoch, or every `checkpoint_seconds` and at the end; if it exists, training goes on from it.
     """
     _check(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
+    check_loader(loader, validation)
     posterior.to(_device(device, posterior))
     if optimizer is None:
         if scheduler is not None:

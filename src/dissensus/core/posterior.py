@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import seam
+from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
@@ -55,7 +55,7 @@ class Posterior(nn.Module, ABC):
         norms = norm_parameters(particles.template.network)
         self._without_prior = {f"network.{name}" for name in norms}
         self.first_layer_prior: EmpCov | None = None
-        self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
+        self._known = inputs.Known()
         self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
@@ -192,9 +192,10 @@ class Posterior(nn.Module, ABC):
                 f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
             )
         x = batches.to(x, self.device)
-        self.output_shape(x)
         with evaluation(self):
-            return self.tempered(self.draw().predict(x))
+            drawn = self.draw()  # where there is nothing to draw from, that is said first
+            self.check_inputs(x)
+            return self.tempered(drawn.predict(x))
 
     def __repr__(self) -> str:
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
@@ -250,23 +251,20 @@ class Posterior(nn.Module, ABC):
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
-        key = tuple((tuple(t.shape[1:]), t.dtype) for t in batches.tensors(x))
-        size = batches.size(x)
-        if key not in self._output_shapes:
-            with evaluation(self), Watch() as watch:
-                particles, row = self.particles, self.particles.rows().at(0)
-                state = {**particles.shared_buffers(), **row.buffers}
-                params = {**particles.shared_parameters(), **row.own}
-                with batches.unchanged(x):
-                    outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
-                self.draws_itself |= watch.drew
-            if outputs.ndim == 0 or outputs.shape[0] != size:
-                raise ValueError(
-                    f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
-                    "let the network keep the batch axis"
-                )
-            self._output_shapes[key] = outputs.shape[1:]
-        return torch.Size((size, *self._output_shapes[key]))
+        return self._known.output_shape(x, self._first_member, self.likelihood.doubt, self.temperature.dtype)
+
+    def check_inputs(self, x: Inputs) -> None:
+        """Raises a clear error where the network cannot take x, or x has no batch axis; runs one example per shape of x."""
+        self._known.check(x, self._first_member, self.temperature.dtype)
+
+    def _first_member(self, x: Inputs) -> Tensor:
+        particles, row = self.particles, self.particles.rows().at(0)
+        state = {**particles.shared_buffers(), **row.buffers}
+        params = {**particles.shared_parameters(), **row.own}
+        with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.of_its_dtype(x, particles):
+            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
+            self.draws_itself |= watch.drew
+        return outputs
 
 
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
@@ -275,6 +273,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
     are stored anyway are left alone. `fit` calls this at its end.
     """
+    inputs.check_loader(loader)
     posterior.store_draw(loader)
 
 

@@ -53,7 +53,7 @@ class Functions:
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
         x = batches.to(x, self.device)
-        self.posterior.output_shape(x)
+        self.posterior.check_inputs(x)
         with batches.unchanged(x):
             described = self._describe(x)
         return self.posterior.tempered(self.drawn.likelihood.predictive(*described))
@@ -63,7 +63,7 @@ class Functions:
         if not self.logits:
             return Answer(self.predict(x), None)
         x = batches.to(x, self.device)
-        self.posterior.output_shape(x)
+        self.posterior.check_inputs(x)
         with batches.unchanged(x):
             outputs, *described = self._everything(x)
         predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
