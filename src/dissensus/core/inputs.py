@@ -46,7 +46,7 @@ class Known:
         key = _kind(x, dtype)
         if batches.size(x) == 0 or key in self.taken or key in self.shapes:
             return
-        if not takes_one_example(run, x):
+        if not takes_fewer_examples(run, x):
             outputs_of(run, x)
         self.taken.add(key)
 
@@ -69,7 +69,7 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
     kept = outputs.ndim > 0 and outputs.shape[0] == size
     # Linear layers take any number of axes in front, convolutions take single images: the numbers of one example are then
     # read as examples. One that is cut off says so, unless the network runs at one size of batch only.
-    if isinstance(x, Tensor) and (not kept or not takes_one_example(run, x)):
+    if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
         alone = _answer(run, x[None])
         if alone is not None and alone.shape == (1, *outputs.shape):
             raise _without_batch_axis(x)
@@ -81,12 +81,18 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
     return outputs
 
 
-def takes_one_example(run: Run, x: Inputs) -> bool:
-    """Whether the first row of x alone gives one row of outputs. Only of one tensor: rows of several may hang together."""
-    if not isinstance(x, Tensor) or x.ndim == 0 or len(x) == 0:
+def takes_fewer_examples(run: Run, x: Inputs) -> bool:
+    """Whether the first row of x alone gives one row of outputs, or the first two give two (batch norm may need them).
+
+    Only of one tensor: rows of several may hang together.
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
         return False
-    one = _answer(run, x[:1])
-    return one is not None and one.ndim > 0 and one.shape[0] == 1
+    for few in (1, 2):
+        found = _answer(run, x[:few]) if len(x) >= few else None
+        if found is not None and found.ndim > 0 and found.shape[0] == few:
+            return True
+    return False
 
 
 def _answer(run: Run, x: Inputs) -> Tensor | None:
