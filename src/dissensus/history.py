@@ -25,7 +25,7 @@ class History:
     """What `fit` returns: one entry per epoch, and which one was kept."""
 
     epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None without validation
+    best: int | None = None  # the epoch kept by validation; None where none was chosen
     engine: str | None = None  # how members ran
     memory: Memory | None = None  # what training was expected to need
 

@@ -132,7 +132,12 @@ def unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
 def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
     expected = posterior.state_dict()
-    if missing := sorted(expected.keys() - tensors.keys()):
+    later = {
+        f"{prefix}.{name}"
+        for prefix, module in posterior.named_modules()
+        for name in getattr(module, "added_since", ())
+    }
+    if missing := sorted(expected.keys() - tensors.keys() - later):
         raise ValueError(
             f"expected a tensor {missing[0]}, got a file without it; load it into the network it was saved from"
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 def grouped(
@@ -36,3 +37,13 @@ def grouped(
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
     """Factor of the learning rate at the share t of the run: 1 until `start`, linear to `floor` at `end`."""
     return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
+
+
+def check_optimizer(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+    """Raises where the optimiser holds none of a posterior's parameters: it would train nothing, without a word."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in parameters):
+        raise ValueError(
+            "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
+            "they are given: build the optimizer on posterior.parameters()"
+        )

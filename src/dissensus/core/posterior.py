@@ -34,6 +34,8 @@ class Posterior(nn.Module, ABC):
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
+    untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
+    keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
 
     temperature: Tensor
     steps: Tensor
@@ -48,6 +50,7 @@ class Posterior(nn.Module, ABC):
         self.data_size = data_size
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
+        self.began = 0  # the step at which the run began
         self.batches_per_step = 1  # whose gradients are gathered; `fit` tells
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -127,6 +130,11 @@ class Posterior(nn.Module, ABC):
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again around a network."""
 
+    def identity(self) -> dict[str, Any]:
+        """What a run must agree in, all JSON, to go on from a checkpoint: the method and the settings that training reads."""
+        settings = {key: value for key, value in self.config().items() if key not in self.untrained}
+        return {"method": self.name, "class": type(self).__name__, **settings}
+
     @classmethod
     @abstractmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
@@ -171,10 +179,16 @@ class Posterior(nn.Module, ABC):
         self.check_batch(x, y)
         return seam.backward(self, x, y, weight)
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        """Tells the method how long the run will be, so that its schedules know."""
-        self.steps_per_epoch = steps_per_epoch
-        self.epochs = epochs
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        """Tells the method how long the whole run is, and how many steps of it are done, so that its schedules know."""
+        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+        self.began = int(self.steps) - done
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        """Tells the method that a run begins whose length its first epoch will tell; `begin` follows then."""
+        if self.began != int(self.steps):  # what was told is of another run
+            self.steps_per_epoch = self.epochs = None
+        self.began = int(self.steps)
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """The method's clock: to be called after every optimizer.step()."""

@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ class Sampled(Posterior):
     was trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
+    untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     stored: Particles | None
 
     def __init__(

@@ -28,6 +28,7 @@ class MCDropout(Posterior):
     """
 
     name = "mc_dropout"
+    untrained = ("samples",)
     seed: Tensor
 
     def __init__(

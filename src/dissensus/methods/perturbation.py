@@ -19,6 +19,7 @@ class GaussianPerturbation(Sampled):
     """
 
     name = "gaussian_perturbation"
+    untrained = (*Sampled.untrained, "noise")
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class SWAG(Recorded):
     """
 
     name = "swag"
+    untrained = (*Recorded.untrained, "scale")
     mean_vector: Tensor
     square_sum: Tensor
     deviations: Tensor

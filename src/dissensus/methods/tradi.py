@@ -35,6 +35,7 @@ class TRADI(Sampled):
     """
 
     name = "tradi"
+    untrained = (*Sampled.untrained, "covariance", "features", "bandwidth")
 
     def __init__(
         self,
@@ -81,8 +82,15 @@ class TRADI(Sampled):
         )
         self._start()
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        super().begin(steps_per_epoch, epochs, done=done)
+        self._start_here()
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        super().begin_unmeasured(epochs)
+        self._start_here()
+
+    def _start_here(self) -> None:
         if not self.ready:  # weights may have been loaded into the network since this was built
             self._start()
 
