@@ -1,5 +1,7 @@
 """What `fit` refuses before anything is trained."""
 
+import torch.distributed as distributed
+
 from dissensus.core.posterior import Posterior
 
 
@@ -24,3 +26,16 @@ def check_settings(
         )
     if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def check_ranks(ranks: str | None) -> None:
+    """Raises where several processes of a group would each train a model of their own without having asked for that."""
+    if ranks not in (None, "independent"):
+        raise ValueError(f'expected ranks of None or "independent", got {ranks!r}; leave it out in a single process')
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if ranks is None and grouped and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"expected one process, got rank {distributed.get_rank()} of {distributed.get_world_size()}: fit does not share "
+            "gradients or members between ranks, so each would train another model; call it on one rank (members run together "
+            'on one GPU), or pass ranks="independent" for a run per rank with a seed and a checkpoint of its own'
+        )

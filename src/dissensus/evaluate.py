@@ -93,7 +93,13 @@ def evaluate(
         moved = {name: predictions(functions, each, name=name, like=test.shapes) for name, each in shift.items()}
         damaged = None if spec is None else corrupted_counts(functions, loader, spec)
         return evaluation_of(
-            test, ood=foreign, shift=moved, corrupted=damaged, score=score, parameters=parameters(posterior)
+            test,
+            ood=foreign,
+            shift=moved,
+            corrupted=damaged,
+            score=score,
+            parameters=parameters(posterior),
+            temperature=float(posterior.temperature),
         )
 
 
@@ -106,10 +112,12 @@ def evaluation_of(
     score: str,
     parameters: int,
     prevalence: float | None = None,
+    temperature: float = 1.0,
 ) -> Evaluation:
     """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken.
 
-    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to.
+    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
+    predictions, stated where it is not 1.
     """
     classes = isinstance(test.predictive, ClassificationPredictive)
     part: Any = classification if classes else regression
@@ -131,6 +139,7 @@ def evaluation_of(
     found |= part.member_metrics(test)
     if classes and test.members > 1:
         found |= _member_ood(test, ood, score)
+    found |= _stated(temperature)
     found |= {"cost/parameters": float(parameters), "cost/predict_ms": test.milliseconds}
     return Evaluation(
         kind="classification" if classes else "regression",
@@ -166,6 +175,11 @@ def number(value: float) -> str:
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _stated(temperature: float) -> dict[str, float]:
+    """The temperature as a metric, where there is one: whoever reads the numbers must know of it."""
+    return {} if temperature == 1.0 else {"temperature": temperature}
 
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
@@ -231,6 +245,7 @@ def _segmentation(
         found |= damaged.metrics()
         arrays |= damaged.arrays()
     found |= sums.member_metrics()
+    found |= _stated(float(functions.posterior.temperature))
     found |= {
         "cost/parameters": float(parameters(functions.posterior)),
         "cost/predict_ms": 1000 * sums.seconds / images,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.checks import check_settings
+from dissensus.checks import check_ranks, check_settings
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.inputs import check_loader
@@ -71,6 +71,7 @@ def fit(
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
+    ranks: Literal["independent"] | None = None,
 ) -> History:
     """The history of training the posterior in place.
 
@@ -83,8 +84,10 @@ def fit(
     run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
     is the GPU if there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a
     file written after each epoch, or every `checkpoint_seconds` and at the end; if it exists, training goes on from it.
+    `ranks`: "independent" lets every process of a distributed group train a model of its own; else several are refused.
     """
     check_loader(loader, validation)
+    check_ranks(ranks)
     check_settings(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
     posterior.to(_device(device, posterior))
     default = optimizer is None
@@ -103,7 +106,9 @@ def fit(
     posterior.batches_per_step = accumulate
     length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
-    run = _Run(posterior, optimizer, engine, settings, steps=(length.batches or 1) * epochs)
+    run = _Run(
+        posterior, optimizer, engine, settings, steps=(length.batches or posterior.steps_per_epoch or 1) * epochs
+    )
     written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
 
     with _current(posterior.device), run, Progress(epochs, length.batches, title=posterior.name, show=progress) as bar:

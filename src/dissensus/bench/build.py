@@ -61,13 +61,18 @@ def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posteri
 
 
 def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in from the data."""
+    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
     for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
         if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
             raise ValueError(
                 f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
                 f"in the task, or pass --set method.{config.method}.{name}=…"
             )
+    if config.training.get("patience") is not None and not METHODS[base_name(config.method)].keeps_best:
+        raise ValueError(
+            f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
+            f"{config.training['patience']}; leave it out, or bench that method in a task of its own"
+        )
 
 
 def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         unit = "nats" if quantity == "entropy" else ""
         found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
     found += [
+        Measure("temperature", "Temperature", "", None, 1, 3),
         Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
         Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
         Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),

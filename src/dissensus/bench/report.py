@@ -111,6 +111,8 @@ MEANINGS = {
     "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
     "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
     "Width of 90 % intervals": "how wide those intervals are, in the target's units",
+    "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
+    "numbers were measured: fitted on held-out data, 1 where there is none",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
     "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "

@@ -239,6 +239,7 @@ class Run:
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
             parameters=parameters(posterior),
             prevalence=self.config.evaluation.get("prevalence"),
+            temperature=float(posterior.temperature),
         )
         facts = read_json(self.folder / "training.json")
         if "seconds" not in facts:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+# Who was checked against which optimiser last: not an attribute, which copies and pickles of a posterior would carry along.
+_checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 
 
 def grouped(
@@ -47,3 +52,13 @@ def check_optimizer(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
             "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
             "they are given: build the optimizer on posterior.parameters()"
         )
+
+
+def check_once(posterior: nn.Module, optimizer: Optimizer) -> None:
+    """`check_optimizer`, the first time this posterior meets this optimiser: on the host, reading no tensor."""
+    if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
+        return
+    known = _checked.get(posterior)
+    if known is None or known() is not optimizer:
+        check_optimizer(posterior.parameters(), optimizer)
+        _checked[posterior] = weakref.ref(optimizer)

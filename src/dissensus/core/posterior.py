@@ -22,7 +22,7 @@ from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.optimisation import grouped, plateau_linear
+from dissensus.core.optimisation import check_once, grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
@@ -192,6 +192,7 @@ class Posterior(nn.Module, ABC):
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """The method's clock: to be called after every optimizer.step()."""
+        check_once(self, optimizer)
         self.steps += 1
 
     def forward(self, x: Inputs) -> Tensor:
