@@ -470,9 +470,7 @@ def test_a_member_that_diverges_is_named():
         ds.fit(posterior, [(torch.ones(6, 4), labels)], epochs=2, **QUIET)
     assert isinstance(error.value, ValueError)
     assert (error.value.members, error.value.step) == ([1], 1)
-    after = tiny.state(posterior)["particles.own.network.weight"]
-    assert bool(after[[0, 2]].isfinite().all())  # the others are not drawn along
-    assert not torch.equal(after[0], before["particles.own.network.weight"][0])
+    assert tiny.largest_difference(tiny.state(posterior), before) == 0  # it was seen before anything moved
 
 
 def test_members_that_diverge_in_training_are_named():

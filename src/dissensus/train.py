@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
 from dissensus.checks import check_ranks, check_settings
 from dissensus.core import batch as batches
-from dissensus.core.errors import Diverged
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.normalization import enough_examples
@@ -173,14 +172,13 @@ class _Run:
             if batches.size(x) == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batches.check_finite(x)
+            batches.check_weight(weight)
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
             y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
             with enough_examples(x):
                 step = self.step or self._build(x, y, weight)
                 losses = step(x, y, weight)
-            if device.type == "cpu":
-                _check_finite_losses(losses, step=int(posterior.steps))
             total = losses.clone() if total is None else total.add_(losses)
             count += 1
             bar.step()
@@ -189,11 +187,8 @@ class _Run:
                 "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
             )
         self.step.finish()
-        mean = (total / count).double().cpu()
-        _check_finite_losses(
-            mean, step=int(posterior.steps)
-        )  # on a GPU once per epoch: reading each step would stall it
-        return mean
+        self.step.check()
+        return (total / count).double().cpu()
 
     def ran(self) -> Plan | None:
         """The plan as it turned out, fallbacks included."""
@@ -242,11 +237,12 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
         drawn = posterior.current()
         for batch in loader:
             x, y, weight = batches.unpack(batch)
-            batches.check_finite(x)
+            batches.check_finite(x, anywhere=True)
+            batches.check_weight(weight)
             x = batches.to(x, posterior.device)
             posterior.check_batch(x, y)
             y = y.to(posterior.device)
-            predictive = posterior.tempered(drawn.predict(x))
+            predictive = posterior.checked(drawn.predict(x))
             counted = posterior.likelihood.counted(y)
             log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
             w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
@@ -257,11 +253,6 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count
-
-
-def _check_finite_losses(losses: Tensor, *, step: int) -> None:
-    if not losses.isfinite().all():
-        raise Diverged((~losses.isfinite()).nonzero().flatten().tolist(), step)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

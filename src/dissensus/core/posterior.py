@@ -20,6 +20,7 @@ from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
+from dissensus.core.finite import check_predictions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.optimisation import check_once, grouped, plateau_linear
@@ -171,11 +172,15 @@ class Posterior(nn.Module, ABC):
         Its gradient is what members follow. Coupling terms are linearised (v has no graph): the value is no potential to
         compare over steps.
         """
+        batches.check_finite(x)
+        batches.check_weight(weight)
         self.check_batch(x, y)
         return seam.loss(self, x, y, weight)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses, one per member; adds to `.grad` what `loss(x, y).backward()` would."""
+        batches.check_finite(x)
+        batches.check_weight(weight)
         self.check_batch(x, y)
         return seam.backward(self, x, y, weight)
 
@@ -206,11 +211,12 @@ class Posterior(nn.Module, ABC):
             raise TypeError(
                 f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
             )
+        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with evaluation(self):
             drawn = self.draw()  # where there is nothing to draw from, that is said first
             self.check_inputs(x)
-            return self.tempered(drawn.predict(x))
+            return self.checked(drawn.predict(x))
 
     def __repr__(self) -> str:
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
@@ -221,6 +227,14 @@ class Posterior(nn.Module, ABC):
             f"{f' + {frozen:,} frozen' if frozen else ''}, "
             f"likelihood={type(self.likelihood).__name__})"
         )
+
+    def checked(self, predictive: Predictive, *, first: int = 0) -> Predictive:
+        """The predictive at this posterior's temperature; Diverged, with the members' numbers, where it holds NaN.
+
+        `first`: the number of its first member.
+        """
+        check_predictions(predictive.described(), self.steps, first=first)
+        return self.tempered(predictive)
 
     def tempered(self, predictive: Predictive) -> Predictive:
         """The predictive at this posterior's temperature (see `ds.temperature_scale`)."""

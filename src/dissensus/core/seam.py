@@ -52,15 +52,26 @@ def backward(
     posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
-    particles = posterior.particles
-    with _turn(posterior), without_onednn(particles.small_products):
-        found = (strategy or automatic)(posterior, x, y, weight)
-        particles.write_buffers(found.buffers)
-    if posterior.mixes:
-        found = Gradients(found.losses, posterior.mix(found.gradients), found.buffers)
-    parameters = {**particles.shared_parameters(), **particles.own_parameters()}
+    with _turn(posterior):
+        found = find(posterior, x, y, weight, strategy)
+        posterior.particles.write_buffers(found.buffers)
+    add_gradients(posterior, posterior.mix(found.gradients) if posterior.mixes else found.gradients)
+    return found.losses
+
+
+def find(
+    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
+) -> Gradients:
+    """Losses, gradients before they are mixed, and buffers afterwards; nothing is changed."""
+    with _turn(posterior), without_onednn(posterior.particles.small_products):
+        return (strategy or automatic)(posterior, x, y, weight)
+
+
+def add_gradients(posterior: Posterior, gradients: Tensors) -> None:
+    """Adds gradients by name to `.grad`."""
+    parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     taken: set[int] = set()
-    for name, gradient in found.gradients.items():
+    for name, gradient in gradients.items():
         parameter = parameters[name]
         if parameter.grad is None:
             # In the parameter's memory layout, which vmap does not keep: fused optimisers assume it silently. And in memory
@@ -70,7 +81,6 @@ def backward(
             taken.add(gradient.data_ptr())
         else:
             parameter.grad.add_(gradient)
-    return found.losses
 
 
 def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:

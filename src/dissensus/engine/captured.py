@@ -62,11 +62,15 @@ class CapturedStep:
             self.plain_last = False
         losses = graph.replay(x, y, weight)
         if not graph.observes:
-            self.posterior.observe(self.step.optimizer)
+            self.step.guard.observe()
         return losses
 
     def finish(self) -> None:
         self.step.finish()
+
+    def check(self) -> None:
+        """Raises Diverged for the first step that was skipped because losses or gradients were not finite."""
+        self.step.check()
 
     def close(self) -> None:
         """Gives the optimiser its settings back and frees the graphs."""

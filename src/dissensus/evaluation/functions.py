@@ -52,21 +52,23 @@ class Functions:
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
+        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         self.posterior.check_inputs(x)
         with batches.unchanged(x):
             described = self._describe(x)
-        return self.posterior.tempered(self.drawn.likelihood.predictive(*described))
+        return self.posterior.checked(self.drawn.likelihood.predictive(*described))
 
     def answer(self, x: Inputs) -> Answer:
         """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
         if not self.logits:
             return Answer(self.predict(x), None)
+        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         self.posterior.check_inputs(x)
         with batches.unchanged(x):
             outputs, *described = self._everything(x)
-        predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
+        predictive = self.posterior.checked(self.drawn.likelihood.predictive(*described))
         # The energy of the logits at the posterior's temperature, member by member.
         flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))
         return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
