@@ -55,7 +55,10 @@ def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
 @pytest.mark.parametrize(
     ("weight", "text"),
     [
-        (torch.tensor([1.0, torch.nan]), "expected finite example weights of at least 0, got nan in row 1 of a batch; give"),
+        (
+            torch.tensor([1.0, torch.nan]),
+            "expected finite example weights of at least 0, got nan in row 1 of a batch; give",
+        ),
         (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
         (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
         (torch.tensor([1, -2]), "got -2 in row 1"),
@@ -82,7 +85,9 @@ def test_weights_may_be_whole_numbers_booleans_and_zero():
     for weight in (torch.tensor([0, 0]), torch.tensor([True, False]), torch.zeros(2), None):
         batches.check_weight(weight)
     with pytest.raises(TypeError, match="expected example weights as a tensor, got list"):
-        ds.fit(ds.MAP(nn.Linear(3, 2)), [(torch.ones(2, 3), torch.tensor([0, 1]), [1.0, 2.0])], epochs=1, progress=False)
+        ds.fit(
+            ds.MAP(nn.Linear(3, 2)), [(torch.ones(2, 3), torch.tensor([0, 1]), [1.0, 2.0])], epochs=1, progress=False
+        )
 
 
 def test_losses_and_gradients_are_not_asked_for_at_inputs_that_are_not_finite():

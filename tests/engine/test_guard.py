@@ -34,7 +34,7 @@ class Marked(nn.Module):
         if Marked.mode == "loss":
             return features + torch.where(self.bad > 0, NAN, 0.0)
         if Marked.mode == "gradient":  # √0 has an infinite slope, which times 0 is NaN: the value is fine
-            return features + torch.sqrt((1.0 - self.bad) + 0.0 * features)  - torch.sqrt(1.0 - self.bad)
+            return features + torch.sqrt((1.0 - self.bad) + 0.0 * features) - torch.sqrt(1.0 - self.bad)
         return features
 
 
@@ -244,7 +244,9 @@ def test_a_last_step_that_explodes_is_seen() -> None:
     with torch.no_grad():
         posterior.particles.own_parameters()["network.bias"][2] = 1e15
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e30)
-    with pytest.raises(ds.Diverged, match="expected finite weights, got a weight that is not finite in member 2 at step 1"):
+    with pytest.raises(
+        ds.Diverged, match="expected finite weights, got a weight that is not finite in member 2 at step 1"
+    ):
         ds.fit(posterior, [(X.float(), torch.zeros(12, 1))], optimizer=optimizer, **QUIET)
 
 

@@ -107,7 +107,9 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
         if not bool(tensor.amax() < math.inf):  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
-            raise ValueError(f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf may stand in masks)")
+            raise ValueError(
+                f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf may stand in masks)"
+            )
 
 
 def check_weight(weight: object) -> None:
