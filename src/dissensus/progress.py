@@ -8,11 +8,12 @@ from typing import Any
 class Progress:
     """`step()` after every batch, `epoch(text)` after every epoch; used as a context manager."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool) -> None:
+    def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool | str) -> None:
+        """`show`: whether to, or under which title in place of `title`."""
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
-        self.title = title
-        self.lines = show and not sys.stderr.isatty()
+        self.title = show if isinstance(show, str) else title
+        self.lines = bool(show) and not sys.stderr.isatty()
         self.bar: Any = None
         self.task: Any = None
         if show and sys.stderr.isatty():

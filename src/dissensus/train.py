@@ -67,7 +67,7 @@ def fit(
     engine: str = "auto",
     device: torch.device | str | None = None,
     callback: Callable[[Epoch], object] | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
@@ -81,9 +81,10 @@ def fit(
     default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
     `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
     run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
-    is the GPU if there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a
-    file written after each epoch, or every `checkpoint_seconds` and at the end; if it exists, training goes on from it.
-    `ranks`: "independent" lets every process of a distributed group train a model of its own; else several are refused.
+    is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
+    each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
+    `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
+    of a distributed group train a model of its own; else several are refused.
     """
     check_loader(loader, validation)
     check_ranks(ranks)

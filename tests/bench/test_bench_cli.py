@@ -1,10 +1,17 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
+import subprocess
 import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import dissensus as ds
 from dissensus.bench import cli
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -120,3 +127,33 @@ def test_no_arguments_print_the_help(dissensus):
     code, out, err = dissensus()
     assert code == 2
     assert "bench" in out + err
+
+
+def test_a_variant_trains_under_its_own_name(dissensus):
+    code, _, err = dissensus(
+        "train", "forde-variants", "--method", "forde-1_N", "--size", "smoke", "--set", "training.epochs=1"
+    )
+    assert code == 0
+    assert "forde-1_N  epoch 1/1" in err
+    assert "forde  epoch" not in err
+
+
+def test_the_version_is_that_of_the_package(dissensus):
+    assert dissensus("--version") == (0, f"dissensus {ds.__version__}\n", "")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ds.__version__ == project["version"] == metadata.version("dissensus")
+    assert f"\nversion: {ds.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_without_arguments_the_help_is_shown(dissensus):
+    _, out, _ = dissensus()
+    assert "Usage: dissensus" in out
+    for command in ("bench", "train", "evaluate", "report", "list", "--version"):
+        assert command in out
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["--version"], f"dissensus {ds.__version__}"), ([], "Usage:")])
+def test_the_package_can_be_run_as_a_module(arguments, expected):
+    done = subprocess.run([sys.executable, "-m", "dissensus", *arguments], capture_output=True, text=True, check=False)
+    assert expected in done.stdout
+    assert "Traceback" not in done.stderr

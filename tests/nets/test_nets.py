@@ -80,7 +80,7 @@ def test_vgg16_is_that_of_the_papers():
 
 
 def test_wide_resnet_is_that_of_the_papers():
-    """Zagoruyko & Komodakis 2016, 36.5, 17.2, 11.0 and 8.9 million (28-10, 22-8, 16-8, 40-4); 9,475 node latents at the inputs."""
+    """Zagoruyko & Komodakis 2016: 36.5, 17.2, 11.0 and 8.9 million (28-10, 22-8, 16-8, 40-4); 9,475 layer inputs."""
     network = ds.nets.WideResNet(28, 10)
     assert parameters(network) == 36_479_194
     assert sum(layer_inputs(network)) == 9_475

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
+from dissensus import __version__
 from dissensus.bench import jobs
 from dissensus.bench.claims import claims
 from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
@@ -39,6 +40,21 @@ Sets = Annotated[list[str], typer.Option("--set", help="Override a value: traini
 Out = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
 Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"dissensus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What may stand before a command."""
 
 
 @app.command()
@@ -136,7 +152,9 @@ def list_(data: Data = None) -> None:
 def main() -> None:
     """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
     try:
-        code = app(standalone_mode=False)  # what a command exits with, where it does not come back by itself
+        code = app(
+            prog_name="dissensus", standalone_mode=False
+        )  # what a command exits with, where it does not come back by itself
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise

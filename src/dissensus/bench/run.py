@@ -159,7 +159,7 @@ class Run:
                 precision=training.get("precision", "auto"),
                 engine=training.get("engine", "auto"),
                 callback=self._callback(posterior),
-                progress=progress,
+                progress=self.config.method if progress else False,  # a variant's own name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
             )

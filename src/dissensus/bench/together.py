@@ -121,6 +121,11 @@ class Watchers:
         return [i for i, leader in enumerate(self.leader) if leader == i and mine[i]]
 
 
+def _title(waiting: Sequence[Run]) -> str:
+    first, *others = [run.config.method for run in waiting]
+    return f"{first} and {len(others)} more" if others else first
+
+
 def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
     """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
     first, data = runs[0], runs[0].data
@@ -138,7 +143,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         "clip": training.get("clip"),
         "precision": training.get("precision", "auto"),
         "engine": training.get("engine", "auto"),
-        "progress": progress,
+        "progress": _title(waiting) if progress else False,
     }
 
     def log(runs: Sequence[Run], after: int) -> Callable[[Epoch], None]:
