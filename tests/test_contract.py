@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import random
 
@@ -455,21 +456,30 @@ def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
 def test_temperature_one_leaves_predictions_alone(build):
     posterior, (x, _) = build(), tiny.points()
     before = posterior.predict(x).members
-    posterior.temperature.fill_(1.0)
-    assert torch.equal(posterior.predict(x).members, before)
+    with torch.random.fork_rng(), torch.no_grad():
+        logits = posterior.eval()(x)  # the functions themselves, which know of no temperature
+    torch.testing.assert_close(before, logits.log_softmax(2), rtol=0, atol=1e-12)
     posterior.temperature.fill_(2.0)
     expected = (before / 2).log_softmax(2)
     torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+    posterior.temperature.fill_(1.0)
+    assert torch.equal(posterior.predict(x).members, before)
+
+
+# factors of the rate over ten epochs: constant for the first half, linear to 1 % at 90 %, constant again
+PLAIN = [1.0] * 6 + [1 - 0.99 * (t - 0.5) / 0.4 for t in (0.6, 0.7, 0.8)] + [0.01]
+# Maddox et al. 2019: before the last quarter constant for half the time, linear to one half at 90 % of it
+TAIL = [1.0] * 4 + [1 - 0.5 * (t / 0.75 - 0.5) / 0.4 for t in (0.4, 0.5, 0.6)] + [0.5] * 3
+# Huang et al. 2017, eq. (2): a cosine from 1 to 0 in each of three parts
+CYCLES = [0.5 + 0.5 * math.cos(math.pi * t) for t in (0, 0.3, 0.6, 0.9, 0.2, 0.5, 0.8, 0.1, 0.4, 0.7)]
+SCHEDULES = {"swag": TAIL, "swa": TAIL, "snapshot_ensemble": CYCLES}
 
 
 def test_the_default_optimizer_and_schedule_fit(build):
     posterior, (x, y) = build(), tiny.points()
     history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")
-    # constant for the first half, linear to 1 % at 90 %, constant again
-    plain = [1e-3] * 6 + [1e-3 * (1 - 0.99 * (t - 0.5) / 0.4) for t in (0.6, 0.7, 0.8)] + [1e-5]
-    own = type(posterior).default_schedule is not ds.Posterior.default_schedule
-    expected = [1e-3 * posterior.default_schedule(10)(epoch) for epoch in range(10)] if own else plain
-    assert [epoch.lr for epoch in history.epochs] == pytest.approx(expected, rel=1e-9)
+    factors = SCHEDULES.get(posterior.name, PLAIN)
+    assert [epoch.lr for epoch in history.epochs] == pytest.approx([1e-3 * factor for factor in factors], rel=1e-9)
 
 
 def test_a_prior_needs_the_size_of_the_data(build):
