@@ -132,7 +132,9 @@ def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     x = (a, b) if kind is tuple else {"a": a, "b": b}
     posterior = build(tiny.Pair).eval()
     posterior.backward(x, y)
-    assert all(bool(g.isfinite().all()) for g in tiny.gradients(posterior).values())
+    gradients = tiny.gradients(posterior)
+    assert gradients.keys() == {name for name, parameter in posterior.named_parameters() if parameter.requires_grad}
+    assert all(bool(g.isfinite().all()) for g in gradients.values())
     drawn = posterior.draw()
     torch.testing.assert_close(drawn(x)[0], drawn.member(0)(a, b), rtol=0, atol=1e-12)
     assert posterior.predict(x).mean.shape == (12, 3)
@@ -318,7 +320,7 @@ def test_predict_leaves_modes_and_random_streams_as_found(build):
 def test_predict_leaves_the_world_as_found_even_when_it_fails(build):
     posterior = build().train()
     modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         posterior.predict(torch.zeros(3, 99, dtype=torch.float64))
     assert [m.training for m in posterior.modules()] == modes
     assert torch.equal(torch.get_rng_state(), stream)

@@ -162,7 +162,7 @@ def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
         def config(self):
             return {"noise": torch.ones(1)}
 
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         ds.save(ds.MAP(ds.nets.MLP(4, 1), likelihood=Odd(noise=1.0)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -95,6 +95,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     text = (page / "report.html").read_text()
     found = checked(text)
     assert "script" not in found.tags
+    assert found.links
     assert all(link.startswith(("data:", "#")) for link in found.links)
     assert "http://" not in text
     assert "https://" not in text

@@ -58,11 +58,14 @@ def test_own_and_shared_tensors_are_clipped_apart():
 
 
 def test_no_gradient_and_zero_gradients_are_left_alone():
-    posterior = ds.MAP(tiny.mlp())
-    for parameter in posterior.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert clip_members(posterior.particles, 1.0).tolist() == [0.0]
-    assert all(float(g.abs().max()) == 0 for g in tiny.gradients(posterior).values())
+    for posterior in (ds.MAP(tiny.mlp()), tiny.ensemble(tiny.mlp, members=2)):
+        zeros = [0.0] * posterior.particles.members
+        assert clip_members(posterior.particles, 1.0).tolist() == zeros
+        assert not tiny.gradients(posterior)
+        for parameter in posterior.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert clip_members(posterior.particles, 1.0).tolist() == zeros
+        assert all(float(p.grad.abs().max()) == 0 for p in posterior.parameters())
 
 
 @pytest.mark.parametrize("scale", [1e-4, 300.0])

@@ -12,6 +12,6 @@ def test_modes_come_back_one_by_one():
     network[1][1].eval()
     with eval_mode(network):
         assert not any(module.training for module in network.modules())
-    with pytest.raises(RuntimeError), eval_mode(network):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), eval_mode(network):
         network(torch.zeros(3, 5))
     assert [module.training for module in network.modules()] == [True, True, True, True, False]
