@@ -362,6 +362,7 @@ def test_state_dict_round_trip(build):
     torch.manual_seed(2)
     other = build()
     other.load_state_dict(posterior.state_dict())
+    assert tiny.strides(other) == tiny.strides(posterior)
     assert torch.equal(other.predict(x).members, posterior.predict(x).members)
     assert int(other.steps) == int(posterior.steps) == 1
 
@@ -387,10 +388,31 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, tmp_path, mon
     for name in saved:
         assert saved[name].dtype == found[name].dtype, name
         assert torch.equal(saved[name], found[name]), name
+    assert tiny.strides(loaded) == tiny.strides(posterior)
     assert type(loaded) is type(posterior)
     assert loaded.config() == posterior.config()
     assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
     assert torch.equal(loaded(x), posterior(x))
+
+
+def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template, tmp_path):
+    posterior = build(tiny.spread_out)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(6, 2, 5, 6, dtype=torch.float64, generator=generator), torch.arange(6) % 3
+    ds.refresh(posterior.eval(), [(x, y)])
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, template(tiny.spread_out))
+    assert tiny.strides(loaded) == tiny.strides(posterior)
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_a_stored_draw_has_memory_of_its_own(build):
+    posterior, (x, y) = build(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    drawn = posterior.draw().particles.own
+    for name, tensor in drawn.state_dict().items():
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
 
 
 def test_config_is_json_and_builds_a_skeleton(build, template):
@@ -400,6 +422,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
     assert config == posterior.config()
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
     skeleton.load_state_dict(posterior.state_dict())
+    assert tiny.strides(skeleton) == tiny.strides(posterior)
     assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
     assert (skeleton.weight_prior_std, skeleton.data_size) == (0.5, 12)
 

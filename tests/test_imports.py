@@ -22,8 +22,10 @@ ALLOWED = {
     "engine": {"core", "engine"},
     "methods": {"core", "engine", "methods"},
     "theory": {"core", "theory"},
-    "storage": {"core", "methods", "nets"},  # a posterior is built again when it is loaded
-    "stored": {"core", "methods", "storage"},
+    "sealed": set(),
+    "skeletons": {"core", "methods", "nets", "sealed"},  # a posterior is built again when it is loaded
+    "storage": {"core", "nets", "sealed", "skeletons"},
+    "stored": {"core", "methods", "sealed", "skeletons", "storage"},
     "history": {"engine"},
     "checks": {"core"},
     "length": {"core"},

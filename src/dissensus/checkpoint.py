@@ -1,7 +1,6 @@
 """Checkpoints of a training run: everything needed to go on as if nothing had happened."""
 
 import copy
-import os
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from dissensus.belonging import description, misfits, warn_of_overruled, without_misfit_draws
+from dissensus.core.atomic import whole
 from dissensus.core.posterior import Posterior
 from dissensus.history import Best, Epoch, History
 from dissensus.loaderstate import loader_state, restore_loader
@@ -44,15 +44,12 @@ def write_checkpoint(
         "engine": history.engine,
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, temporary)
-        os.replace(temporary, path)
+        with whole(path) as temporary:
+            torch.save(state, temporary)
     except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError where a folder is missing
         raise OSError(f"expected a checkpoint that can be written, got {path} ({error}); choose another") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def resume(

@@ -1,6 +1,7 @@
 """One training for many methods: the same numbers as alone, resumable at any moment, and what each would have cost."""
 
 import json
+import os
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from dissensus.bench import jobs
 from dissensus.bench.config import load_task, run_config
 from dissensus.bench.run import Run
-from dissensus.bench.together import companions, shares
+from dissensus.bench.together import companions, remove_leftovers, shares
 from dissensus.methods import TRADI
 
 TASK = """
@@ -207,3 +208,25 @@ def test_what_cannot_be_shared_is_one_clear_error(task_file, tmp_path, override,
     with pytest.raises(ValueError, match=message):
         jobs.bench(load_task(task_file, overrides=[override]), methods=["map", "tradi"], out=tmp_path)
     assert not list(tmp_path.glob("*/training.json"))
+
+
+def test_checkpoints_that_nobody_will_ask_for_are_removed_once_all_runs_are_trained(tmp_path):
+    for name in ("map-seed0", "swag-seed0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").touch()
+    (tmp_path / "map-seed0" / "training.json").touch()
+    (tmp_path / ".together-0123456789ab").mkdir()
+    (tmp_path / ".together-0123456789ab" / "head.pt").touch()
+    remove_leftovers(tmp_path)
+    assert (tmp_path / ".together-0123456789ab" / "head.pt").is_file()  # swag may be trained by somebody now
+    (tmp_path / "swag-seed0" / "training.json").touch()
+    remove_leftovers(tmp_path)
+    assert not (tmp_path / ".together-0123456789ab").exists()
+
+
+def test_a_folder_is_tried_without_leaving_anything_and_what_was_left_is_removed(tmp_path):
+    for name in (".4194304.probe", ".probe.4194304-1-1.tmp"):  # no system has so many processes
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    jobs.checked_folder(tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
-from dissensus.storage import write_whole
+from dissensus.core.atomic import write_whole
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dissensus.bench.config import Task, run_config
-from dissensus.bench.files import write_text
 from dissensus.bench.results import Results, results_of_runs
 from dissensus.bench.run import Run, Tell, silent
 from dissensus.bench.sets import LastData
-from dissensus.bench.together import companions, shares, train_together
+from dissensus.bench.together import companions, remove_leftovers, shares, train_together
 from dissensus.bench.variants import base_name, check_methods
+from dissensus.core.atomic import remove_strays, temporary_name
 from dissensus.evaluate import Evaluation
 from dissensus.methods import METHODS
 
@@ -81,6 +80,7 @@ def run_all(
         else:
             run.train(progress=progress)
         evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    remove_leftovers(out)
     return runs, evaluations
 
 
@@ -117,9 +117,10 @@ def checked_folder(folder: Path) -> Path:
     """The folder, made if need be, and writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}.probe"
-        write_text(probe, "")
+        probe = temporary_name(folder / "probe")
+        probe.touch()
         probe.unlink()
+        remove_strays(folder / "probe")
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(
             f"expected a folder to write to, got a file at {error.filename}; choose another --out"

@@ -138,6 +138,7 @@ class Run:
     def train(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one."""
         if self.trained:
+            (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
             return
         if shares(self.config):
             train_together([self], progress=progress)

@@ -78,6 +78,16 @@ def train_together(runs: Sequence[Run], *, progress: bool = False) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_leftovers(out: Path) -> None:
+    """Removes checkpoints of shared trainings that were stopped, once every run in the folder is trained.
+
+    Not before: a run that was begun and is not trained may be somebody's who trains it now, or goes on with it tomorrow.
+    """
+    if all((path.parent / "training.json").is_file() for path in out.glob("*/config.toml")):
+        for folder in out.glob(".together-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class Watched(Tracked):
     """A tracked run that knows who observes, how long each took, and that nothing is drawn before the end."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.layout import owned
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.normalization import refresh_statistics, statistics_names
@@ -94,7 +95,8 @@ class Sampled(Posterior):
             value = tensor.detach()
             persistent = name in kept
             if name.startswith("network.") and inner in samples:
-                own.plant(name, samples[inner].detach(), persistent=persistent)
+                # Views of one flat tensor would take another path in products than what a file gives back.
+                own.plant(name, owned(samples[inner].detach()), persistent=persistent)
             elif name in statistics:
                 own.plant(name, value.expand(count, *value.shape).clone(), persistent=persistent)
             else:
