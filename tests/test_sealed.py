@@ -26,7 +26,8 @@ def test_folders_of_earlier_versions_are_read(name):
     posterior = ds.load(EARLIER / name)
     stored = load_file(EARLIER / name / TENSORS)
     found = posterior.state_dict()
-    assert found.keys() == stored.keys()
+    assert found.keys() - stored.keys() <= {"snapshots.plan"}  # which those versions did not save
+    assert stored.keys() <= found.keys()
     assert all(torch.equal(found[key], stored[key]) for key in stored)
     batch = torch.zeros(3, 2)
     summary, _ = ds.summarise(EARLIER / name, [(batch, torch.zeros(3, dtype=torch.int64))])
