@@ -39,6 +39,10 @@ Size = Annotated[str, typer.Option(help=f"How long it takes: {', '.join(SIZES)}.
 Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
 Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
+Baseline = Annotated[
+    str | None, typer.Option(help="The method that the others are compared with; the task's by default.")
+]
+Holm = Annotated[bool, typer.Option("--holm", help="Adjust the p-values of a table for the number of its comparisons.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 
 
@@ -66,6 +70,8 @@ def bench(
     size: Size = "short",
     out: Out = None,
     data: Data = None,
+    baseline: Baseline = None,
+    holm: Holm = False,
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
@@ -76,6 +82,8 @@ def bench(
         out=out,
         source=data,
         progress=not quiet,
+        baseline=baseline,
+        holm=holm,
         tell=_silent if quiet else _tell,
     )
     _print_results(results)
@@ -122,10 +130,12 @@ def evaluate(
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; the first run's parent by default.")] = None,
+    baseline: Baseline = None,
+    holm: Holm = False,
 ) -> None:
     """Write results.csv, report.md and report.html of evaluated runs."""
     folder = jobs.found_runs(runs)[0].parent if out is None else out
-    results, written = jobs.report_runs(runs, folder)
+    results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     _print_results(results)
     _print_written(written)
 
@@ -211,6 +221,8 @@ def _print_results(results: Results) -> None:
     console = _console()
     console.print(grid)
     console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+    if all(len(several) == 1 for several in results.methods.values()):
+        console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
     for sentence in claims(results):
         console.print(escape(sentence))
 

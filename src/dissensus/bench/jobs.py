@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dissensus.bench.config import Task, run_config
+from dissensus.bench.names import unknown
 from dissensus.bench.results import Results, results_of_runs
 from dissensus.bench.run import Run, Tell, silent
 from dissensus.bench.sets import LastData
@@ -28,12 +29,19 @@ def bench(
     out: str | Path | None = None,
     source: str | None = None,
     progress: bool = False,
+    baseline: str | None = None,
+    holm: bool = False,
     tell: Tell = silent,
 ) -> tuple[Results, list[Path]]:
-    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens."""
+    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens.
+
+    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number.
+    """
     if seeds < 1:
         raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
     chosen = list(methods or task.methods)
+    if baseline is not None and baseline not in chosen:
+        raise unknown("a method of the bench as baseline", baseline, chosen)
     folder = default_folder(task) if out is None else Path(out)
     runs, evaluations = run_all(
         task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, tell=tell
@@ -43,6 +51,7 @@ def bench(
 
     ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
     results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
+    results = results.compared_with(baseline, holm=holm)
     return results, write_report(results, folder)
 
 
@@ -84,7 +93,9 @@ def run_all(
     return runs, evaluations
 
 
-def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results, list[Path]]:
+def report_runs(
+    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
+) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
     from dissensus.bench.report import write_report  # loads matplotlib
 
@@ -98,7 +109,7 @@ def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
-    results = results_of_runs(runs, evaluations)
+    results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
     return results, write_report(results, checked_folder(Path(out)))
 
 
