@@ -43,7 +43,7 @@ def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
     assert "ood/far_ring/auroc" in out
     again = dissensus("evaluate", "runs/moons-smoke/map-seed3", "--again", "--quiet")
     assert again[0] == 0
-    code, out, _ = dissensus("report", "runs/moons-smoke", "--out", "page")
+    code, out, _ = dissensus("report", "runs/moons-smoke", "--out", "page", "--holm", "--baseline", "map")
     assert code == 0
     assert "page/report.html" in out
     assert (tmp_path / "page" / "report.html").is_file()
@@ -52,9 +52,13 @@ def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
 def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):
     code, out, err = dissensus(
         "bench", "moons", "--size", "smoke", "--methods", "map,deep_ensemble", "--set", "training.epochs=2",
-        "--set", "method.members=3", "--out", "here",
+        "--set", "method.members=3", "--out", "here", "--holm", "--baseline", "deep_ensemble",
     )  # fmt: skip
     assert code == 0
+    assert "one seed: p counts test examples only" in out
+    report = (tmp_path / "here" / "report.md").read_text()
+    assert "Differences to deep_ensemble" in report
+    assert "(Holm)" in report
     assert "Accuracy" in out
     assert "here/report.html" in out
     assert "[2/2] deep_ensemble, seed 0: training" in err
@@ -80,6 +84,7 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
         (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
         (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
         (("bench", "moons", "--size", "huge"), "expected a size"),
+        (("bench", "moons", "--baseline", "deep"), "did you mean 'deep_ensemble'"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
