@@ -7,11 +7,11 @@ them. Example i has the latent value
 
     b_i + u_s + c_i + e_si,
 
-b for both methods, u by method and seed, c by method and example, e by method, seed and example (half of c's size). The NLL of an
-example is softplus(−latent), it is right where the latent value is positive, and foreign inputs have latent values lower by 1.5.
-`noise`: the standard deviation of u over that of the mean of c over the examples; 0 is no seed noise, inf no example noise. Beside
-the report's p: Student's t over seeds alone, the bootstrap over examples alone, and resampling the seeds like the examples.
-`found_k`: share of p < 0.05 where the true difference is k times the standard deviation of the measured one.
+b for both methods, u by method and seed, c by method and example, e by method, seed and example (half of c's size). The NLL of
+an example is softplus(−latent), it is right where the latent value is positive, foreign inputs have latent values lower by 1.5.
+`noise`: the standard deviation of u over that of the mean of c over the examples; 0 is no seed noise, inf no example noise.
+Beside the report's p: Student's t over seeds alone, the bootstrap over examples alone, and resampling the seeds like the
+examples. `found_k`: share of p < 0.05 where the true difference is k times the standard deviation of the measured one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
         for noise in NOISES:
             for seeds in SEEDS:
                 generator = torch.Generator().manual_seed(given.seed)
-                pairs = (drawn(seeds, noise, given.examples, generator) for _ in range(count))
+                pairs = (drawn(key, seeds, noise, given.examples, generator) for _ in range(count))
                 found = [simulated(key, pair, given.resamples, generator) for pair in pairs]
                 about = {"metric": key, "noise": noise, "seeds": seeds, "examples": given.examples}
                 rows.append({**about, "resamples": given.resamples, "simulations": count, **shares(found), **origin})
@@ -80,7 +80,7 @@ def main() -> None:
         write_rows(given.csv, rows)
 
 
-def drawn(seeds: int, noise: float, examples: int, generator: torch.Generator) -> list[list[Evaluation]]:
+def drawn(key: str, seeds: int, noise: float, examples: int, generator: torch.Generator) -> list[list[Evaluation]]:
     """Two methods that are equal, one evaluation per seed."""
     of_examples = 0.0 if math.isinf(noise) else 1.0
     of_seeds = 0.3 if math.isinf(noise) else noise / examples**0.5
@@ -96,18 +96,19 @@ def drawn(seeds: int, noise: float, examples: int, generator: torch.Generator) -
         2, seeds, 1
     )  # foreign inputs are told apart better where test inputs are predicted better
     latent = latent + torch.cat([better.expand(-1, -1, examples), -better.expand(-1, -1, examples)], 2)
-    return [[evaluation(each[:examples], each[examples:]) for each in method] for method in latent]
+    return [[evaluation(key, each[:examples], each[examples:]) for each in method] for method in latent]
 
 
-def evaluation(inside: Tensor, outside: Tensor) -> Evaluation:
-    nll, correct = torch.nn.functional.softplus(-inside), (inside > 0).double()
-    found = {
-        "nll": float(nll.mean()),
-        "accuracy": float(correct.mean()),
-        "ood/far/auroc": float(metrics.auroc(-inside, -outside)),
-    }
+def evaluation(key: str, inside: Tensor, outside: Tensor) -> Evaluation:
+    """With the metric that is looked at."""
+    if key == "nll":
+        nll = torch.nn.functional.softplus(-inside)
+        return Evaluation("classification", {key: float(nll.mean())}, {"test/nll": nll}, SCORE)
+    if key == "accuracy":
+        correct = (inside > 0).double()
+        return Evaluation("classification", {key: float(correct.mean())}, {"test/correct": correct}, SCORE)
     scores = {f"test/score/{SCORE}": -inside, f"ood/far/score/{SCORE}": -outside}
-    return Evaluation("classification", found, {"test/nll": nll, "test/correct": correct} | scores, SCORE, ("far",))
+    return Evaluation("classification", {key: float(metrics.auroc(-inside, -outside))}, scores, SCORE, ("far",))
 
 
 def simulated(key: str, pair: list[list[Evaluation]], resamples: int, generator: torch.Generator) -> Simulated:

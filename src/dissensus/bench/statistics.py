@@ -7,8 +7,9 @@ of their own (splits, drawn sets), what the seeds vary by counts the examples as
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -190,12 +191,25 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
 def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
     """(S, R) the measure of every seed on every resample of so many examples."""
     names = [name for group in measure.samples for name in group]
-    generator = torch.Generator().manual_seed(0)
     found = []
-    rows = max(1, _CHUNK // sum(sizes))
-    for start in range(0, resamples, rows):
-        weights = [resample_counts(n, min(rows, resamples - start), generator) for n in sizes]  # (r, n) each
+    for weights in _weights(tuple(sizes), resamples):
         found.append(
             torch.stack([measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations])
         )
     return torch.cat(found, 1)
+
+
+def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, ...]]:
+    """Tables (r, n) of how often each example is drawn, one for each sample; several of them where one would be too large."""
+    rows = max(1, _CHUNK // sum(sizes))
+    if rows >= resamples:
+        return [_small_weights(sizes, resamples)]
+    generator = torch.Generator().manual_seed(0)
+    starts = range(0, resamples, rows)
+    return (tuple(resample_counts(n, min(rows, resamples - start), generator) for n in sizes) for start in starts)
+
+
+@lru_cache(maxsize=2)  # every measure and method asks for the same; at most 16 MB each
+def _small_weights(sizes: tuple[int, ...], resamples: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(resample_counts(n, resamples, generator) for n in sizes)
