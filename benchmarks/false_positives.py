@@ -39,7 +39,11 @@ NOISES = (0.0, 0.3, 1.0, 3.0, math.inf)
 SIZES = (3, 5, 10)
 ALPHA = 0.05
 SCORE = "max_probability"
-METRICS = {"nll": 1.0, "accuracy": 0.5, "ood/far/auroc": 0.5}  # and the share of the simulations it gets
+METRICS = {  # the share of the simulations it gets, and the noises; AUROC takes twenty times longer than a mean
+    "nll": (1.0, NOISES),
+    "accuracy": (0.5, NOISES),
+    "ood/far/auroc": (0.25, (0.0, 1.0, math.inf)),
+}
 
 
 class Simulated(NamedTuple):
@@ -52,7 +56,7 @@ class Simulated(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulations", type=int, default=2000)
+    parser.add_argument("--simulations", type=int, default=1600)
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--resamples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -66,9 +70,9 @@ def main() -> None:
         "device": device_name(torch.device("cpu")),
     }
     rows: list[Row] = []
-    for key, share in METRICS.items():
+    for key, (share, noises) in METRICS.items():
         count = max(1, round(share * given.simulations))
-        for noise in NOISES:
+        for noise in noises:
             for seeds in SEEDS:
                 generator = torch.Generator().manual_seed(given.seed)
                 pairs = (drawn(key, seeds, noise, given.examples, generator) for _ in range(count))

@@ -82,6 +82,7 @@ def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None =
     weights: how often each input counts; None counts each once.
     """
     thresholds, group = torch.unique(torch.cat([score_in, score_ood]), return_inverse=True)
+    group = len(thresholds) - 1 - group  # highest first
     groups = group[: len(score_in)], group[len(score_in) :]
     if weights is None:
         counts = [torch.bincount(each, minlength=len(thresholds)) for each in groups]
@@ -90,4 +91,4 @@ def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None =
         counts = [
             grouped(weighted(w, len(g), f"the weights of score_{name}"), g, len(thresholds)) for name, w, g in named
         ]
-    return thresholds.flip(0), RankedCounts(counts[0].flip(-1), counts[1].flip(-1))
+    return thresholds.flip(0), RankedCounts(counts[0], counts[1])

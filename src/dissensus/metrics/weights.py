@@ -15,11 +15,12 @@ def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
             f"expected {name} of shape (..., {count}), got {tuple(weights.shape)}; give each example its weight"
         )
     weights = weights.detach().double()
-    if not ((weights >= 0) & weights.isfinite()).all() or not (weights.sum(-1) > 0).all():
+    total = weights.sum(-1)
+    if not (weights.amin() >= 0) or not ((total > 0) & total.isfinite()).all():
         raise ValueError(f"expected {name} of at least zero with a positive sum, got others; pass counts")
     return weights
 
 
 def grouped(values: Tensor, group: Tensor, groups: int) -> Tensor:
     """(..., K) sums of values (..., n) by group (n,)."""
-    return values.new_zeros(*values.shape[:-1], groups).index_add_(-1, group, values)
+    return values.new_zeros(*values.shape[:-1], groups).scatter_add_(-1, group.expand_as(values), values)
