@@ -27,14 +27,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from rows import Row, interval, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, read_rows, summary, write_rows
+from uci_page import PROTEIN, table, verdicts
 
 from dissensus.bench.config import Task, load_task
 from dissensus.bench.jobs import run_all
 from dissensus.data import REGRESSION_SETS
 
 RESULTS = Path(__file__).parent / "results"
-PROTEIN = "protein-tertiary-structure"
 SPLITS = {name: 5 if name == PROTEIN else 20 for name in REGRESSION_SETS}
 METHODS = {  # what one process trains
     "map": ("map", "swag", "tradi", "tradi-diagonal"),
@@ -42,15 +42,6 @@ METHODS = {  # what one process trains
     "deep_ensemble": ("deep_ensemble",),
 }
 METRICS = ("rmse", "gaussian_nll", "nll", "crps", "coverage90", "width90", "cost/train_seconds")
-# Lakshminarayanan et al. 2017, table 1, deep ensembles: (value, error)
-PAPER = {
-    "bostonHousing": {"rmse": (3.28, 1.00), "gaussian_nll": (2.41, 0.25)},
-    "concrete": {"rmse": (6.03, 0.58), "gaussian_nll": (3.06, 0.18)},
-    "naval-propulsion-plant": {"rmse": (0.00, 0.00), "gaussian_nll": (-5.63, 0.05)},
-    "power-plant": {"rmse": (4.11, 0.17), "gaussian_nll": (2.79, 0.04)},
-    PROTEIN: {"rmse": (4.71, 0.06), "gaussian_nll": (2.83, 0.02)},
-    "wine-quality-red": {"rmse": (0.64, 0.04), "gaussian_nll": (0.94, 0.12)},
-}
 
 
 @dataclass(frozen=True)
@@ -272,50 +263,6 @@ def task_of(job: Job, size: str) -> Task:
 def steps(name: str, recipe: Recipe) -> int:
     """Steps of a run: batches of 100 of nine tenths of the rows."""
     return math.ceil(0.9 * REGRESSION_SETS[name][0] / 100) * recipe.epochs
-
-
-# ------------------------------------------------------------------------------------------- table
-
-
-def table(rows: list[Row]) -> str:
-    """Mean ± standard deviation over splits with the 95 % interval of the mean; the paper's deep ensemble last."""
-    lines = []
-    order = [method for several in METHODS.values() for method in several]
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for method in order:
-            mine = [row for row in rows if row["set"] == name and row["method"] == method]
-            if not mine:
-                continue
-            cells = [name, f"{method} ({len(mine)} splits)"]
-            for column in ("rmse", "gaussian_nll", "nll"):
-                mean, deviation, _ = summary(row[column] for row in mine)
-                low, high = interval(row[column] for row in mine)
-                digits = 5 if column == "rmse" and mean < 0.1 else 3
-                cells.append(f"{mean:.{digits}f} ± {deviation:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
-            lines.append([*cells, f"{summary(row['cost/train_seconds'] for row in mine)[0]:.1f}"])
-        paper = {key: f"{value:.2f} ± {error:.2f}" for key, (value, error) in PAPER[name].items()}
-        lines.append([name, "deep ensemble, published", paper["rmse"], paper["gaussian_nll"], "", ""])
-    return markdown(["set", "method", "RMSE", "NLL of one Gaussian", "NLL of the mixture", "training, s"], lines)
-
-
-def verdicts(rows: list[Row]) -> str:
-    """On how many sets our deep ensemble's NLL is within one published error of the published one, or better."""
-    reached = {}
-    for name in dict.fromkeys(row["set"] for row in rows):
-        mine = [row["gaussian_nll"] for row in rows if (row["set"], row["method"]) == (name, "deep_ensemble")]
-        value, error = PAPER[name]["gaussian_nll"]
-        reached[name] = bool(mine) and summary(mine)[0] <= value + error
-    missed = ", ".join(name for name, yes in reached.items() if not yes)
-    return (
-        f"The deep ensemble's NLL is within one published error of the published one, or better, on {sum(reached.values())} of "
-        f"{len(reached)} sets{f' (not on {missed})' if missed else ''}."
-    )
-
-
-def page(rows: list[Row]) -> str:
-    """The table with a verdict and where it comes from."""
-    made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
-    return f"{table(rows)}\n\n{verdicts(rows)}\n\n{made}"
 
 
 if __name__ == "__main__":
