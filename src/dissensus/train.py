@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
 from dissensus.checks import check_ranks, check_settings
 from dissensus.core import batch as batches
+from dissensus.core.drawn import Drawn
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.normalization import enough_examples
@@ -76,9 +77,9 @@ def fit(
 
     `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
     epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops
-    after that many epochs without a better one; of methods that collect a trajectory (SWAG, SWA, snapshots) it is only
-    measured. `optimizer`: built on `posterior.parameters()`; None takes the method's
-    default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
+    after that many epochs without a better one. TRADI is judged at ten epochs, by what it would sample; of methods that
+    collect a trajectory (SWAG, SWA, snapshots) nothing is restored. `optimizer`: built on `posterior.parameters()`; None
+    takes the method's default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
     `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
     run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
     is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
@@ -113,7 +114,8 @@ def fit(
 
     with _current(posterior.device), run, Progress(epochs, length.batches, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
-            if patience is not None and best.state is not None and number - 1 - best.epoch >= patience:
+            judged = best.state is not None and posterior.looks(number - 1, epochs)
+            if patience is not None and judged and number - 1 - best.epoch >= patience:
                 break
             start = time.perf_counter()
             posterior.train()
@@ -123,14 +125,17 @@ def fit(
             history.engine, history.memory = str(run.ran()), run.memory
             lr = float(optimizer.param_groups[0]["lr"])
             score = None if validation is None else mixture_nll(posterior, validation)
-            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score)
+            drawn = None if validation is None else posterior.look(number, epochs, validation)
+            look = None if validation is None or drawn is None else mixture_nll(posterior, validation, drawn)
+            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, look)
             history.epochs.append(epoch)
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            if score is not None and posterior.keeps_best and posterior.ready and best.better(score):
-                best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+            judge = epoch.judge if posterior.keeps_best and posterior.looks(number, epochs) else None
+            if judge is not None and best.better(judge):
+                best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))
             unwritten = checkpoint is not None
@@ -231,11 +236,11 @@ class _Run:
             self.step.close()
 
 
-def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches."""
+def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: Drawn | None = None) -> float:
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
     with evaluation(posterior):
-        drawn = posterior.current()
+        drawn = posterior.current() if drawn is None else drawn
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             batches.check_finite(x, anywhere=True)
@@ -287,4 +292,6 @@ def _line(epoch: Epoch) -> str:
     text = f"loss {epoch.loss:.4f}"
     if epoch.validation is not None:
         text += f"  validation {epoch.validation:.4f}"
+    if epoch.look is not None:
+        text += f"  sampled {epoch.look:.4f}"
     return f"{text}  {epoch.seconds:.1f} s"

@@ -122,6 +122,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         "thirds": lambda t: 0.1 ** int(3 * t + 1e-9),  # a tenth of the rate after every third of the run
         "late": lambda t: plateau_linear(t, start=0.75, end=1.0, floor=floor),
         "constant": lambda t: 1.0,
+        "own": lambda t: posterior.default_schedule(epochs)(round(t * epochs)),
     }
     if name == "default":
         return None, None

@@ -40,7 +40,7 @@ TRAINING: dict[str, Types] = {
     "weight_decay": REAL,
     "momentum": REAL,  # of sgd
     "nesterov": TRUTH,  # of sgd
-    "schedule": TEXT,  # plateau, cosine, thirds, late or constant
+    "schedule": TEXT,  # plateau, cosine, thirds, late, constant or own: the method's
     "floor": REAL,  # where plateau and late end, as a share of lr
     "clip": REAL,
     "patience": WHOLE,

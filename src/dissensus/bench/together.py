@@ -49,7 +49,13 @@ TAILS = {
     "snapshot_ensemble": CONSTANT,
 }
 SNAPSHOTS = {"swa": 40, "swag": 40, "snapshot_ensemble": 5}  # over the tail; 2·rank and members where these are given
-SAMPLING = ("samples", "covariance", "features", "bandwidth")  # settings of TRADI that its filters do not see
+SAMPLING = (
+    "samples",
+    "covariance",
+    "correlation",
+    "features",
+    "bandwidth",
+)  # settings of TRADI that its filters do not see
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
 

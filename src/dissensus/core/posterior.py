@@ -127,6 +127,14 @@ class Posterior(nn.Module, ABC):
         """Whether there is anything to draw from yet: trackers must have observed something first."""
         return True
 
+    def looks(self, epoch: int, epochs: int) -> bool:
+        """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
+        return self.ready
+
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+        """The functions by which validation judges such a state; None: those of `current()`."""
+        return None
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again around a network."""
