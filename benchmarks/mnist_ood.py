@@ -40,6 +40,7 @@ NAMES = {
     "swag": "SWAG",
     "swa": "SWA",
     "tradi": "TRADI",
+    "tradi-layer": "TRADI (layer)",
     "tradi-diagonal": "TRADI (diagonal)",
 }
 
@@ -109,7 +110,12 @@ def seed_by_seed(rows: list[Row]) -> list[str]:
     """Who is ahead of whom on how many seeds, and what tracking costs."""
     by_seed = {(row["method"], row["seed"]): row for row in rows}
     said = []
-    for better, worse in (("deep_ensemble", "map"), ("tradi", "map"), ("tradi", "tradi-diagonal")):
+    for better, worse in (
+        ("deep_ensemble", "map"),
+        ("tradi", "map"),
+        ("tradi", "tradi-diagonal"),
+        ("tradi", "tradi-layer"),
+    ):
         seeds = [seed for method, seed in by_seed if method == better and (worse, seed) in by_seed]
         if not seeds:
             continue

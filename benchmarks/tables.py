@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mnist_ood
+import toy_entropy
 import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
@@ -280,6 +281,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
             yield docs / "particle-results.md", task, particle_table(task, columns)
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
         yield docs / "particle-results.md", "side-by-side", side_by_side()
+    if found := rows("toy_entropy.csv"):
+        yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
     if rows("false_positives.csv"):

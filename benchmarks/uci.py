@@ -10,7 +10,8 @@ were.
 Network: one hidden layer of 50 ReLU units (100 for the protein set), mean and variance out, batch 100, Adam. The rest of the
 recipe is chosen for each set on rows held out of the training rows of a few splits, never on test rows, by the NLL of the
 Gaussian with the mixture's mean and variance: epochs and rate, then weight decay by the deep ensemble, then the rate of SWAG's
-tail by SWAG, the dropout rate by MC dropout and TRADI's memory by TRADI. Lakshminarayanan et al. 2017 trained 40 epochs at 0.1
+tail by SWAG, the dropout rate by MC dropout, TRADI's memory and the rate of its tail by TRADI. `--choose --only tradi` chooses
+the last two anew and leaves the rest of the recipes as they are. Lakshminarayanan et al. 2017 trained 40 epochs at 0.1
 throughout, with adversarial examples; their numbers stand beside ours.
 """
 
@@ -54,6 +55,7 @@ class Recipe:
     tail_factor: float = 0.1  # of the rate, in the constant tail
     dropout: float = 0.05
     memory: float = 0.1  # of TRADI, as a share of the run
+    tradi_tail: float = 0.1  # as tail_factor, for TRADI
 
     @property
     def slug(self) -> str:
@@ -87,7 +89,8 @@ class Tried:
     weight_decay: tuple[float, ...] = (0.0, 1e-4, 1e-3, 1e-2)
     tail_factor: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)
     dropout: tuple[float, ...] = (0.005, 0.02, 0.05, 0.1)
-    memory: tuple[float, ...] = (0.1, 0.03, 0.01)
+    memory: tuple[float, ...] = (0.1, 0.03, 0.01, 0.003)
+    tradi_tail: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     splits: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
@@ -105,7 +108,7 @@ TRIED = {
 STAGES: tuple[dict[str, tuple[str, ...]], ...] = (  # method that judges -> what is chosen by it; one after the other
     {"deep_ensemble": ("epochs", "rate")},
     {"deep_ensemble": ("weight_decay",)},
-    {"swag": ("tail_factor",), "mc_dropout": ("dropout",), "tradi": ("memory",)},
+    {"swag": ("tail_factor",), "mc_dropout": ("dropout",), "tradi": ("memory", "tradi_tail")},
 )
 INNER = 0.1
 
@@ -113,6 +116,9 @@ INNER = 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--choose", action="store_true", help="choose recipes on rows of the training sets")
+    parser.add_argument(
+        "--only", default=None, help="choose again only what this method judges, from the recipes there are"
+    )
     parser.add_argument("--run", action="store_true", help="train and measure all splits with the chosen recipes")
     parser.add_argument("--data", default=None, help="folder of the sets; DISSENSUS_DATA by default")
     parser.add_argument("--sets", default=",".join(SPLITS))
@@ -125,7 +131,7 @@ def main() -> None:
     given = parser.parse_args()
     names = given.sets.split(",")
     if given.choose:
-        kept = [row for row in read_rows(given.recipes) if row["set"] not in names]
+        kept = [row for row in read_rows(given.recipes) if row["set"] not in names or spared(row, given.only)]
         write_rows(given.recipes, [*kept, *choose(names, given)])
     if given.run:
         jobs = list(test_jobs(names, given))
@@ -140,9 +146,11 @@ def main() -> None:
 
 def choose(names: Iterable[str], given: argparse.Namespace) -> list[Row]:
     """Every recipe tried with its scores on held-out training rows, the chosen one of each set last."""
-    best = {name: Recipe() for name in names}
+    found = chosen(given.recipes) if given.only else {}
+    best = {name: found.get(name, Recipe()) for name in names}
     tried: list[Row] = []
     for stage in STAGES:
+        stage = {method: fields for method, fields in stage.items() if given.only in (None, method)}
         jobs = [
             Job(name, split, (method,), recipe, given.out / "choose" / name / recipe.slug, given.data, INNER)
             for method, fields in stage.items()
@@ -159,6 +167,11 @@ def choose(names: Iterable[str], given: argparse.Namespace) -> list[Row]:
                 winner = min(means, key=lambda row: float(row["gaussian_nll"]))
                 best[name] = replace(best[name], **{field: winner[field] for field in fields})
     return [*tried, *({"set": name, "stage": "chosen", **asdict(recipe)} for name, recipe in best.items())]
+
+
+def spared(row: Row, only: str | None) -> bool:
+    """Whether a row of the recipes stays where only what one method judges is chosen again."""
+    return only is not None and row["stage"] != "chosen" and row["method"] != only
 
 
 def varied(recipe: Recipe, name: str, fields: tuple[str, ...]) -> list[Recipe]:
@@ -182,9 +195,9 @@ def mean_over_splits(rows: list[Row]) -> Row:
 
 
 def chosen(path: Path) -> dict[str, Recipe]:
-    """Set -> recipe, as `--choose` wrote them."""
+    """Set -> recipe, as `--choose` wrote them; what older files do not have is as in Recipe."""
     return {
-        row["set"]: Recipe(**{key: type(value)(row[key]) for key, value in asdict(Recipe()).items()})
+        row["set"]: Recipe(**{key: type(value)(row.get(key) or value) for key, value in asdict(Recipe()).items()})
         for row in read_rows(path)
         if row["stage"] == "chosen"
     }
@@ -254,6 +267,7 @@ def task_of(job: Job, size: str) -> Task:
             f"training.weight_decay={recipe.weight_decay}",
             f"training.tail_factor={recipe.tail_factor}",
             f"method.mc_dropout.rate={recipe.dropout}",
+            f"method.tradi.training.tail_factor={recipe.tradi_tail}",
             f"method.tradi.state_noise=[{10 / memory**2}, {5 / memory**2}]",
             "method.tradi-diagonal.covariance=diagonal",
         ],

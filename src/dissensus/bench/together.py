@@ -1,8 +1,9 @@
 """One training run for all methods that hold the same network: trained once, watched by all, branched once.
 
 The head, the first `branch_at` of the epochs, is shared. Then the run goes on in two ways from the same state: the decayed
-tail follows the task's schedule, for MAP, TRADI, perturbation and dropout; the constant tail stays at `tail_rate`, or at
-`tail_factor` of the rate, and weight averages (SWA, SWAG) and snapshot ensembles spread their snapshots over it.
+tail follows the task's schedule, for MAP, perturbation and dropout; the constant tail stays at `tail_rate`, or at
+`tail_factor` of the rate: TRADI has no variance left where the rate has died, and weight averages (SWA, SWAG) and snapshot
+ensembles spread their snapshots over it. A method with a `tail_factor` of its own has a training of its own.
 
 What a method gets does not depend on who else watches: batches come from the state of torch's generator at the branch,
 draws from the run's seed. A method alone takes the same way, so its numbers are the same.
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 DECAYED, CONSTANT = "decayed", "constant"
 TAILS = {
     "map": DECAYED,
-    "tradi": DECAYED,
     "gaussian_perturbation": DECAYED,
     "mc_dropout": DECAYED,  # where the dropout is the network's own
+    "tradi": CONSTANT,
     "swa": CONSTANT,
     "swag": CONSTANT,
     "snapshot_ensemble": CONSTANT,
