@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mnist_ood
 import toy_entropy
+import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
@@ -273,7 +274,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     docs = ROOT / "docs"
     yield ROOT / "README.md", "speed", speed_table(short=True)
     yield docs / "speed.md", "speed", speed_table(short=False)
-    for name, page in (("mnist_ood", mnist_ood.page), ("uci", uci_page.page)):
+    for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
             yield docs / "tracking.md", name.replace("_", "-"), page(found)
     for task, columns in PARTICLES.items():
