@@ -63,6 +63,7 @@ DIGITS = [
 MNIST = [
     *(Case("mnist", "thirds", 30, decay, "adam", 0) for decay in (1e-2, 1e-3, 1e-4, 0.0)),
     *(Case("mnist", schedule, 30, 1e-3, "adam", 0) for schedule in ("0.1", "0.5")),
+    Case("mnist", "0.5", 30, 1e-4, "adam", 0),
 ]
 
 
