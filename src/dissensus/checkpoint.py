@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils import _pytree as pytree
 
 from dissensus.belonging import description, misfits, warn_of_overruled, without_misfit_draws
 from dissensus.core.atomic import whole
@@ -24,6 +26,9 @@ class Resumed(NamedTuple):
     history: History
     best: Best
     told: dict[str, int | None]
+
+
+OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
 
 
 def write_checkpoint(
@@ -57,10 +62,9 @@ def resume(
 ) -> Resumed:
     """What `write_checkpoint` wrote, put back in place. A file that is damaged or of another run changes nothing."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch does not look at the checksums it writes
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"{damaged} is damaged")
+        check_archive(path)
         state = torch.load(path, map_location=posterior.device, weights_only=True)
+        check_tensors(state)
         kept = state["best"].pop("kept")
         resumed = Resumed(
             History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
@@ -71,7 +75,7 @@ def resume(
             raise ValueError(misfit)
         warn_of_overruled(state, optimizer, scheduler)
         _put(state, posterior, optimizer, scheduler)
-    except OSError:
+    except (FileNotFoundError, PermissionError, IsADirectoryError):  # others come from places that a damaged file names
         raise
     except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
         reason = " ".join(str(error).split())[:160] or type(error).__name__
@@ -134,3 +138,24 @@ def _load(
     torch.set_rng_state(state["random"].cpu())
     if cuda is not None and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), cuda)
+
+
+def check_archive(path: Path) -> None:
+    """Raises where a file is not what torch writes: an archive without compression, of tensors and plain values."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:  # a file that would unpack to any size
+            raise ValueError("more in it than it is long")
+        if (damaged := archive.testzip()) is not None:  # torch does not look at the checksums it writes
+            raise ValueError(f"{damaged} is damaged")
+        values = [archive.read(entry) for entry in entries if entry.filename.endswith("data.pkl")]
+        if any(b"bytearray" in each for each in values):  # torch's reader would make one of any length
+            raise ValueError("a bytearray, which no checkpoint contains")
+
+
+def check_tensors(state: Any) -> None:
+    """Raises where tensors are far larger than the memory they were read into: copies would take what no file holds."""
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    overlapping = sum(t.nbytes for t in tensors if t.nbytes > t.untyped_storage().nbytes())
+    if overlapping > OVERLAPPING:
+        raise ValueError(f"tensors of {overlapping} bytes in far fewer")

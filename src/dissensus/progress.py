@@ -22,9 +22,9 @@ class Progress:
             from rich.progress import Progress as Bar
 
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),  # a name may hold what rich takes for markup
                 BarColumn(),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(),
             )
             self.bar = Bar(*columns, console=Console(stderr=True), transient=False)

@@ -90,7 +90,7 @@ def read_config(folder: Path, file: BufferedReader) -> tuple[dict[str, Any], Hea
     size = os.fstat(file.fileno()).st_size
     length = file.read(8)
     try:
-        header = parse_header(length, file.read(min(int.from_bytes(length, "little"), LONGEST_HEADER)), size)
+        header = parse_header(length, file.read(min(int.from_bytes(length, "little"), size, LONGEST_HEADER)), size)
     except (ValueError, RecursionError) as error:
         raise damaged(path, error) from error
     if METADATA not in header.metadata:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus.bench.arguments import EMPCOV, first_layer_prior, resolved
 from dissensus.bench.config import RunConfig
+from dissensus.bench.fitting import fitting
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import unknown
 from dissensus.bench.schema import takes_several
@@ -41,7 +42,8 @@ def posterior(config: RunConfig, data: TaskData) -> Posterior:
         networks = [network(config, data) for _ in range(settings.pop("members", MEMBERS))]
     else:
         networks = network(config, data)
-    built = around(config, settings)(networks, likelihood=likelihood(config))
+    with fitting(f"the method {config.method}"):
+        built = around(config, settings)(networks, likelihood=likelihood(config))
     if first is not None:
         inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
         one = networks[0] if isinstance(networks, list) else networks
@@ -91,7 +93,8 @@ def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
 def likelihood(config: RunConfig) -> Likelihood:
     """What the outputs of a run's networks mean."""
     made = LIKELIHOODS[config.likelihood.get("name", "Classification")]
-    return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
+    with fitting(f"the likelihood {made.__name__}"):
+        return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
 
 
 def network(config: RunConfig, data: TaskData) -> nn.Module:
@@ -104,7 +107,8 @@ def network(config: RunConfig, data: TaskData) -> nn.Module:
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
     accepted = inspect.signature(make).parameters
-    return make(**{key: value for key, value in known.items() if key in accepted} | settings)
+    with fitting(f"the network {make.__name__}"):
+        return make(**{key: value for key, value in known.items() if key in accepted} | settings)
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
+from rich.text import Text
 
 from dissensus import __version__
 from dissensus.bench import jobs
@@ -146,7 +147,8 @@ def list_(data: Data = None) -> None:
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
     for name in task_names():
         task = read_task(name)
-        tasks.add_row(name, escape(str(task.get("title", ""))), task["data"]["name"], ", ".join(task["methods"]))
+        named, used = task["data"]["name"], ", ".join(listed(task["methods"]))
+        tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
     methods = Grid("method", "what", title="Methods", title_justify="left")
     for name, method in METHODS.items():
         about = (method.__doc__ or "").strip().split("\n")[0]
@@ -205,7 +207,7 @@ def _console() -> Console:
 def _print_results(results: Results) -> None:
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *table.columns, title=results.title, title_justify="left")
+    grid = Grid("", *map(Text, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:

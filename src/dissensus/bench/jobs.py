@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dissensus.bench.config import Task, run_config
 from dissensus.bench.names import unknown
+from dissensus.bench.records import read_together
 from dissensus.bench.results import Results, results_of_runs
 from dissensus.bench.run import Run, Tell, silent
 from dissensus.bench.sets import LastData
@@ -109,8 +110,9 @@ def report_runs(
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
-    results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
-    return results, write_report(results, checked_folder(Path(out)))
+    with read_together(run.folder for run in runs):
+        results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
+        return results, write_report(results, checked_folder(Path(out)))
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:

@@ -148,7 +148,10 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
         raise ValueError(
             f"expected the keys x, y and class_names in {path}, got no {', '.join(sorted(missing))}; add them"
         )
-    x, y, classes = arrays["x"], arrays["y"], tuple(map(str, arrays["class_names"]))
+    x, y, names = arrays["x"], arrays["y"], arrays["class_names"]
+    if names.ndim != 1:
+        raise ValueError(f"expected class_names (C,), got shape {names.shape} in {path}; store one name a class")
+    classes = tuple(map(str, names))
     if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
         raise ValueError(
             f"expected numbers x (N, D) and class indices y (N,), got {x.dtype} {x.shape} and {y.dtype} {y.shape} "
@@ -158,7 +161,8 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
         raise ValueError(
             f"expected y from 0 to {len(classes) - 1}, got {y.min()} to {y.max()} in {path}; index class_names"
         )
-    inputs = torch.from_numpy(x).to(dtype)
+    plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
+    inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
     check_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
     return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
@@ -173,7 +177,7 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
         raise ValueError(
             f"expected one target column outside the features, got target {target} in {path}; correct index_*.txt"
         )
-    splits = _numbers(path / "n_splits.txt", rank=1)[0]
+    splits = float(_numbers(path / "n_splits.txt", rank=1).flat[0])
     if not 0 <= split < splits:
         raise ValueError(
             f"expected split from 0 to {splits - 1:g}, got {split}; n_splits.txt in {path} says {splits:g}"
