@@ -56,7 +56,7 @@ def task(tmp_path):
         ({"old": "[6]", "new": '"six"'}, "expected list for .*network.hidden, got 'six'"),
         ({"old": "count = 40", "new": "count = [4]"}, "expected int for .*data.count"),
         ({"more": '[method.deep_ensemble]\nmembers = "3"'}, "expected int for .*method.deep_ensemble.members"),
-        ({"more": "[method.swag]\nscale = true"}, "expected (int or float|float or int) for .*method.swag.scale"),
+        ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
         ({"more": "[likelihood]\nname = 3"}, "expected str for .*likelihood.name"),
         ({"old": "epochs = 1\n", "new": ""}, "expected training.epochs for map, got none"),
     ],
@@ -107,7 +107,8 @@ def test_results_that_do_not_belong_together_are_one_clear_error(task, tmp_path)
     run.evaluate()
     report_runs([run.folder], tmp_path / "report")
     evaluation = read_evaluation(run.folder)
-    write_evaluation(run.folder, dataclasses.replace(evaluation, arrays={"test/nll": evaluation.arrays["test/nll"]}))
+    arrays = {name: array for name, array in evaluation.arrays.items() if name != "reliability/edges"}
+    write_evaluation(run.folder, dataclasses.replace(evaluation, arrays=arrays))
     with pytest.raises(
         ValueError, match=r"expected metrics.json and arrays.safetensors that belong together in .*map-seed0"
     ):

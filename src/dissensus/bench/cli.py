@@ -207,7 +207,7 @@ def _console() -> Console:
 def _print_results(results: Results) -> None:
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(Text, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
+    grid = Grid("", *map(escape, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:

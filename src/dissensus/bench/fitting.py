@@ -34,10 +34,10 @@ def _types(hint: Any) -> Types | None:
         return PLAIN[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return tuple({type(value) for value in arguments})
+        return tuple(dict.fromkeys(type(value) for value in arguments))
     if origin in (typing.Union, types.UnionType):
         parts = [_types(argument) for argument in arguments]
-        return None if None in parts else tuple({kind for part in parts if part for kind in part})
+        return None if None in parts else tuple(dict.fromkeys(kind for part in parts if part for kind in part))
     return (list,) if (origin or hint) in LISTS else None
 
 
