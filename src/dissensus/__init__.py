@@ -37,8 +37,7 @@ from dissensus.report import report
 from dissensus.storage import load, save
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
-
-__version__ = "0.1.0"
+from dissensus.version import __version__ as __version__
 
 __all__ = [
     "LIT",

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from dissensus.bench import build
 from dissensus.bench.config import RunConfig, Settings
 from dissensus.bench.files import CHECKPOINT_SECONDS
 from dissensus.bench.sets import TaskData
+from dissensus.bench.sharing import SharingRun
 from dissensus.bench.toml import toml
 from dissensus.bench.variants import base_name
 from dissensus.core.posterior import Posterior, refresh
@@ -36,9 +37,7 @@ from dissensus.methods import TRADI
 from dissensus.methods.track import Tracked
 from dissensus.train import fit
 
-if TYPE_CHECKING:
-    from dissensus.bench.run import Run
-
+AnyRun = TypeVar("AnyRun", bound=SharingRun)
 DECAYED, CONSTANT = "decayed", "constant"
 TAILS = {
     "map": DECAYED,
@@ -66,13 +65,13 @@ def shares(config: RunConfig) -> bool:
     return bool(config.training.get("together")) and base_name(config.method) in TAILS and not own_rate
 
 
-def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
+def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
     """The runs, this one included, that one training serves."""
     key = _key(run.config)
     return [each for each in runs if each is run or (shares(each.config) and _key(each.config) == key)]
 
 
-def train_together(runs: Sequence[Run], *, progress: bool = False) -> None:
+def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> None:
     """Trains what is not trained yet of runs that are companions, going on from checkpoints where there are some."""
     first = runs[0]
     _check(first.config.training)
@@ -124,7 +123,7 @@ class Watched(Tracked):
 class Watchers:
     """Who watches: one per run, of which TRADIs with equal filters let the first observe for all of them."""
 
-    runs: Sequence[Run]
+    runs: Sequence[SharingRun]
 
     @property
     def leader(self) -> list[int]:
@@ -138,12 +137,14 @@ class Watchers:
         return [i for i, leader in enumerate(self.leader) if leader == i and mine[i]]
 
 
-def _title(waiting: Sequence[Run]) -> str:
+def _title(waiting: Sequence[SharingRun]) -> str:
     first, *others = [run.config.method for run in waiting]
     return f"{first} and {len(others)} more" if others else first
 
 
-def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
+def _branch(
+    runs: Sequence[SharingRun], waiting: Sequence[SharingRun], tail: str, folder: Path, *, progress: bool
+) -> None:
     """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
     first, data = runs[0], runs[0].data
     training, watchers = first.config.training, Watchers(runs)
@@ -163,7 +164,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         "progress": _title(waiting) if progress else False,
     }
 
-    def log(runs: Sequence[Run], after: int) -> Callable[[Epoch], None]:
+    def log(runs: Sequence[SharingRun], after: int) -> Callable[[Epoch], None]:
         def write(epoch: Epoch) -> None:
             for run in runs:
                 run.log(replace(epoch, epoch=after + epoch.epoch))
@@ -266,7 +267,7 @@ def _key(config: RunConfig) -> str:
     return toml({"seed": config.seed, "training": config.training, **parts})
 
 
-def _name(runs: Sequence[Run]) -> str:
+def _name(runs: Sequence[SharingRun]) -> str:
     """A short name for exactly these watchers of this training."""
     whole = _key(runs[0].config) + "".join(toml({run.config.method: run.config.settings}) for run in runs)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
