@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import dissensus as ds
 import tiny
+from dissensus.belonging import warn_of_overruled
 
 X, Y = tiny.points(24)
 BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]
@@ -251,6 +252,15 @@ def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
     assert "Adam lr = 0.01 of its checkpoint, not the 0.3 given now" in text
     assert "weight_decay = 0 of its checkpoint, not the 0.1" in text
     assert "StepLR step_size = 1 of its checkpoint, not the 5" in text
+
+
+def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
+    optimizer = Adam(ensemble().parameters(), lr=0.001)
+    state = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": None})
+    state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.001, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        warn_of_overruled(state, optimizer, None)
+    assert not caplog.messages
 
 
 # ---------------------------------------------------------------------------------------------------- loaders

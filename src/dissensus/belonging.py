@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,8 @@ def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LR
     """Says which settings of the optimiser and the scheduler at hand give way to those of the checkpoint."""
     for saved, mine in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
         rates = [float(group.get("initial_lr", group["lr"])) for group in (saved, mine)]
-        _warn(type(optimizer).__name__, {"lr": rates[0]}, {"lr": rates[1]})
+        if not math.isclose(*rates, rel_tol=1e-6):  # a captured step keeps its rate in float32
+            _warn(type(optimizer).__name__, {"lr": rates[0]}, {"lr": rates[1]})
         _warn(type(optimizer).__name__, *({k: v for k, v in g.items() if k not in HOW} for g in (saved, mine)))
     if scheduler is not None and state["scheduler"] is not None:
         _warn(

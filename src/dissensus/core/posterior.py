@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
+from dissensus.core.clock import Clock
 from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
 from dissensus.core.finite import check_predictions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.optimisation import check_once, grouped, plateau_linear
+from dissensus.core.optimisation import grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 from dissensus.core.randomness import Watch, looking_ahead, same_random_state
 
 
-class Posterior(nn.Module, ABC):
+class Posterior(Clock, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
@@ -39,7 +40,6 @@ class Posterior(nn.Module, ABC):
     keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
 
     temperature: Tensor
-    steps: Tensor
 
     def __init__(
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
@@ -49,10 +49,6 @@ class Posterior(nn.Module, ABC):
         self.particles = particles
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
-        self.steps_per_epoch: int | None = None
-        self.epochs: int | None = None
-        self.began = 0  # the step at which the run began
-        self.batches_per_step = 1  # whose gradients are gathered; `fit` tells
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.training = particles.training
@@ -191,22 +187,6 @@ class Posterior(nn.Module, ABC):
         batches.check_weight(weight)
         self.check_batch(x, y)
         return seam.backward(self, x, y, weight)
-
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        """Tells the method how long the whole run is, and how many steps of it are done, so that its schedules know."""
-        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
-        self.began = int(self.steps) - done
-
-    def begin_unmeasured(self, epochs: int) -> None:
-        """Tells the method that a run begins whose length its first epoch will tell; `begin` follows then."""
-        if self.began != int(self.steps):  # what was told is of another run
-            self.steps_per_epoch = self.epochs = None
-        self.began = int(self.steps)
-
-    def observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """The method's clock: to be called after every optimizer.step()."""
-        check_once(self, optimizer)
-        self.steps += 1
 
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x)."""
