@@ -85,12 +85,15 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
 def _counted(results: Results) -> str:
     """What intervals and p-values count."""
     counts = sorted({len(several) for several in results.methods.values()})
+    adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
     if counts == [1]:
-        return "Intervals and p-values count the test examples only: with one seed nobody knows how far other seeds would be."
+        only = "Intervals and p-values count the test examples only: with one seed nobody knows how far other seeds would be."
+        return only + adjusted
     several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
     few = " With so few, intervals are wide." if counts[0] < 4 else ""
     alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
-    return f"Intervals and p-values count test examples and {several} (Student's t, one degree of freedom less).{few}{alone}"
+    text = f"Intervals and p-values count test examples and {several} (Student's t, one degree of freedom less)."
+    return f"{text}{few}{alone}{adjusted}"
 
 
 def _compared_by(results: Results, against: Family | None) -> str:

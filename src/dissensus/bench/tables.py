@@ -110,11 +110,13 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
                 cells.append(Cell("–"))
                 continue
             interval, p_value = comparison.interval(against.level), against.p_values[pair]
+            widest = measure.possible[1] - measure.possible[0]  # no two shares differ by more than one
+            lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
             cells.append(
                 Cell(
                     text=signed(measure, comparison.difference),
-                    interval=f"{signed(measure, interval.lower)} to {signed(measure, interval.upper)}",
+                    interval=f"{signed(measure, lower)} to {signed(measure, upper)}",
                     best=p_value < SIGNIFICANT and better,
                     note=p_text(p_value),
                 )
