@@ -49,7 +49,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    # Five methods are compiled in one process, each by several shapes and flags; beyond the limit torch would run the rest eagerly.
+    # Five methods are compiled in one process, by several shapes and flags; beyond the limit torch would run the rest eagerly.
     torch._dynamo.config.recompile_limit = 100
     rows = [row for case in given.cases.split(",") for row in measured(case, given)]
     for row in rows:

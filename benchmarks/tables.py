@@ -237,8 +237,9 @@ def false_positive_table() -> str:
         cases = f"{len(mine)} cases of {mine[0]['simulations']} comparisons"
         largest.append(f"{name} {100 * rate:.1f} % ({cases}; an error of {100 * float(mine[0]['error']):.1f} points)")
     first = found[0]
-    facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; commit {first['commit']}"
-    facts += f", torch {first['torch']}, {first['device']}"
+    facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; "
+    made = dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found)
+    facts += "; ".join(made)
     said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
     return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
 
