@@ -173,6 +173,10 @@ class OneSize(nn.Linear):
         return super().forward(x.reshape(6, -1))
 
 
+def without_statistics(width):
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width, track_running_stats=False), nn.Linear(width, 3))
+
+
 @pytest.mark.parametrize(
     ("network", "x", "y"),
     [
@@ -181,8 +185,11 @@ class OneSize(nn.Linear):
         (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
         (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
         (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),
+        # Of as many examples as channels, without statistics: one is too few, and with an axis more it runs.
+        (without_statistics(6), torch.randn(6, 4), torch.randn(6, 3)),
+        (without_statistics(2), torch.randn(2, 4), torch.randn(2, 3)),
     ],
-    ids=["squeezed", "numbers", "one size", "a batch of one", "images"],
+    ids=["squeezed", "numbers", "one size", "a batch of one", "images", "batch norm", "batch norm, two"],
 )
 @pytest.mark.parametrize("use", [Uses.fit, Uses.backward, Uses.predict, Uses.predict_loader, Uses.temperature])
 def test_networks_that_are_unusual_are_left_alone(use, network, x, y):

@@ -68,10 +68,10 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
         raise
     kept = outputs.ndim > 0 and outputs.shape[0] == size
     # Linear layers take any number of axes in front, convolutions take single images: the numbers of one example are then
-    # read as examples. One that is cut off says so, unless the network runs at one size of batch only.
+    # read as examples. The first of them alone says so, unless the network runs at some sizes of batch only.
     if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
         alone = _answer(run, x[None])
-        if alone is not None and alone.shape == (1, *outputs.shape):
+        if alone is not None and alone.shape == (1, *outputs.shape) and _same(alone[0], outputs):
             raise _without_batch_axis(x)
     if not kept:
         raise ValueError(
@@ -82,17 +82,26 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
 
 
 def takes_fewer_examples(run: Run, x: Inputs) -> bool:
-    """Whether the first row of x alone gives one row of outputs, or the first two give two (batch norm may need them).
+    """Whether the first row of x, or the first two where one is too few (batch norm without statistics), give as many.
 
     Only of one tensor: rows of several may hang together.
     """
     if not isinstance(x, Tensor) or x.ndim == 0:
         return False
-    for few in (1, 2):
-        found = _answer(run, x[:few]) if len(x) >= few else None
-        if found is not None and found.ndim > 0 and found.shape[0] == few:
-            return True
+    for count in (1, 2):
+        if count < len(x) or count == len(x) == 1:
+            outputs = _answer(run, x[:count])
+            if outputs is not None and outputs.ndim > 0 and outputs.shape[0] == count:
+                return True
     return False
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-2, atol=1e-3 * _largest(b), equal_nan=True)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
 
 
 def _answer(run: Run, x: Inputs) -> Tensor | None:
