@@ -21,7 +21,8 @@ ALLOWED = {
     "progress": set(),
     "engine": {"core", "engine"},
     "methods": {"core", "engine", "methods"},
-    "theory": {"core", "theory"},
+    "surgery": {"core", "surgery"},
+    "theory": {"core", "nets", "surgery", "theory"},
     "storage": {"core", "methods", "nets"},  # a posterior is built again when it is loaded
     "stored": {"core", "methods", "storage"},
     "history": {"engine"},

@@ -1,6 +1,6 @@
 """dissensus: turn any network into a distribution over networks, and say how sure it is."""
 
-from dissensus import data, metrics, nets
+from dissensus import data, metrics, nets, theory
 from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import Diverged
@@ -35,6 +35,7 @@ from dissensus.methods import (
 from dissensus.predict import predict, predict_batches, summarise
 from dissensus.report import report
 from dissensus.storage import load, save
+from dissensus.surgery.modulation import Modulation
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 
@@ -68,6 +69,7 @@ __all__ = [
     "Likelihood",
     "MCDropout",
     "MemberDistances",
+    "Modulation",
     "Posterior",
     "Predictive",
     "Regression",
@@ -91,5 +93,6 @@ __all__ = [
     "save",
     "summarise",
     "temperature_scale",
+    "theory",
     "track",
 ]
