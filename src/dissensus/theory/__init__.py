@@ -2,5 +2,6 @@
 
 from dissensus.theory.activations import Activation, Smooth, activation_of
 from dissensus.theory.embedded import EmbeddedKernels, embedded_kernels
+from dissensus.theory.kernel import Kernels, kernel
 
-__all__ = ["Activation", "EmbeddedKernels", "Smooth", "activation_of", "embedded_kernels"]
+__all__ = ["Activation", "EmbeddedKernels", "Kernels", "Smooth", "activation_of", "embedded_kernels", "kernel"]
