@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dissensus.theory.budget import check_budget
 
-BLOCK = 640  # rows of a block of the kernel: small enough to stay in a cache
+BLOCK = 1280  # rows of a block: few enough to halve a symmetric kernel, many enough for a fast matrix product
 Layers = list["Layer"]
 
 
@@ -105,11 +105,13 @@ def _layers(module: nn.Module, x: Tensor, linear: list[nn.Linear], scales: list[
         if id(layer) in seen and any(p.requires_grad for p in layer.parameters(recurse=False))
     ]
     ends = [z for *_, z in trained]
-    signals = [z.new_empty(len(x), out.shape[1], z.shape[1]) for z in ends]
-    for o in range(out.shape[1]):
-        found = torch.autograd.grad(out[:, o].sum(), ends, retain_graph=True, allow_unused=True)
-        for kept, delta in zip(signals, found, strict=True):
-            kept[:, o] = 0 if delta is None else delta
+    # One backward pass for all outputs: their unit vectors are a batch.
+    units = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, *out.shape)
+    found = torch.autograd.grad(out, ends, units, allow_unused=True, is_grads_batched=True)
+    signals = [
+        z.new_zeros(len(x), out.shape[1], z.shape[1]) if delta is None else delta.transpose(0, 1).contiguous()
+        for z, delta in zip(ends, found, strict=True)
+    ]
     return [
         Layer(
             inputs,
