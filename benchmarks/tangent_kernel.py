@@ -1,8 +1,8 @@
 """Times the empirical tangent kernel of a 3×512 MLP on 500 inputs, 10 outputs, all blocks, float32, on two threads.
 
     python benchmarks/tangent_kernel.py --csv benchmarks/results/tangent_kernel.csv
-    python benchmarks/tangent_kernel.py --neural-tangents tangents/bin/python     # an environment as make_kernel_vectors.py says
-    python benchmarks/tangent_kernel.py --resnet [DATA]                           # ResNet-20 on 100 images, on a GPU
+    python benchmarks/tangent_kernel.py --neural-tangents tangents/bin/python   # as make_kernel_vectors.py installs it
+    python benchmarks/tangent_kernel.py --resnet [DATA]                         # ResNet-20 on 100 images, on a GPU
 
 Sides take turns, medians; neural-tangents (implementation 3, jitted, warmed up) runs in a process of its own, which waits while
 ours runs. "naive" makes the whole Jacobian and contracts it at once, which for 500 inputs is 19 GB, twice: it is compared on 50
@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--neural-tangents", type=Path, metavar="PYTHON", help="a Python that has it")
-    parser.add_argument("--resnet", nargs="?", const="", metavar="DATA", help="ResNet-20 on a GPU; DATA: folder of cifar10")
+    parser.add_argument(
+        "--resnet", nargs="?", const="", metavar="DATA", help="ResNet-20 on a GPU; DATA: folder of cifar10"
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", choices=("ours", "naive, 50 inputs"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -95,11 +97,11 @@ def dense(arguments: argparse.Namespace) -> list[dict[str, object]]:
         if name in ("ours", "naive, 50 inputs"):
             asked = [sys.executable, __file__, "--peak", name, "--threads", str(arguments.threads)]
             held = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-        print(f"{name:>18}: {median(values):6.3f} s ({min(values):.3f}–{max(values):.3f}), {median(values) / ours:5.2f} of ours, "
-              f"peak {held:.2f} GiB")  # fmt: skip
+        middle, between = median(values), f"{min(values):.3f}–{max(values):.3f}"
+        print(f"{name:>18}: {middle:6.3f} s ({between}), {middle / ours:5.2f} of ours, peak {held:.2f} GiB")
         rows.append(
-            {"network": "784-512-512-512-10", "inputs": FEW if few else ROWS, "way": name.split(",")[0], "seconds": round(median(values), 4),
-             "ratio_to_ours": round(median(values) / ours, 3), "peak_gib": round(held, 3), **about}
+            {"network": "784-512-512-512-10", "inputs": FEW if few else ROWS, "way": name.split(",")[0],
+             "seconds": round(middle, 4), "ratio_to_ours": round(middle / ours, 3), "peak_gib": round(held, 3), **about}
         )  # fmt: skip
     return rows
 
@@ -185,7 +187,9 @@ def resnet(folder: str) -> list[dict[str, object]]:
             peak_gib = (torch.cuda.max_memory_allocated() - held) / 2**30 if device.type == "cuda" else float("nan")
             flat = theta.permute(0, 2, 1, 3).reshape(1000, 1000).double()
             smallest = float(torch.linalg.eigvalsh(flat)[0] / flat.diagonal().mean())
-            print(f"{method:>9}, budget {memory / 2**30:.0f} GiB: {best:.2f} s, peak {peak_gib:.2f} GiB, λ_min/mean {smallest:.1e}")
+            print(
+                f"{method:>9}, {memory / 2**30:.0f} GiB allowed: {best:.2f} s, peak {peak_gib:.2f}, λ_min/mean {smallest:.1e}"
+            )
             rows.append(
                 {"network": "ResNet-20", "inputs": 100, "way": method, "budget_gib": memory / 2**30, "seconds": round(best, 3),
                  "peak_gib": round(peak_gib, 3), **provenance(device)}

@@ -55,9 +55,7 @@ def dynamics(
 
 
 @app.command()
-def width(
-    widths: Widths = "375,750,1500", seeds: Seeds = 10, members: Members = 4, out: Out = Path("theory")
-) -> None:
+def width(widths: Widths = "375,750,1500", seeds: Seeds = 10, members: Members = 4, out: Out = Path("theory")) -> None:
     """How the error of predicted training falls with the width."""
     from dissensus.bench.theory_figures import width_figure
 
@@ -74,7 +72,7 @@ def regimes(out: Out = Path("theory")) -> None:
     """The map of collectivity × members: stable rates and speeds."""
     from dissensus.bench.theory_figures import regime_figure
 
-    collectivities, members = [i / 40 for i in range(41)], [1, 2, 4, 8, 16, 32, 64, 128]
+    collectivities, members = [i / 40 for i in range(41)], [2, 4, 8, 16, 32, 64, 128]
     rate, speed = runs.regime_map(collectivities, members)
     for i in (0, 20, 40):
         print(f"collectivity {collectivities[i]:.1f}: 128 members at γ = M take {float(rate[i, -1]):.3g} of one's rate")

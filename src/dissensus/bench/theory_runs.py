@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     """Modulations, which of them learn, and γ as a function of the number of members."""
 
     u: Modulation
-    trained: str
+    trained: Literal["both", "none"]
     gamma: Callable[[int], float]
 
 
@@ -66,14 +66,13 @@ def kernel_rows(widths: Sequence[int], *, seeds: int) -> list[Row]:
         for width in widths:
             for seed in range(seeds):
                 network = draw(setting, width=width, members=2, seed=seed, dtype=torch.float64)
-                # Means over the second half's units: the covariance given all layers below the last.
                 blocks = network.blocks(x[:1], x[1:])
                 found = {
                     "common_same": float(blocks.common[0, 0]),
                     "common_cross": float(blocks.common[0, 1]),
                     "individual": float(blocks.individual[0]) if setting.trained == "both" else 0.0,
                 }
-                last = network_features(network, x)
+                last = network_features(network, x)  # covariances given all layers below the output's
                 found["gp_same"] = VARIANCE * float(last[0, 0] @ last[0, 1]) / width
                 found["gp_cross"] = VARIANCE * float(last[0, 0] @ last[1, 1]) / width
                 rows += [
@@ -92,7 +91,11 @@ def network_features(network: EmbeddedNetwork, x: Tensor) -> Tensor:
 
 
 def deviations(rows: Sequence[Row], kernel: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Setting -> (widths, root mean square deviation from the analytic value over seeds)."""
+    """Setting -> (widths, root mean square deviation from the analytic value over seeds).
+
+    Relative to the same kernel within a member: between members it may be 0.
+    """
+    scales = {row["setting"]: row["analytic"] for row in rows if row["kernel"] == kernel.replace("cross", "same")}
     found: dict[str, tuple[list[int], list[float]]] = {}
     for name in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == name and row["kernel"] == kernel]
@@ -100,7 +103,7 @@ def deviations(rows: Sequence[Row], kernel: str) -> dict[str, tuple[list[int], l
         squares = [
             [(row["empirical"] - row["analytic"]) ** 2 for row in mine if row["width"] == width] for width in widths
         ]
-        found[name] = widths, [math.sqrt(sum(each) / len(each)) for each in squares]
+        found[name] = widths, [math.sqrt(sum(each) / len(each)) / (scales[name] or 1.0) for each in squares]
     return found
 
 
@@ -147,9 +150,7 @@ def width_rows(widths: Sequence[int], *, seeds: int, members: int = 4, steps: in
             "setting": name,
             "width": width,
             "seed": seed,
-            "error": course(
-                setting, width=width, members=members, steps=steps, seed=seed, dtype=torch.float32
-            ).error,
+            "error": course(setting, width=width, members=members, steps=steps, seed=seed, dtype=torch.float32).error,
         }
         for name, setting in SETTINGS.items()
         for width in widths
@@ -169,18 +170,20 @@ def slope(rows: Sequence[Row]) -> tuple[float, float, float]:
 
 
 def regime_map(collectivities: Sequence[float], members: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """((R, S), (R, S)): largest stable rate at γ = M over that of one member, and at γ = 1 the speed of differences over that
-    of the mean (largest eigenvalues), for u = p + √(1 − p²) N(0, 1) of collectivity p² and S numbers of members."""
-    x, y = data(6, seed=3)
+    """((R, S), (R, S)) for u = p + √(1 − p²) N(0, 1) of R collectivities p² and S numbers of members.
+
+    The largest stable rate at γ = M over one member's; and at γ = 1, u fixed, the speed of differences over the mean's.
+    """
+    x, _ = data(6, seed=3)
     rate, speed = torch.zeros(2, len(collectivities), len(members), dtype=torch.float64)
     for i, collectivity in enumerate(collectivities):
         setting = Setting(Modulation.between(math.sqrt(collectivity)), "both", float)
-        kernels = kernels_of(setting)(x, None)
+        kernels, fixed = (kernels_of(each)(x, None) for each in (setting, setting._replace(trained="none")))
         alone = float(torch.linalg.eigvalsh(kernels.mean_mode(1, 1.0))[-1])
         for j, count in enumerate(members):
             rate[i, j] = alone / float(torch.linalg.eigvalsh(kernels.mean_mode(count, float(count)))[-1])
             mean, difference = (
-                torch.linalg.eigvalsh(mode(count, 1.0))[-1] for mode in (kernels.mean_mode, kernels.difference_mode)
+                torch.linalg.eigvalsh(mode(count, 1.0))[-1] for mode in (fixed.mean_mode, fixed.difference_mode)
             )
             speed[i, j] = difference / mean
     return rate, speed
