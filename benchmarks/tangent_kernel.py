@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="calls of each side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--neural-tangents", type=Path, metavar="PYTHON", help="a Python that has it")
     parser.add_argument(
