@@ -1,6 +1,9 @@
 """dissensus: turn any network into a distribution over networks, and say how sure it is."""
 
-from dissensus import data, metrics, nets, theory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dissensus import data, metrics, nets
 from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import Diverged
@@ -38,6 +41,9 @@ from dissensus.storage import load, save
 from dissensus.surgery.modulation import Modulation
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
+
+if TYPE_CHECKING:
+    from dissensus import theory
 
 __version__ = "0.1.0"
 
@@ -96,3 +102,10 @@ __all__ = [
     "theory",
     "track",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ds.theory`, imported when it is first asked for: few programs do."""
+    if name == "theory":
+        return import_module("dissensus.theory")
+    raise AttributeError(f"module 'dissensus' has no attribute {name!r}")
