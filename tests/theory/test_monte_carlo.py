@@ -65,7 +65,11 @@ def test_small_networks_have_the_analytic_kernels(make, x):
     [(dense, VECTORS, 2048), (flat, IMAGES, 256), (pooled, IMAGES, 256), (residual, IMAGES, 256)],
 )
 def test_wide_networks_have_the_analytic_kernels(make, x, width):
-    assert deviation(make(width), x, networks=200, bias=0.0) < 3
+    # Three standard errors for one value; the largest of all distinct ones is as rarely beyond what Bonferroni makes of it.
+    # Seeds 0 and 1 of the dense network gave 3.2 and 2.2, with deviations of opposite signs: no bias is seen.
+    values = len(x) * (len(x) + 1)
+    allowed = float(torch.special.ndtri(torch.tensor(1 - 0.00135 / values, dtype=torch.float64)))
+    assert deviation(make(width), x, networks=200, bias=0.0) < allowed
 
 
 @pytest.mark.slow
