@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from finished import finished
-from rows import Row, interval, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
 
 from dissensus.bench.config import load_task, read_task
 from dissensus.bench.jobs import bench
@@ -40,6 +40,7 @@ NAMES = {
     "swag": "SWAG",
     "swa": "SWA",
     "tradi": "TRADI",
+    "tradi-layer": "TRADI (layer)",
     "tradi-diagonal": "TRADI (diagonal)",
 }
 
@@ -92,21 +93,29 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """The table with where it comes from."""
+    """The table, what it says, every ordering that is not the paper's, and where all of it comes from."""
     seeds = len({row["seed"] for row in rows})
     made = made_by(
         f"python benchmarks/mnist_ood.py --data FOLDER --seeds {seeds}",
         rows,
-        "the paper's numbers in square brackets",
+        f"{seeds_of(rows, NAMES)}, the paper's numbers in square brackets",
     )
-    return "\n\n".join([table(rows), " ".join([*seed_by_seed(rows), *orderings(rows)]), made])
+    said = " ".join([*seed_by_seed(rows), *against_paper(rows)])
+    count, *flips = orderings(rows)
+    listed = "\n".join(f"- {each}" for each in flips)
+    return "\n\n".join(each for each in (table(rows), said, count, listed, made) if each)
 
 
 def seed_by_seed(rows: list[Row]) -> list[str]:
     """Who is ahead of whom on how many seeds, and what tracking costs."""
     by_seed = {(row["method"], row["seed"]): row for row in rows}
     said = []
-    for better, worse in (("deep_ensemble", "map"), ("tradi", "map"), ("tradi", "tradi-diagonal")):
+    for better, worse in (
+        ("deep_ensemble", "map"),
+        ("tradi", "map"),
+        ("tradi", "tradi-diagonal"),
+        ("tradi", "tradi-layer"),
+    ):
         seeds = [seed for method, seed in by_seed if method == better and (worse, seed) in by_seed]
         if not seeds:
             continue
@@ -125,22 +134,34 @@ def seed_by_seed(rows: list[Row]) -> list[str]:
     return said
 
 
+def against_paper(rows: list[Row]) -> list[str]:
+    """Our NLL and the paper's: who is best in which, and the ratio."""
+    paper = published(read_task("mnist-ood")["reference"])
+    ours, theirs = {}, {}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        number = paper.get(method, {}).get("nll")
+        if number is not None:
+            name = NAMES.get(method, method)
+            ours[name] = summary(float(row["nll"]) for row in rows if row["method"] == method)[0]
+            theirs[name] = number.value
+    if not ours:
+        return []
+    orders = [", ".join(sorted(each, key=each.__getitem__)) for each in (theirs, ours)]
+    ratios = ", ".join(f"{name} {ours[name] / theirs[name]:.2f}" for name in sorted(ours, key=ours.__getitem__))
+    return [f"NLL, best first: in the paper {orders[0]}; here {orders[1]}. Ours over the paper's: {ratios}."]
+
+
 def orderings(rows: list[Row]) -> list[str]:
-    """Where a method stands on the other side of MCP than in the paper."""
-    methods = {
-        method: [
-            Evaluation(
-                "classification", {key: float(row[key]) for key in COLUMNS}, {}, "max_probability", ("notmnist",)
-            )
-            for row in rows
-            if row["method"] == method
-        ]
-        for method in dict.fromkeys(row["method"] for row in rows)
-    }
-    origins: dict[str, list[Row]] = {method: [{}] * len(several) for method, several in methods.items()}
-    reference = read_task("mnist-ood")["reference"]
-    results = Results("", "", methods, origins, baseline="map", reference=reference)
-    return reference_sentences(results, measures(methods["map"][0]))
+    """How many orderings of two methods are not the paper's, and each of them."""
+    methods: dict[str, list[Evaluation]] = {}
+    origins: dict[str, list[Row]] = {}
+    for row in rows:
+        name, found = NAMES.get(row["method"], row["method"]), {key: float(row[key]) for key in COLUMNS}
+        methods.setdefault(name, []).append(Evaluation("classification", found, {}, "max_probability", ("notmnist",)))
+        origins.setdefault(name, []).append({"seed": row["seed"]})
+    reference = {NAMES.get(method, method): row for method, row in read_task("mnist-ood")["reference"].items()}
+    results = Results("", "", methods, origins, reference=reference)
+    return reference_sentences(results, measures(next(iter(methods.values()))[0])) or [""]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 import csv
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from dissensus.bench.spread import spread
 
 Row = dict[str, Any]
 
@@ -35,19 +37,48 @@ def summary(values: Iterable[float]) -> tuple[float, float, float]:
     return statistics.fmean(given), deviation, deviation / math.sqrt(len(given))
 
 
-# Student's t: the 97.5 % quantile for 1, 2, … degrees of freedom
-STUDENT = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
-)
-
-
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of a few repetitions, by Student's t; the mean itself where there is one alone."""
     given = [float(value) for value in values]
-    mean, _, error = summary(given)
-    half = STUDENT[min(len(given), 1 + len(STUDENT)) - 2] * error if len(given) > 1 else 0.0
+    mean, half = statistics.fmean(given), spread(given, 0.0).half_width()
     return mean - half, mean + half
+
+
+class Paired(NamedTuple):
+    """A mean difference over repetitions that two methods share, with its 95 % interval and p-value by Student's t."""
+
+    difference: float
+    lower: float
+    upper: float
+    p_value: float
+    above: int  # repetitions with a difference above zero
+    count: int
+
+
+def paired(first: Sequence[Row], second: Sequence[Row], column: str, by: str = "seed") -> Paired | None:
+    """The first rows' column minus the second's, on the seeds (or splits) both have; None for fewer than two."""
+    theirs = {row[by]: float(row[column]) for row in second if row.get(column)}
+    each = [float(row[column]) - theirs[row[by]] for row in first if row.get(column) and row[by] in theirs]
+    if len(each) < 2:
+        return None
+    mean, found = statistics.fmean(each), spread(each, 0.0)
+    half = found.half_width()
+    return Paired(mean, mean - half, mean + half, found.p_value(mean), sum(d > 0 for d in each), len(each))
+
+
+def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") -> str:
+    """ "3 seeds", and where methods have different ones, whose are others: "seeds 0, 1, 2 (Deep ensemble: 0, 1)"."""
+    each: dict[str, list[int]] = {}
+    for row in rows:
+        each.setdefault(row["method"], []).append(int(row[by]))
+    every = sorted({number for several in each.values() for number in several})
+    fewer = {name: sorted(several) for name, several in each.items() if sorted(several) != every}
+    if not fewer:
+        return f"{len(every)} {by}s"
+    others = "; ".join(
+        f"{names.get(name, name)}: {', '.join(map(str, several))} only" for name, several in fewer.items()
+    )
+    return f"{by}s {', '.join(map(str, every))} ({others})"
 
 
 def made_by(command: str, rows: Sequence[Row], what: str) -> str:

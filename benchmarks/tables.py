@@ -7,12 +7,15 @@ A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is there is re
 
 import re
 import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mnist_ood
-import uci
+import toy_entropy
+import tradi_schedule
+import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import read_rows
+from rows import markdown, paired, read_rows, seeds_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,9 +49,12 @@ PARTICLES = {
         "validation/corrupt/accuracy": "damaged validation images",
         "nll": "NLL",
         "corrupt/nll": "NLL, damaged",
+        "ece": "ECE",
+        "corrupt/ece": "ECE, damaged",
         "ood/fashion/auroc": "AUROC, clothes",
     },
 }
+COMPARED = {"lengthscales": (("forde", "deep_ensemble"), ("lit", "deep_ensemble"), ("lit", "forde"))}
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
     "toy-regression-adam": "Predictions along the line, method by method",
@@ -70,6 +76,8 @@ SIDE_BY_SIDE = {
         "accuracy": "accuracy",
         "nll": "NLL",
         "corrupt/accuracy": "accuracy, damaged",
+        "ece": "ECE",
+        "corrupt/ece": "ECE, damaged",
         "ood/fashion/auroc": "AUROC, clothes",
         "distances/gradient": "angle",
     },
@@ -116,15 +124,30 @@ def speed_table(*, short: bool) -> str:
 
 
 def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
+    """One row per value of `key`, with its number of seeds where rows differ in it."""
+    groups = by_key(found, key)
+    differ = len({len(members) for members in groups.values()}) > 1
     lines = [f"| {key} | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 1)]
-    for name, members in by_key(found, key).items():
+    for name, members in groups.items():
         cells = [mean_and_spread(members, column) for column in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    counts = sorted({len(members) for members in by_key(found, key).values()})
-    seeds = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
+        lines.append(f"| {name}{f' ({len(members)} seeds)' if differ else ''} | " + " | ".join(cells) + " |")
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    facts = f"{seeds} seeds, mean ± standard deviation; {made}; {where}"
+    facts = f"{seeds_of(found, {})}, mean ± standard deviation; {made}; {where}"
     return "\n".join([*lines, "", f"*`{command}`; {facts}.*"])
+
+
+def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]) -> str:
+    """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance."""
+    groups = by_key(found, "method")
+    lines = []
+    for column, title in columns.items():
+        cells = [title]
+        for first, second in pairs:
+            each = paired(groups[first], groups[second], column)
+            text = "–" if each is None else f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            cells.append(f"**{text}**" if each is not None and each.p_value < 0.05 else text)
+        lines.append(cells)
+    return markdown(["", *(f"{first} − {second}" for first, second in pairs)], lines)
 
 
 def by_key(found: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
@@ -159,7 +182,65 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
         for name, text in pictures.items()
         if (ROOT / "docs" / "figures" / f"{name}.png").exists()
     ]
-    return "\n".join([table, *("\n" + part for part in [*sentences(found), *shown])])
+    parts = [*sentences(found), *shown]
+    if task in COMPARED:
+        parts.insert(0, "Seed by seed, with 95 % intervals over seeds; bold where zero is outside:")
+        parts.insert(1, difference_table(found, columns, COMPARED[task]))
+    return "\n".join([table, *("\n" + part for part in parts)])
+
+
+def cost_table() -> str:
+    """FoRDE's training step beside a deep ensemble's."""
+    found = rows("forde_cost_cpu.csv")
+    titles = {"mlp": "MLP 784-200-200-200-10", "conv": "small conv net"}
+    lines = [
+        [
+            f"{titles[row['case']]}, {row['members']} members, batch {row['batch']}",
+            row["method"],
+            f"{float(row['ms']):.3g}",
+            f"{float(row['ratio']):.2f} ({float(row['lower']):.2f} to {float(row['upper']):.2f})",
+            row["ran"],
+        ]
+        for row in found
+    ]
+    table = markdown(["networks", "method", "ms per step", "times a deep ensemble", "how it ran"], lines)
+    threads = " and ".join(dict.fromkeys(row["threads"] for row in found))
+    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
+    command = "python benchmarks/forde_cost.py --csv FILE"
+    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {facts}, {threads} thread(s).*"
+
+
+def false_positive_table() -> str:
+    """How often equal methods are said to differ, and how often real differences are found."""
+    found = rows("false_positives.csv")
+    percent = ("false_positives", "seeds_alone", "examples_alone", "resampled_seeds", "found_3", "found_5", "found_10")
+    titles = [
+        "noise of seeds : examples",
+        "seeds",
+        "p < 0.05",
+        "t over seeds alone",
+        "examples alone",
+        "seeds resampled",
+    ]
+    titles += [f"found: {k} errors" for k in (3, 5, 10)]
+    noises = {"0.0": "0 : 1", "inf": "1 : 0"}
+    lines = [
+        [noises.get(row["noise"], f"{float(row['noise']):g} : 1"), row["seeds"]]
+        + [f"{100 * float(row[key]):.1f} %" for key in percent]
+        for row in found
+        if row["metric"] == "nll"
+    ]
+    largest = []
+    for metric, name in (("nll", "NLL"), ("accuracy", "accuracy"), ("ood/far/auroc", "AUROC")):
+        mine = [row for row in found if row["metric"] == metric]
+        rate = max(float(row["false_positives"]) for row in mine)
+        cases = f"{len(mine)} cases of {mine[0]['simulations']} comparisons"
+        largest.append(f"{name} {100 * rate:.1f} % ({cases}; an error of {100 * float(mine[0]['error']):.1f} points)")
+    first = found[0]
+    facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; commit {first['commit']}"
+    facts += f", torch {first['torch']}, {first['device']}"
+    said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
+    return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
 
 
 def side_by_side() -> str:
@@ -179,24 +260,39 @@ def side_by_side() -> str:
     return "\n".join([*lines, "", "*The runs of the tables here; mean ± standard deviation over seeds.*"])
 
 
-def fill(path: Path, name: str, table: str) -> None:
-    text = path.read_text()
+def filled(text: str, name: str, table: str) -> str:
+    """The text with the table between the marks of this name; an error where a page has no such marks."""
     block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
-    pattern = rf"<!-- {name} -->(.*?<!-- /{name} -->)?"
-    path.write_text(re.sub(pattern, lambda _: block, text, count=1, flags=re.DOTALL))
+    found, count = re.subn(rf"<!-- {name} -->(.*?<!-- /{name} -->)?", lambda _: block, text, count=1, flags=re.DOTALL)
+    if not count:
+        raise SystemExit(f"expected <!-- {name} --> in the page, got none; put it where the table goes")
+    return found
+
+
+def tables() -> Iterator[tuple[Path, str, str]]:
+    """(page, name, table) of every table there is a CSV for."""
+    docs = ROOT / "docs"
+    yield ROOT / "README.md", "speed", speed_table(short=True)
+    yield docs / "speed.md", "speed", speed_table(short=False)
+    for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
+        if found := rows(f"{name}.csv"):
+            yield docs / "tracking.md", name.replace("_", "-"), page(found)
+    for task, columns in PARTICLES.items():
+        if particle_rows(task):
+            yield docs / "particle-results.md", task, particle_table(task, columns)
+    if all(particle_rows(task) for task in SIDE_BY_SIDE):
+        yield docs / "particle-results.md", "side-by-side", side_by_side()
+    if found := rows("toy_entropy.csv"):
+        yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+    if rows("forde_cost_cpu.csv"):
+        yield docs / "particles.md", "forde-cost", cost_table()
+    if rows("false_positives.csv"):
+        yield docs / "bench.md", "false-positives", false_positive_table()
 
 
 def main() -> None:
-    fill(ROOT / "README.md", "speed", speed_table(short=True))
-    fill(ROOT / "docs" / "speed.md", "speed", speed_table(short=False))
-    for module in (mnist_ood, uci):
-        if found := rows(f"{module.__name__}.csv"):
-            fill(ROOT / "docs" / "tracking.md", module.__name__.replace("_", "-"), module.page(found))
-    for task, columns in PARTICLES.items():
-        if particle_rows(task):
-            fill(ROOT / "docs" / "particle-results.md", task, particle_table(task, columns))
-    if all(particle_rows(task) for task in SIDE_BY_SIDE):
-        fill(ROOT / "docs" / "particle-results.md", "side-by-side", side_by_side())
+    for path, name, table in tables():
+        path.write_text(filled(path.read_text(), name, table))
 
 
 if __name__ == "__main__":

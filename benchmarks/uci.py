@@ -10,7 +10,8 @@ were.
 Network: one hidden layer of 50 ReLU units (100 for the protein set), mean and variance out, batch 100, Adam. The rest of the
 recipe is chosen for each set on rows held out of the training rows of a few splits, never on test rows, by the NLL of the
 Gaussian with the mixture's mean and variance: epochs and rate, then weight decay by the deep ensemble, then the rate of SWAG's
-tail by SWAG, the dropout rate by MC dropout and TRADI's memory by TRADI. Lakshminarayanan et al. 2017 trained 40 epochs at 0.1
+tail by SWAG, the dropout rate by MC dropout, TRADI's memory and the rate of its tail by TRADI. `--choose --only tradi` chooses
+the last two anew and leaves the rest of the recipes as they are. Lakshminarayanan et al. 2017 trained 40 epochs at 0.1
 throughout, with adversarial examples; their numbers stand beside ours.
 """
 
@@ -27,14 +28,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from rows import Row, interval, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, read_rows, summary, write_rows
+from uci_page import PROTEIN, table, verdicts
 
 from dissensus.bench.config import Task, load_task
 from dissensus.bench.jobs import run_all
 from dissensus.data import REGRESSION_SETS
 
 RESULTS = Path(__file__).parent / "results"
-PROTEIN = "protein-tertiary-structure"
 SPLITS = {name: 5 if name == PROTEIN else 20 for name in REGRESSION_SETS}
 METHODS = {  # what one process trains
     "map": ("map", "swag", "tradi", "tradi-diagonal"),
@@ -42,15 +43,6 @@ METHODS = {  # what one process trains
     "deep_ensemble": ("deep_ensemble",),
 }
 METRICS = ("rmse", "gaussian_nll", "nll", "crps", "coverage90", "width90", "cost/train_seconds")
-# Lakshminarayanan et al. 2017, table 1, deep ensembles: (value, error)
-PAPER = {
-    "bostonHousing": {"rmse": (3.28, 1.00), "gaussian_nll": (2.41, 0.25)},
-    "concrete": {"rmse": (6.03, 0.58), "gaussian_nll": (3.06, 0.18)},
-    "naval-propulsion-plant": {"rmse": (0.00, 0.00), "gaussian_nll": (-5.63, 0.05)},
-    "power-plant": {"rmse": (4.11, 0.17), "gaussian_nll": (2.79, 0.04)},
-    PROTEIN: {"rmse": (4.71, 0.06), "gaussian_nll": (2.83, 0.02)},
-    "wine-quality-red": {"rmse": (0.64, 0.04), "gaussian_nll": (0.94, 0.12)},
-}
 
 
 @dataclass(frozen=True)
@@ -63,6 +55,7 @@ class Recipe:
     tail_factor: float = 0.1  # of the rate, in the constant tail
     dropout: float = 0.05
     memory: float = 0.1  # of TRADI, as a share of the run
+    tradi_tail: float = 0.1  # as tail_factor, for TRADI
 
     @property
     def slug(self) -> str:
@@ -96,7 +89,8 @@ class Tried:
     weight_decay: tuple[float, ...] = (0.0, 1e-4, 1e-3, 1e-2)
     tail_factor: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)
     dropout: tuple[float, ...] = (0.005, 0.02, 0.05, 0.1)
-    memory: tuple[float, ...] = (0.1, 0.03, 0.01)
+    memory: tuple[float, ...] = (0.1, 0.03, 0.01, 0.003)
+    tradi_tail: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     splits: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
@@ -114,7 +108,7 @@ TRIED = {
 STAGES: tuple[dict[str, tuple[str, ...]], ...] = (  # method that judges -> what is chosen by it; one after the other
     {"deep_ensemble": ("epochs", "rate")},
     {"deep_ensemble": ("weight_decay",)},
-    {"swag": ("tail_factor",), "mc_dropout": ("dropout",), "tradi": ("memory",)},
+    {"swag": ("tail_factor",), "mc_dropout": ("dropout",), "tradi": ("memory", "tradi_tail")},
 )
 INNER = 0.1
 
@@ -122,6 +116,9 @@ INNER = 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--choose", action="store_true", help="choose recipes on rows of the training sets")
+    parser.add_argument(
+        "--only", default=None, help="choose again only what this method judges, from the recipes there are"
+    )
     parser.add_argument("--run", action="store_true", help="train and measure all splits with the chosen recipes")
     parser.add_argument("--data", default=None, help="folder of the sets; DISSENSUS_DATA by default")
     parser.add_argument("--sets", default=",".join(SPLITS))
@@ -134,7 +131,7 @@ def main() -> None:
     given = parser.parse_args()
     names = given.sets.split(",")
     if given.choose:
-        kept = [row for row in read_rows(given.recipes) if row["set"] not in names]
+        kept = [row for row in read_rows(given.recipes) if row["set"] not in names or spared(row, given.only)]
         write_rows(given.recipes, [*kept, *choose(names, given)])
     if given.run:
         jobs = list(test_jobs(names, given))
@@ -149,9 +146,11 @@ def main() -> None:
 
 def choose(names: Iterable[str], given: argparse.Namespace) -> list[Row]:
     """Every recipe tried with its scores on held-out training rows, the chosen one of each set last."""
-    best = {name: Recipe() for name in names}
+    found = chosen(given.recipes) if given.only else {}
+    best = {name: found.get(name, Recipe()) for name in names}
     tried: list[Row] = []
     for stage in STAGES:
+        stage = {method: fields for method, fields in stage.items() if given.only in (None, method)}
         jobs = [
             Job(name, split, (method,), recipe, given.out / "choose" / name / recipe.slug, given.data, INNER)
             for method, fields in stage.items()
@@ -168,6 +167,11 @@ def choose(names: Iterable[str], given: argparse.Namespace) -> list[Row]:
                 winner = min(means, key=lambda row: float(row["gaussian_nll"]))
                 best[name] = replace(best[name], **{field: winner[field] for field in fields})
     return [*tried, *({"set": name, "stage": "chosen", **asdict(recipe)} for name, recipe in best.items())]
+
+
+def spared(row: Row, only: str | None) -> bool:
+    """Whether a row of the recipes stays where only what one method judges is chosen again."""
+    return only is not None and row["stage"] != "chosen" and row["method"] != only
 
 
 def varied(recipe: Recipe, name: str, fields: tuple[str, ...]) -> list[Recipe]:
@@ -191,9 +195,9 @@ def mean_over_splits(rows: list[Row]) -> Row:
 
 
 def chosen(path: Path) -> dict[str, Recipe]:
-    """Set -> recipe, as `--choose` wrote them."""
+    """Set -> recipe, as `--choose` wrote them; what older files do not have is as in Recipe."""
     return {
-        row["set"]: Recipe(**{key: type(value)(row[key]) for key, value in asdict(Recipe()).items()})
+        row["set"]: Recipe(**{key: type(value)(row.get(key) or value) for key, value in asdict(Recipe()).items()})
         for row in read_rows(path)
         if row["stage"] == "chosen"
     }
@@ -263,6 +267,7 @@ def task_of(job: Job, size: str) -> Task:
             f"training.weight_decay={recipe.weight_decay}",
             f"training.tail_factor={recipe.tail_factor}",
             f"method.mc_dropout.rate={recipe.dropout}",
+            f"method.tradi.training.tail_factor={recipe.tradi_tail}",
             f"method.tradi.state_noise=[{10 / memory**2}, {5 / memory**2}]",
             "method.tradi-diagonal.covariance=diagonal",
         ],
@@ -272,50 +277,6 @@ def task_of(job: Job, size: str) -> Task:
 def steps(name: str, recipe: Recipe) -> int:
     """Steps of a run: batches of 100 of nine tenths of the rows."""
     return math.ceil(0.9 * REGRESSION_SETS[name][0] / 100) * recipe.epochs
-
-
-# ------------------------------------------------------------------------------------------- table
-
-
-def table(rows: list[Row]) -> str:
-    """Mean ± standard deviation over splits with the 95 % interval of the mean; the paper's deep ensemble last."""
-    lines = []
-    order = [method for several in METHODS.values() for method in several]
-    for name in dict.fromkeys(row["set"] for row in rows):
-        for method in order:
-            mine = [row for row in rows if row["set"] == name and row["method"] == method]
-            if not mine:
-                continue
-            cells = [name, f"{method} ({len(mine)} splits)"]
-            for column in ("rmse", "gaussian_nll", "nll"):
-                mean, deviation, _ = summary(row[column] for row in mine)
-                low, high = interval(row[column] for row in mine)
-                digits = 5 if column == "rmse" and mean < 0.1 else 3
-                cells.append(f"{mean:.{digits}f} ± {deviation:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
-            lines.append([*cells, f"{summary(row['cost/train_seconds'] for row in mine)[0]:.1f}"])
-        paper = {key: f"{value:.2f} ± {error:.2f}" for key, (value, error) in PAPER[name].items()}
-        lines.append([name, "deep ensemble, published", paper["rmse"], paper["gaussian_nll"], "", ""])
-    return markdown(["set", "method", "RMSE", "NLL of one Gaussian", "NLL of the mixture", "training, s"], lines)
-
-
-def verdicts(rows: list[Row]) -> str:
-    """On how many sets our deep ensemble's NLL is within one published error of the published one, or better."""
-    reached = {}
-    for name in dict.fromkeys(row["set"] for row in rows):
-        mine = [row["gaussian_nll"] for row in rows if (row["set"], row["method"]) == (name, "deep_ensemble")]
-        value, error = PAPER[name]["gaussian_nll"]
-        reached[name] = bool(mine) and summary(mine)[0] <= value + error
-    missed = ", ".join(name for name, yes in reached.items() if not yes)
-    return (
-        f"The deep ensemble's NLL is within one published error of the published one, or better, on {sum(reached.values())} of "
-        f"{len(reached)} sets{f' (not on {missed})' if missed else ''}."
-    )
-
-
-def page(rows: list[Row]) -> str:
-    """The table with a verdict and where it comes from."""
-    made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
-    return f"{table(rows)}\n\n{verdicts(rows)}\n\n{made}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import random
 
@@ -131,7 +132,9 @@ def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     x = (a, b) if kind is tuple else {"a": a, "b": b}
     posterior = build(tiny.Pair).eval()
     posterior.backward(x, y)
-    assert all(bool(g.isfinite().all()) for g in tiny.gradients(posterior).values())
+    gradients = tiny.gradients(posterior)
+    assert gradients.keys() == {name for name, parameter in posterior.named_parameters() if parameter.requires_grad}
+    assert all(bool(g.isfinite().all()) for g in gradients.values())
     drawn = posterior.draw()
     torch.testing.assert_close(drawn(x)[0], drawn.member(0)(a, b), rtol=0, atol=1e-12)
     assert posterior.predict(x).mean.shape == (12, 3)
@@ -317,7 +320,7 @@ def test_predict_leaves_modes_and_random_streams_as_found(build):
 def test_predict_leaves_the_world_as_found_even_when_it_fails(build):
     posterior = build().train()
     modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         posterior.predict(torch.zeros(3, 99, dtype=torch.float64))
     assert [m.training for m in posterior.modules()] == modes
     assert torch.equal(torch.get_rng_state(), stream)
@@ -359,6 +362,7 @@ def test_state_dict_round_trip(build):
     torch.manual_seed(2)
     other = build()
     other.load_state_dict(posterior.state_dict())
+    assert tiny.strides(other) == tiny.strides(posterior)
     assert torch.equal(other.predict(x).members, posterior.predict(x).members)
     assert int(other.steps) == int(posterior.steps) == 1
 
@@ -384,10 +388,31 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, tmp_path, mon
     for name in saved:
         assert saved[name].dtype == found[name].dtype, name
         assert torch.equal(saved[name], found[name]), name
+    assert tiny.strides(loaded) == tiny.strides(posterior)
     assert type(loaded) is type(posterior)
     assert loaded.config() == posterior.config()
     assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
     assert torch.equal(loaded(x), posterior(x))
+
+
+def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template, tmp_path):
+    posterior = build(tiny.spread_out)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(6, 2, 5, 6, dtype=torch.float64, generator=generator), torch.arange(6) % 3
+    ds.refresh(posterior.eval(), [(x, y)])
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, template(tiny.spread_out))
+    assert tiny.strides(loaded) == tiny.strides(posterior)
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_a_stored_draw_has_memory_of_its_own(build):
+    posterior, (x, y) = build(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    drawn = posterior.draw().particles.own
+    for name, tensor in drawn.state_dict().items():
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
 
 
 def test_config_is_json_and_builds_a_skeleton(build, template):
@@ -397,6 +422,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
     assert config == posterior.config()
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
     skeleton.load_state_dict(posterior.state_dict())
+    assert tiny.strides(skeleton) == tiny.strides(posterior)
     assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
     assert (skeleton.weight_prior_std, skeleton.data_size) == (0.5, 12)
 
@@ -455,21 +481,30 @@ def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
 def test_temperature_one_leaves_predictions_alone(build):
     posterior, (x, _) = build(), tiny.points()
     before = posterior.predict(x).members
-    posterior.temperature.fill_(1.0)
-    assert torch.equal(posterior.predict(x).members, before)
+    with torch.random.fork_rng(), torch.no_grad():
+        logits = posterior.eval()(x)  # the functions themselves, which know of no temperature
+    torch.testing.assert_close(before, logits.log_softmax(2), rtol=0, atol=1e-12)
     posterior.temperature.fill_(2.0)
     expected = (before / 2).log_softmax(2)
     torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+    posterior.temperature.fill_(1.0)
+    assert torch.equal(posterior.predict(x).members, before)
+
+
+# factors of the rate over ten epochs: constant for the first half, linear to 1 % at 90 %, constant again
+PLAIN = [1.0] * 6 + [1 - 0.99 * (t - 0.5) / 0.4 for t in (0.6, 0.7, 0.8)] + [0.01]
+# Maddox et al. 2019: before the last quarter constant for half the time, linear to one half at 90 % of it
+TAIL = [1.0] * 4 + [1 - 0.5 * (t / 0.75 - 0.5) / 0.4 for t in (0.4, 0.5, 0.6)] + [0.5] * 3
+# Huang et al. 2017, eq. (2): a cosine from 1 to 0 in each of three parts
+CYCLES = [0.5 + 0.5 * math.cos(math.pi * t) for t in (0, 0.3, 0.6, 0.9, 0.2, 0.5, 0.8, 0.1, 0.4, 0.7)]
+SCHEDULES = {"swag": TAIL, "swa": TAIL, "snapshot_ensemble": CYCLES}
 
 
 def test_the_default_optimizer_and_schedule_fit(build):
     posterior, (x, y) = build(), tiny.points()
     history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")
-    # constant for the first half, linear to 1 % at 90 %, constant again
-    plain = [1e-3] * 6 + [1e-3 * (1 - 0.99 * (t - 0.5) / 0.4) for t in (0.6, 0.7, 0.8)] + [1e-5]
-    own = type(posterior).default_schedule is not ds.Posterior.default_schedule
-    expected = [1e-3 * posterior.default_schedule(10)(epoch) for epoch in range(10)] if own else plain
-    assert [epoch.lr for epoch in history.epochs] == pytest.approx(expected, rel=1e-9)
+    factors = SCHEDULES.get(posterior.name, PLAIN)
+    assert [epoch.lr for epoch in history.epochs] == pytest.approx([1e-3 * factor for factor in factors], rel=1e-9)
 
 
 def test_a_prior_needs_the_size_of_the_data(build):
@@ -479,3 +514,14 @@ def test_a_prior_needs_the_size_of_the_data(build):
         build(weight_prior_std=0.0, data_size=10)
     with pytest.raises(ValueError, match="expected a positive data_size"):
         build(weight_prior_std=1.0, data_size=0)
+
+
+def test_a_posterior_shows_what_it_trains_and_what_is_frozen_apart():
+    nets = [tiny.mlp() for _ in range(3)]  # 4·6 + 6, 2·6 and 6·3 + 3 numbers
+    assert "Sequential, members=3, parameters=189, likelihood=Classification" in repr(ds.DeepEnsemble(nets))
+    for net in nets:
+        net[0].requires_grad_(False)
+    assert "Sequential, members=3, parameters=99 + 90 frozen, likelihood=" in repr(ds.DeepEnsemble(nets))
+    assert "members=1, parameters=33 + 30 frozen, likelihood=" in repr(ds.MAP(nets[0]))
+    nets[0].requires_grad_(False)
+    assert "parameters=0 + 63 frozen" in repr(ds.MAP(nets[0]))

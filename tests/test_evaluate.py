@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+import tiny
 from dissensus import metrics
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
@@ -108,6 +109,22 @@ def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
     energy = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score="energy")
     direct = -torch.logsumexp(posterior(x).double(), 2).mean(0)
     assert torch.allclose(energy.arrays["test/score/energy"], direct, atol=1e-6)
+
+
+def test_a_temperature_is_stated_with_the_numbers_it_changed(tmp_path):
+    posterior = ds.DeepEnsemble([tiny.mlp() for _ in range(2)]).double()
+    x, y = tiny.points(24)
+    plain = ds.evaluate(posterior, [(x, y)])
+    assert "temperature" not in plain.metrics
+    posterior.temperature.fill_(2.5)
+    scaled = ds.evaluate(posterior, [(x, y)])
+    assert scaled.metrics["temperature"] == 2.5
+    assert "temperature" in scaled.table()
+    ds.report({"plain": plain, "scaled": scaled}, tmp_path)
+    row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if "| Temperature" in line)
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["–", "2.500"]
+    assert "temperature" in (tmp_path / "results.csv").read_text().splitlines()[0]
+    assert "Temperature" in (tmp_path / "report.html").read_text()
 
 
 def test_temperature_enters_every_number_and_the_energy():

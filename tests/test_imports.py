@@ -19,31 +19,67 @@ ALLOWED = {
     "data": {"data"},
     "nets": {"nets"},
     "progress": set(),
+    "version": set(),
     "engine": {"core", "engine"},
     "methods": {"core", "engine", "methods"},
     "surgery": {"core", "surgery"},
     "theory": {"core", "nets", "surgery", "theory"},
-    "storage": {"core", "methods", "nets"},  # a posterior is built again when it is loaded
-    "stored": {"core", "methods", "storage"},
+    "sealed": set(),
+    "skeletons": {"core", "methods", "nets", "sealed"},  # a posterior is built again when it is loaded
+    "storage": {"core", "nets", "sealed", "skeletons"},
+    "stored": {"core", "methods", "sealed", "skeletons", "storage"},
     "history": {"engine"},
-    "checkpoint": {"core", "history"},
-    "train": {"core", "engine", "metrics", "data", "progress", "history", "checkpoint"},
+    "checks": {"core"},
+    "length": {"core"},
+    "loaderstate": set(),
+    "belonging": {"core"},
+    "checkpoint": {"core", "history", "belonging", "loaderstate"},
+    "train": {"core", "engine", "metrics", "data", "progress", "history", "checkpoint", "checks", "length"},
     "predict": {"core", "engine", "metrics", "data", "progress", "stored"},
     "temperature": {"core", "engine", "metrics", "data", "progress", "predict"},
     "evaluation": {"core", "engine", "metrics", "data", "progress", "predict", "evaluation"},
     "evaluate": {"core", "engine", "metrics", "data", "progress", "predict", "evaluation"},
     "report": {"evaluate", "bench"},  # bench only inside the function: see the test of what import loads
     "export": {"core", "methods"},
+    "__main__": {"bench"},
 }
 HEAVY = {"matplotlib", "typer", "jinja2", "rich", "torchmetrics"}
 # the only files that may name them
-HEAVY_ALLOWED = {("progress.py", "rich"), ("metrics/modular.py", "torchmetrics")}  # and all of bench
+HEAVY_ALLOWED = {
+    ("progress.py", "rich"),
+    ("metrics/modular.py", "torchmetrics"),
+    ("bench/cli.py", "typer"),
+    ("bench/cli.py", "rich"),
+    ("bench/theory_cli.py", "typer"),
+    ("bench/report.py", "jinja2"),
+    *(
+        (f"bench/{name}.py", "matplotlib")
+        for name in ("plots", "curves", "panels", "scenes", "figures", "theory_figures")
+    ),
+}
+
+# the floors of bench: a file may import from its own and from those below
+FLOORS = {
+    "tools": "names files toml units geometry choice provenance resampling spread",
+    "what is to be run": "variants arguments sources schema fitting config sets loaders build",
+    "runs": "records grid watch splits sharing together run results theory_runs",
+    "numbers": "measures statistics tables sweep claims sentences reference",
+    "pictures": "plots curves panels scenes figures theory_figures",
+    "the page": "report",
+    "the doors": "jobs theory_cli cli",
+}
+FLOOR = {name: height for height, names in enumerate(FLOORS.values()) for name in names.split()}
 
 
-def imported(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, also inside functions."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path: Path, *, types: bool = True) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, also inside functions; `types`: those for type checkers too."""
+    found: list[tuple[int, str]] = []
+    tree = ast.parse(path.read_text())
+    if not types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -55,32 +91,129 @@ def imported(path: Path) -> list[tuple[int, str]]:
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def part(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def fault(relative: str, name: str) -> str | None:
+    """What is wrong with a file of the package that imports this dotted name."""
+    mine, parts = relative.split("/")[0].removesuffix(".py"), name.split(".")
+    if parts[0] in HEAVY:
+        return None if (relative, parts[0]) in HEAVY_ALLOWED else f"imports {parts[0]}"
+    if parts[0] != "dissensus":
+        return None
+    if mine == "bench":
+        return bench_fault(relative.removeprefix("bench/").removesuffix(".py"), parts[1:])
+    if mine == "__init__":
+        return "imports bench" if parts[1] == "bench" else None
+    if mine not in ALLOWED:
+        return f"{mine} is new: say in ALLOWED what it may import"
+    return None if parts[1] in ALLOWED[mine] else f"{mine} may not import {parts[1]}"
+
+
+def bench_fault(mine: str, parts: list[str]) -> str | None:
+    if mine == "__init__":
+        return "bench/__init__.py imports nothing"
+    if mine not in FLOOR:
+        return f"bench/{mine}.py is new: say in FLOORS on which floor it stands"
+    if parts[:1] == ["report"]:
+        return "imports dissensus.report, which imports bench"
+    if parts[:1] != ["bench"] or len(parts) < 2:
+        return None  # may import everything that is not bench
+    if parts[1] not in FLOOR:
+        return f"imports bench.{parts[1]}, which is on no floor"
+    return None if FLOOR[parts[1]] <= FLOOR[mine] else f"{mine} may not import {parts[1]}, which stands above it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path):
-    mine = part(path)
-    if mine == "bench":
-        return  # may import everything
+    relative = path.relative_to(SOURCE).as_posix()
     for line, name in imported(path):
-        where, parts = f"{path.relative_to(SOURCE)}:{line}", name.split(".")
-        if parts[0] == "dissensus":
-            if mine == "__init__":
-                assert parts[1] != "bench", f"{where} imports bench"
-            else:
-                assert mine in ALLOWED, f"{mine} is new: say in ALLOWED what it may import"
-                assert parts[1] in ALLOWED[mine], f"{where}: {mine} may not import {parts[1]}"
-        elif parts[0] in HEAVY:
-            relative = str(path.relative_to(SOURCE))
-            assert (relative, parts[0]) in HEAVY_ALLOWED, f"{where} imports {parts[0]}"
+        assert fault(relative, name) is None, f"{relative}:{line}: {fault(relative, name)}"
 
 
 def test_a_wrong_import_would_be_seen(tmp_path):
     """The test above can fail: an import inside a function counts, whatever its form."""
     (tmp_path / "a.py").write_text("def f():\n    from dissensus import bench\n    import dissensus.data.toy\n")
     assert imported(tmp_path / "a.py") == [(2, "dissensus.bench"), (3, "dissensus.data.toy")]
+
+
+@pytest.mark.parametrize(
+    ("relative", "name", "found"),
+    [
+        ("core/batch.py", "dissensus.methods.MAP", "core may not import methods"),
+        ("core/batch.py", "rich.table", "imports rich"),
+        ("__init__.py", "dissensus.bench", "imports bench"),
+        ("attic.py", "dissensus.core.batch", "attic is new"),
+        ("bench/names.py", "dissensus.bench.config.load_task", "names may not import config"),
+        ("bench/tables.py", "dissensus.bench.report.write", "tables may not import report"),
+        ("bench/attic.py", "dissensus.core.batch", "say in FLOORS"),
+        ("bench/tables.py", "dissensus.bench.attic.old", "which is on no floor"),
+        ("bench/tables.py", "matplotlib.pyplot", "imports matplotlib"),
+        ("bench/tables.py", "dissensus.report.report", "which imports bench"),
+    ],
+)
+def test_what_points_the_wrong_way_is_a_fault(relative, name, found):
+    assert found in fault(relative, name)
+
+
+# Rings of files that import each other, types included. This list only gets shorter.
+KNOWN_RINGS = [{"dissensus.core.gradients", "dissensus.core.posterior", "dissensus.core.seam"}]
+
+
+def rings(root: Path) -> list[set[str]]:
+    """The largest sets of a package's files in which each imports, by way of others, every other.
+
+    Counts every import: at the top, inside functions and below `if TYPE_CHECKING`.
+    """
+    files = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for name, path in files.items():
+        found = {_file(target, files) for _, target in imported(path) if target.split(".")[0] == root.name}
+        graph[name] = found - {name}
+    behind = {name: _reached(graph, name) for name in graph}
+    unique = {frozenset(n for n in behind[name] if name in behind[n]) for name in graph if name in behind[name]}
+    return sorted(map(set, unique), key=sorted)
+
+
+def _file(name: str, files: dict[str, Path]) -> str:
+    """The file that a dotted name is in: a.b of a.b and of a.b.Class."""
+    return name if name in files else _file(name.rpartition(".")[0], files)
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_files_import_each_other_in_a_ring():
+    assert rings(SOURCE) == KNOWN_RINGS
+
+
+def test_a_ring_would_be_seen(tmp_path):
+    """By way of a third file, below `if TYPE_CHECKING`, inside a function, and through a package's own file."""
+    package = tmp_path / "dissensus"
+    texts = {
+        "__init__": "from dissensus.a import f",
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dissensus.b import B",
+        "b": "def g():\n    from dissensus import c\nclass B: ...",
+        "c": "import dissensus.a",
+        "d": "import dissensus",
+        "sub/__init__": "",
+        "sub/e": "from dissensus.sub import g",
+        "sub/g": "from dissensus.sub.e import something",
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").write_text(text)
+    assert rings(package) == [
+        {"dissensus.a", "dissensus.b", "dissensus.c"},
+        {"dissensus.sub.e", "dissensus.sub.g"},
+    ]
 
 
 PROBE = """

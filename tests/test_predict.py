@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 import tiny
+from dissensus.train import mixture_nll
 
 F64 = torch.float64
 
@@ -254,3 +255,89 @@ def test_networks_with_buffers_are_read_from_disk_whole(tmp_path):
     ds.save(posterior, tmp_path)
     found, _ = ds.summarise(tmp_path, [(x, y)], network=tiny.mlp())
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- not a number
+
+
+def spoilt(how: str = "vectorised", member: int = 2):
+    """Three members of which one says NaN."""
+    posterior = tiny.ensemble(tiny.mlp, how=how).eval()
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.0.weight"][member] = float("nan")
+    return posterior
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_a_member_that_predicts_nan_is_named(how):
+    posterior, (x, y) = spoilt(how), tiny.points()
+    calls = [
+        lambda: posterior.predict(x),
+        lambda: ds.predict(posterior, [(x, y)]),
+        lambda: ds.summarise(posterior, [(x, y)]),
+        lambda: list(ds.predict_batches(posterior, [(x, y)])),
+        lambda: ds.evaluate(posterior, [(x, y)]),
+        lambda: ds.temperature_scale(posterior, [(x, y)]),
+        lambda: mixture_nll(posterior, [(x, y)]),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ds.Diverged, match="got a prediction that is not finite in member 2 at step 0; lower"
+        ) as error:
+            call()
+        assert error.value.members == [2]
+    assert posterior(x)[2].isnan().all()  # what the functions say themselves is not judged
+
+
+def test_a_stored_member_that_predicts_nan_is_named_by_its_own_number(tmp_path):
+    ds.save(spoilt(member=1), tmp_path / "p")
+    with pytest.raises(ds.Diverged, match="in member 1 at") as error:
+        ds.summarise(tmp_path / "p", batches(), network=tiny.mlp().double())
+    assert error.value.members == [1]
+
+
+def test_a_member_whose_mean_is_infinite_is_named():
+    posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression(noise=1.0)).double()
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.bias"][0] = torch.inf
+    with pytest.raises(ds.Diverged, match="not finite in member 0 "):
+        posterior.predict(tiny.points()[0])
+
+
+def test_a_class_that_cannot_be_is_no_divergence():
+    """A logit of −∞ is how a network rules a class out."""
+
+    class RulesOut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x, mask):
+            return self.linear(x) + mask
+
+    posterior, (x, y) = tiny.ensemble(RulesOut), tiny.points()
+    mask = torch.zeros(12, 3, dtype=F64)
+    mask[:, 2] = -torch.inf
+    found = posterior.predict((x, mask))
+    assert (found.mean[:, 2] == 0).all()
+    assert found.total.isfinite().all()
+    history = ds.fit(posterior, [((x, mask), y % 2)], epochs=2, progress=False)
+    assert len(history) == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_numbers_are_refused(value):
+    posterior, (x, y) = tiny.ensemble(tiny.mlp).eval(), tiny.points()
+    x[5, 1] = value
+    calls = [
+        lambda: posterior.predict(x),
+        lambda: ds.predict(posterior, [(x, y)]),
+        lambda: ds.summarise(posterior, [(x, y)]),
+        lambda: list(ds.predict_batches(posterior, [(x, y)])),
+        lambda: ds.evaluate(posterior, [(x, y)]),
+        lambda: ds.evaluate(posterior, [tiny.points()], ood={"other": [(x, y)]}),
+        lambda: mixture_nll(posterior, [(x, y)]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
+            call()

@@ -1,5 +1,6 @@
 """Files: whole or not there, the same bit for bit, and one clear error for each way to be damaged."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -7,11 +8,14 @@ import pickle
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.sealed import METADATA
 from dissensus.storage import write_whole
+from saved_files import make_earlier, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -25,6 +29,14 @@ def folder(tmp_path):
     """A saved ensemble of two."""
     ds.save(ds.DeepEnsemble([mlp(), mlp()]), tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(params=["today", "earlier"])
+def either(request, folder):
+    """The same as this version writes it, and as earlier ones did: config.json believed, with the file's checksum."""
+    if request.param == "earlier":
+        make_earlier(folder)
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------------- what is written
@@ -162,7 +174,7 @@ def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
         def config(self):
             return {"noise": torch.ones(1)}
 
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         ds.save(ds.MAP(ds.nets.MLP(4, 1), likelihood=Odd(noise=1.0)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -171,20 +183,31 @@ def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected .*config\.json, got no such file"):
+    with pytest.raises(FileNotFoundError, match=r"expected .*posterior\.safetensors, got no such file"):
         ds.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["config.json", "posterior.safetensors"])
-def test_a_missing_file(folder, name):
-    (folder / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"expected .*{name}, got no such file; pass a folder that save"):
+def test_a_folder_without_its_tensors(either):
+    (either / "posterior.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"expected .*posterior.safetensors, got no such file; pass a folder that"
+    ):
+        ds.load(either)
+
+
+def test_a_folder_of_an_earlier_version_without_its_config(folder):
+    make_earlier(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected .*config\.json, got no such file; pass a folder that save"):
         ds.load(folder)
 
 
+DAMAGED = r"expected a whole .*, got a damaged one \(.*\); save the posterior again"
+
+
 @pytest.mark.parametrize("damage", ["truncated", "bit flip", "empty", "longer"])
-def test_damaged_tensors(folder, damage):
-    path = folder / "posterior.safetensors"
+def test_damaged_tensors(either, damage):
+    path = either / "posterior.safetensors"
     data = bytearray(path.read_bytes())
     if damage == "truncated":
         del data[-7:]
@@ -195,37 +218,55 @@ def test_damaged_tensors(folder, damage):
     else:
         data += b"\0"
     path.write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"with the checksum in config\.json, got another; the file is truncated or"):
-        ds.load(folder)
-    with pytest.raises(ValueError, match=r"with the checksum in config\.json"):
-        ds.summarise(folder, [(x, torch.zeros(5))])
+    text = r"with the checksum in (its header|config\.json), got another; the file is truncated or was changed"
+    for read in (lambda: ds.load(either), lambda: ds.summarise(either, [(x, torch.zeros(5))])):
+        with pytest.raises(ValueError, match=text if damage == "bit flip" else DAMAGED):
+            read()
+
+
+@pytest.mark.parametrize("place", ["a name", "a shape", "a value", "the config", "the checksum"])
+def test_a_changed_header_shows(folder, place):
+    """What the tensors are called and how they are shaped is under the checksum too, and so is the config."""
+    path = folder / "posterior.safetensors"
+    old, new = {
+        "a name": (b"layers.0.bias", b"layers.9.bias"),
+        "a shape": (b"[2,6,4]", b"[2,4,6]"),
+        "a value": (b'\\"hidden\\": [6]', b'\\"hidden\\": [5]'),
+        "the config": (METADATA.encode(), METADATA.upper().encode()),
+        "the checksum": (b"checksum", b"checksun"),
+    }[place]
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+    for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
+        with pytest.raises(ValueError, match=r"with the checksum in .*, got another"):
+            read()
 
 
 def test_tensors_that_are_none_though_the_checksum_fits(folder):
-    import hashlib
-
+    make_earlier(folder)
     (folder / "posterior.safetensors").write_bytes(b"\xff" * 100)
-    tamper(folder, "sha256", hashlib.sha256(b"\xff" * 100).hexdigest())
+    tampered = json.loads((folder / "config.json").read_text())
+    tampered["sha256"] = hashlib.sha256(b"\xff" * 100).hexdigest()
+    (folder / "config.json").write_text(json.dumps(tampered))
     with pytest.raises(ValueError, match=r"expected a whole .*posterior\.safetensors, got a damaged one"):
         ds.load(folder)
 
 
-def tamper(folder, keys: str, value) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    *above, last = keys.split(".")
-    place = config
-    for key in above:
-        place = place[key]
-    place[last] = value
-    path.write_text(json.dumps(config))
+NO_CONFIGS = ["", "{", '{"format": 1', "[]", "5", "null", "{}", "[" * 100_000, "\xff\xfe"]
 
 
-DAMAGED = r"expected a whole .*config\.json, got a damaged one \(.*\); save the posterior again"
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1', "[]", "5", "null", "{}", "[" * 100_000, "\xff\xfe"])
+@pytest.mark.parametrize("text", NO_CONFIGS)
 def test_a_config_that_is_no_config(folder, text):
+    path = folder / "posterior.safetensors"
+    path.write_bytes(save(load_file(path), metadata={METADATA: text}))
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize("text", NO_CONFIGS)
+def test_a_config_file_of_an_earlier_version_that_is_no_config(folder, text):
+    make_earlier(folder)
     (folder / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=DAMAGED):
         ds.load(folder)
@@ -260,15 +301,14 @@ def test_a_config_that_is_no_config(folder, text):
         ("likelihood.name", {}),
         ("likelihood.arguments", 5),
         ("likelihood.arguments", {"unheard_of": 1}),
-        ("sha256", 5),
         ("format", "1"),
         ("format", None),
     ],
 )
-def test_wrong_types_in_the_config(folder, keys, value):
-    tamper(folder, keys, value)
+def test_wrong_types_in_the_config(either, keys, value):
+    tamper(either, keys, value)
     with pytest.raises(ValueError, match=DAMAGED):
-        ds.load(folder)
+        ds.load(either)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +327,24 @@ def test_wrong_types_in_the_config(folder, keys, value):
         ),
         ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
         ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
-        ("sha256", "0", "with the checksum in config.json, got another"),
+        ("strides", {"steps": [1]}, "impossible strides of steps"),
+        ("arguments.members", 10**9, "members = 1000000000 says, got"),
+        ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+        ("network.arguments.hidden", [10**30], "damaged"),
+        ("network.arguments.inputs", -1, "damaged"),
     ],
 )
-def test_wrong_values_in_the_config(folder, keys, value, text):
-    tamper(folder, keys, value)
+def test_wrong_values_in_the_config(either, keys, value, text):
+    tamper(either, keys, value)
     with pytest.raises(ValueError, match=text):
+        ds.load(either)
+
+
+@pytest.mark.parametrize("value", [5, "0"])
+def test_a_wrong_checksum_in_a_folder_of_an_earlier_version(folder, value):
+    make_earlier(folder)
+    tamper(folder, "sha256", value)
+    with pytest.raises(ValueError, match=r"without sha256|with the checksum in config.json, got another"):
         ds.load(folder)
 
 

@@ -1,5 +1,6 @@
 """Temperature scaling against scipy, a closed form, and what it must leave alone."""
 
+import logging
 import math
 
 import pytest
@@ -127,3 +128,27 @@ def test_bad_data_leaves_the_temperature_as_it_was(bad):
 def test_the_minimum_of_a_function_is_found(at):
     assert minimise(lambda t: (t - at) ** 2, -3, 2) == pytest.approx(at, abs=1e-5)
     assert minimise(lambda t: abs(t - at), -3, 2) == pytest.approx(at, abs=1e-5)
+
+
+def test_data_the_network_has_seen_are_suspected(caplog):
+    """Logits 0.4 x are fitted by dividing by 0.4; on labels that are all right no temperature is low enough."""
+    x, y = calibrated()
+    for network, targets, text in (
+        (Scaled(0.4), y, "makes predictions more than twice as sure; has the network been trained on these data"),
+        (Scaled(1.0), x.argmax(1), "every example of the loader is predicted right"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "dissensus"):
+            ds.temperature_scale(ds.MAP(network).double(), [(x, targets)])
+        assert text in caplog.text
+        assert "held-out" in caplog.text
+
+
+def test_a_temperature_of_held_out_data_is_not_suspected(caplog):
+    x, y = calibrated()
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        for k in (0.7, 4.0):
+            ds.temperature_scale(ds.MAP(Scaled(k)).double(), [(x, y)])
+        soft = torch.nn.functional.one_hot(y, 3).double()
+        ds.temperature_scale(ds.MAP(Scaled(1.0)).double(), [(x, soft)])
+    assert not caplog.messages

@@ -54,6 +54,22 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
+def strides(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """How every tensor lies in memory: where two differ in it, products may differ in the last bit on some processors."""
+    return {name: tensor.stride() for name, tensor in module.state_dict().items()}
+
+
+def spread_out(dropout: float = 0.0) -> nn.Module:
+    """(B, 2, H, W) -> (B, 3): convolutions in channels_last, a transposed weight, one with holes in memory."""
+    network = nn.Sequential(
+        *segmenter(dropout), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3)
+    )
+    network.to(torch.float64).to(memory_format=torch.channels_last)
+    network[-2].weight.data = network[-2].weight.data.T.contiguous().T
+    network[-1].weight.data = network[-1].weight.data.repeat_interleave(2, 1)[:, ::2]
+    return network
+
+
 def ensemble(make, members: int = 3, *, how: str | None = None, dtype: torch.dtype = torch.float64, **keywords):
     """A deep ensemble of make() in float64, run as `how` says."""
     posterior = ds.DeepEnsemble([make() for _ in range(members)], **keywords).to(dtype)

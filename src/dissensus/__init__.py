@@ -41,11 +41,10 @@ from dissensus.storage import load, save
 from dissensus.surgery.modulation import Modulation
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
+from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dissensus import theory
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LIT",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dissensus.core import batch as batches
+from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
@@ -75,6 +76,7 @@ def evaluate(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
     ood, shift = dict(ood or {}), dict(shift or {})
+    check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
@@ -91,7 +93,13 @@ def evaluate(
         moved = {name: predictions(functions, each, name=name, like=test.shapes) for name, each in shift.items()}
         damaged = None if spec is None else corrupted_counts(functions, loader, spec)
         return evaluation_of(
-            test, ood=foreign, shift=moved, corrupted=damaged, score=score, parameters=parameters(posterior)
+            test,
+            ood=foreign,
+            shift=moved,
+            corrupted=damaged,
+            score=score,
+            parameters=parameters(posterior),
+            temperature=float(posterior.temperature),
         )
 
 
@@ -104,10 +112,12 @@ def evaluation_of(
     score: str,
     parameters: int,
     prevalence: float | None = None,
+    temperature: float = 1.0,
 ) -> Evaluation:
     """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken.
 
-    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to.
+    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
+    predictions, stated where it is not 1.
     """
     classes = isinstance(test.predictive, ClassificationPredictive)
     part: Any = classification if classes else regression
@@ -129,6 +139,7 @@ def evaluation_of(
     found |= part.member_metrics(test)
     if classes and test.members > 1:
         found |= _member_ood(test, ood, score)
+    found |= _stated(temperature)
     found |= {"cost/parameters": float(parameters), "cost/predict_ms": test.milliseconds}
     return Evaluation(
         kind="classification" if classes else "regression",
@@ -155,7 +166,7 @@ def checked_score(score: str | None, kind: Kind, members: int) -> str:
 
 
 def parameters(posterior: Posterior) -> int:
-    """How many numbers the posterior learns, all members together."""
+    """How many numbers the posterior holds as parameters, all members together, frozen ones too: they cost memory."""
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 
@@ -164,6 +175,11 @@ def number(value: float) -> str:
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _stated(temperature: float) -> dict[str, float]:
+    """The temperature as a metric, where there is one: whoever reads the numbers must know of it."""
+    return {} if temperature == 1.0 else {"temperature": temperature}
 
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
@@ -187,6 +203,7 @@ def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[A
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     x, _, _ = batches.unpack(first)
+    functions.posterior.check_inputs(batches.to(x, functions.device))
     predictive = functions.predict(batches.apply(x, lambda tensor: tensor[:1]))
     kind: Kind
     if isinstance(predictive, ClassificationPredictive):
@@ -228,6 +245,7 @@ def _segmentation(
         found |= damaged.metrics()
         arrays |= damaged.arrays()
     found |= sums.member_metrics()
+    found |= _stated(float(functions.posterior.temperature))
     found |= {
         "cost/parameters": float(parameters(functions.posterior)),
         "cost/predict_ms": 1000 * sums.seconds / images,

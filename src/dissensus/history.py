@@ -18,6 +18,12 @@ class Epoch:
     lr: float
     seconds: float
     validation: float | None = None  # negative log-likelihood of the mixture
+    look: float | None = None  # the same of what would be sampled, where a method is judged by that (TRADI)
+
+    @property
+    def judge(self) -> float | None:
+        """The number by which the state after this epoch is kept or not."""
+        return self.validation if self.look is None else self.look
 
 
 @dataclass
@@ -25,7 +31,7 @@ class History:
     """What `fit` returns: one entry per epoch, and which one was kept."""
 
     epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None without validation
+    best: int | None = None  # the epoch kept by validation; None where none was chosen
     engine: str | None = None  # how members ran
     memory: Memory | None = None  # what training was expected to need
 

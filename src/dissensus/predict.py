@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.drawn import Drawn
+from dissensus.core.errors import Diverged
+from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
@@ -98,6 +100,7 @@ def _in_parts(
         )
     if precision not in ("float32", "bf16"):
         raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
+    check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     device = posterior.device
     with evaluation(posterior):
@@ -114,22 +117,26 @@ def _in_parts(
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
             described = describe(x)
-        yield posterior.tempered(drawn.likelihood.predictive(*described))
+        yield posterior.checked(drawn.likelihood.predictive(*described))
 
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
-        pieces = drawn.predict_parts(x)
+        pieces, seen = drawn.predict_parts(x), 0
         while True:
             with around():
                 piece = next(pieces, None)
             if piece is None:
                 return
-            yield posterior.tempered(piece)
+            yield posterior.checked(piece, first=seen)
+            seen += len(piece.described()[0])
 
     parts = at_once if whole or compiled or drawn.particles.how == "vectorised" else one_by_one
     for batch in loader:
         x, y, _ = batches.unpack(batch)
-        batches.check_finite(x)
-        yield parts(batches.to(x, device)), y.to(device)
+        batches.check_finite(x, anywhere=True)
+        x = batches.to(x, device)
+        with autocast(device, dtype):
+            posterior.check_inputs(x)
+        yield parts(x), y.to(device)
 
 
 class _Compiled:
@@ -160,7 +167,7 @@ def _summarise_stored(
     targets: list[Tensor] = []
     for number, member in enumerate(stored_members(folder, network, likelihood=likelihood)):
         seen = 0
-        for i, (predictive, y) in enumerate(predict_batches(member, loader, precision=precision)):
+        for i, (predictive, y) in enumerate(_as_member(number, predict_batches(member, loader, precision=precision))):
             if number == 0:
                 running.append(RunningSummary())
                 targets.append(y)
@@ -173,6 +180,14 @@ def _summarise_stored(
     if not running:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     return _joined([each.summary() for each in running]), torch.cat(targets)
+
+
+def _as_member(number: int, predicted: Iterator[tuple[Predictive, Tensor]]) -> Iterator[tuple[Predictive, Tensor]]:
+    """What one stored member predicts; where that is NaN, the error has the member's own number."""
+    try:
+        yield from predicted
+    except Diverged as error:
+        raise Diverged([number + i for i in error.members], error.step, error.what) from None
 
 
 def _other_batches() -> ValueError:

@@ -8,11 +8,12 @@ from typing import Any
 class Progress:
     """`step()` after every batch, `epoch(text)` after every epoch; used as a context manager."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool) -> None:
+    def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool | str) -> None:
+        """`show`: whether to, or under which title in place of `title`."""
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
-        self.title = title
-        self.lines = show and not sys.stderr.isatty()
+        self.title = show if isinstance(show, str) else title
+        self.lines = bool(show) and not sys.stderr.isatty()
         self.bar: Any = None
         self.task: Any = None
         if show and sys.stderr.isatty():
@@ -21,9 +22,9 @@ class Progress:
             from rich.progress import Progress as Bar
 
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),  # a name may hold what rich takes for markup
                 BarColumn(),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(),
             )
             self.bar = Bar(*columns, console=Console(stderr=True), transient=False)

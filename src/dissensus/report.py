@@ -14,13 +14,18 @@ def report(
     path: str | os.PathLike[str],
     *,
     title: str = "Uncertainty report",
+    baseline: str | None = None,
+    holm: bool = False,
 ) -> list[Path]:
     """The files written: results.csv, report.md and report.html in the folder `path`, or the one its suffix names.
 
-    `evaluations`: name -> Evaluation, or several of them from different seeds. The first one is what the others are
-    compared with. The page is one file that needs nothing else and asks for nothing from the network.
+    `evaluations`: name -> Evaluation, or several of them from different seeds. Intervals and p-values count the test
+    examples and, where there are several, the seeds; the i-th evaluations of two methods are compared with each other.
+    `baseline`: the name the others are compared with; None takes the first. `holm`: adjusts the p-values of each table,
+    and its intervals with them, for the number of its comparisons. The page is one file that needs nothing else and asks
+    for nothing from the network.
     """
     from dissensus.bench.report import write_report  # matplotlib and jinja2 are loaded only by who wants a report
     from dissensus.bench.results import results_of_evaluations
 
-    return write_report(results_of_evaluations(evaluations, title), Path(path))
+    return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))

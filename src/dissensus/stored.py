@@ -1,49 +1,71 @@
 """Members read from a saved posterior one at a time: an ensemble that does not fit in memory still predicts."""
 
-import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dissensus import storage
+from dissensus.core.layout import laid_out, rows
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import MAP
+from dissensus.sealed import TENSORS, damaged, opened
+from dissensus.skeletons import build_parts
+from dissensus.storage import checked_strides, fill, load, unique_tensors
+
+OWN, SHARED = "particles.own.", "particles.shared."
 
 
 def stored_members(
     folder: Path, network: nn.Module | None = None, *, likelihood: Likelihood | None = None
 ) -> Iterator[Posterior]:
     """One posterior per stored member, each read from the file when its turn comes; the whole one where it stores none."""
-    config = storage.read_config(folder)
-    with (folder / storage.TENSORS).open("rb") as file:
-        storage.check_checksum(folder, config, hashlib.file_digest(file, "sha256").hexdigest())
-    members = config["arguments"].get("members")
-    with safe_open(folder / storage.TENSORS, framework="pt") as file:
-        names = list(file.keys())
-        if not isinstance(members, int) or not any(name.startswith("particles.own.") for name in names):
-            yield storage.load(folder, network, likelihood=likelihood)
+    path = folder / TENSORS
+    while True:
+        with opened(folder) as (config, header, file):
+            strides = checked_strides(config, header, path)
+            if not isinstance(config["arguments"].get("members"), int) or not any(map(_own, header.shapes)):
+                yield load(folder, network, likelihood=likelihood)
+                return
+            template, meaning = build_parts(config, header, path, network, likelihood)
+            try:
+                tensors = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise damaged(path, error) from error
+            # The path is opened twice. A file that is still there after the second time was there all the while.
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                continue
+            with tensors as file:
+                for index in range(config["arguments"]["members"]):
+                    yield _member(MAP(template, likelihood=meaning), index, file, header.shapes, strides)
             return
-        template = storage.build_network(config["network"], network)
-        meaning = likelihood if likelihood is not None else storage.build_likelihood(config["likelihood"])
-        sources = {name.replace("particles.own.", "particles.shared.", 1): name for name in names}
-        for index in range(members):
-            member = MAP(template, likelihood=meaning)
-            targets = {**dict(member.named_parameters()), **dict(member.named_buffers())}
-            inside = {name for name in sources if name.startswith("particles.")}
-            if (targets.keys() & member.state_dict().keys()) - sources.keys() or inside - targets.keys():
-                raise ValueError(
-                    "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as "
-                    "the saved one was"
-                )
-            with torch.no_grad():
-                for mine, name in sources.items():
-                    if mine in targets:
-                        stacked = name.startswith("particles.own.")
-                        targets[mine].data = (
-                            file.get_slice(name)[index : index + 1][0] if stacked else file.get_tensor(name)
-                        )
-            yield member.eval()
+
+
+def _member(
+    member: MAP, index: int, file: Any, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, list[int]]
+) -> Posterior:
+    """The posterior filled with one member's rows of what is own, and with what is shared."""
+    expected, ties = unique_tensors(member)  # a stack has tied tensors once
+    sources = {SHARED + name.removeprefix(OWN) if _own(name) else name: name for name in shapes}
+    if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
+        raise ValueError(
+            "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the "
+            "saved one was"
+        )
+    found = {}
+    for mine, name in sources.items():
+        if mine in expected:
+            tensor = file.get_slice(name)[index : index + 1][0] if _own(name) else file.get_tensor(name)
+            lying = strides.get(name, rows(shapes[name]))
+            found[mine] = laid_out(tensor, lying[1:] if _own(name) else lying)
+    with torch.no_grad():
+        fill(member, {**found, **{name: found[source] for name, source in ties.items()}})
+    return member.eval()
+
+
+def _own(name: str) -> bool:
+    return name.startswith(OWN)

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dissensus.core import batch as batches
+from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.predict import predict
 
 log = logging.getLogger("dissensus")
 
 WIDEST = 50.0  # temperatures from 1/50 to 50 are looked at
+SUSPICIOUS = 0.5  # below it members would be more than twice as sure: held-out data hardly ever ask for that
 
 
 def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
@@ -22,6 +26,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's standard
     deviation by it. Use held-out data, not the training or the test set.
     """
+    check_loader(loader)
     before = float(posterior.temperature)
     posterior.temperature.fill_(1.0)
     try:
@@ -42,8 +47,33 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
         log.warning(
             "the temperature %.3g is at the edge of what is looked at: is the posterior trained at all?", temperature
         )
+    _warn(temperature, _all_right(predictive, y, counted))
     posterior.temperature.fill_(temperature)
     return temperature
+
+
+def _all_right(predictive: Predictive, y: Tensor, counted: Tensor | None) -> bool:
+    """Whether every label that counts is the most probable one; False for a regression."""
+    if not isinstance(predictive, ClassificationPredictive):
+        return False
+    labels = y.argmax(1) if y.is_floating_point() else y
+    right = predictive.mean.argmax(1) == labels.to(predictive.mean.device)
+    return bool((right if counted is None else right[counted.to(right.device)]).all())
+
+
+def _warn(temperature: float, all_right: bool) -> None:
+    if all_right:
+        log.warning(
+            "every example of the loader is predicted right, so that no temperature is too low for it (found %.3g); has the "
+            "network been trained on these data? fit the temperature on held-out ones, and more of them",
+            temperature,
+        )
+    elif temperature < SUSPICIOUS:
+        log.warning(
+            "the temperature %.3g makes predictions more than twice as sure; has the network been trained on these data? fit "
+            "it on held-out ones (for a regression: is its noise set too high?)",
+            temperature,
+        )
 
 
 def _checked(posterior: Posterior, loader: Iterable[Any]) -> Iterator[Any]:

@@ -6,29 +6,53 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from dissensus.checkpoint import resume, write_checkpoint
+from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
+from dissensus.checks import check_ranks, check_settings
 from dissensus.core import batch as batches
-from dissensus.core.errors import Diverged
+from dissensus.core.drawn import Drawn
+from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.normalization import enough_examples
+from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior, evaluation, refresh
+from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
 from dissensus.history import Best, Epoch, History
+from dissensus.length import Length
 from dissensus.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _alone(function: Callable[Concatenate[Posterior, P], R]) -> Callable[Concatenate[Posterior, P], R]:
+    """The function of a posterior, with use of its network by another thread an error meanwhile."""
+
+    @wraps(function)
+    def alone(posterior: Posterior, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(posterior, Posterior):
+            raise TypeError(
+                f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+            )
+        with training(posterior.particles.template.network):
+            return function(posterior, *args, **kwargs)
+
+    return alone
+
+
+@_alone
 def fit(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -44,73 +68,84 @@ def fit(
     engine: str = "auto",
     device: torch.device | str | None = None,
     callback: Callable[[Epoch], object] | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
+    ranks: Literal["independent"] | None = None,
 ) -> History:
     """The history of training the posterior in place.
 
     `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
     epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops
-    after that many epochs without a better one. `optimizer`: built on `posterior.parameters()`; None takes the method's
-    default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
+    after that many epochs without a better one. TRADI is judged at ten epochs, by what it would sample; of methods that
+    collect a trajectory (SWAG, SWA, snapshots) nothing is restored. `optimizer`: built on `posterior.parameters()`; None
+    takes the method's default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
     `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
     run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
-    is the GPU if there is one. `callback`: called with each Epoch; a true return value stops training. `checkpoint`: a
-    file written after each epoch, or every `checkpoint_seconds` and at the end; if it exists, training goes on from it.
+    is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
+    each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
+    `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
+    of a distributed group train a model of its own; else several are refused.
     """
-    _check(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
+    check_loader(loader, validation)
+    check_ranks(ranks)
+    check_settings(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
     posterior.to(_device(device, posterior))
+    default = optimizer is None
     if optimizer is None:
         if scheduler is not None:
             raise ValueError("expected an optimizer with the scheduler, got none; pass both")
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    _check_optimizer(posterior, optimizer)
+    check_optimizer(posterior.parameters(), optimizer)
 
-    posterior.batches_per_step = accumulate
-    steps_per_epoch = batches.length(loader)
-    if steps_per_epoch is not None:
-        posterior.begin(max(1, math.ceil(steps_per_epoch / accumulate)), epochs)
-    history, best = History(), Best()
+    history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
-        history, best = resume(Path(checkpoint), posterior, optimizer, scheduler)
+        history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+        if default and isinstance(scheduler, LambdaLR):
+            restart(optimizer, scheduler)
+    posterior.batches_per_step = accumulate
+    length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
-    run = _Run(posterior, optimizer, engine, settings, steps=(steps_per_epoch or 1) * epochs)
+    run = _Run(
+        posterior, optimizer, engine, settings, steps=(length.batches or posterior.steps_per_epoch or 1) * epochs
+    )
     written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
 
-    with _current(posterior.device), run, Progress(epochs, steps_per_epoch, title=posterior.name, show=progress) as bar:
+    with _current(posterior.device), run, Progress(epochs, length.batches, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
-            if patience is not None and best.state is not None and number - 1 - best.epoch >= patience:
+            judged = best.state is not None and posterior.looks(number - 1, epochs)
+            if patience is not None and judged and number - 1 - best.epoch >= patience:
                 break
-            start, steps = time.perf_counter(), int(posterior.steps)
+            start = time.perf_counter()
             posterior.train()
             losses = run.epoch(loader, bar)  # (M,)
             seconds = time.perf_counter() - start
+            length.epoch_over()
             history.engine, history.memory = str(run.ran()), run.memory
             lr = float(optimizer.param_groups[0]["lr"])
             score = None if validation is None else mixture_nll(posterior, validation)
-            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score)
+            drawn = None if validation is None else posterior.look(number, epochs, validation)
+            look = None if validation is None or drawn is None else mixture_nll(posterior, validation, drawn)
+            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, look)
             history.epochs.append(epoch)
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            if score is not None and posterior.ready and best.better(score):
-                best = Best(score, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+            judge = epoch.judge if posterior.keeps_best and posterior.looks(number, epochs) else None
+            if judge is not None and best.better(judge):
+                best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
             bar.epoch(number, _line(epoch))
             unwritten = checkpoint is not None
             if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
-                write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
+                write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
                 written, unwritten = time.monotonic(), False
             if callback is not None and callback(epoch):
                 break
-            if steps_per_epoch is None:  # now it is known
-                steps_per_epoch = int(posterior.steps) - steps
-                posterior.begin(max(1, steps_per_epoch), epochs)
         if checkpoint is not None and unwritten:
-            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best)
+            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
 
     if best.state is not None:
         posterior.load_state_dict(best.state)
@@ -143,14 +178,13 @@ class _Run:
             if batches.size(x) == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batches.check_finite(x)
+            batches.check_weight(weight)
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
             y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
             with enough_examples(x):
                 step = self.step or self._build(x, y, weight)
                 losses = step(x, y, weight)
-            if device.type == "cpu":
-                _check_finite_losses(losses, step=int(posterior.steps))
             total = losses.clone() if total is None else total.add_(losses)
             count += 1
             bar.step()
@@ -159,11 +193,8 @@ class _Run:
                 "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
             )
         self.step.finish()
-        mean = (total / count).double().cpu()
-        _check_finite_losses(
-            mean, step=int(posterior.steps)
-        )  # on a GPU once per epoch: reading each step would stall it
-        return mean
+        self.step.check()
+        return (total / count).double().cpu()
 
     def ran(self) -> Plan | None:
         """The plan as it turned out, fallbacks included."""
@@ -205,18 +236,19 @@ class _Run:
             self.step.close()
 
 
-def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches."""
+def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: Drawn | None = None) -> float:
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
     with evaluation(posterior):
-        drawn = posterior.current()
+        drawn = posterior.current() if drawn is None else drawn
         for batch in loader:
             x, y, weight = batches.unpack(batch)
-            batches.check_finite(x)
+            batches.check_finite(x, anywhere=True)
+            batches.check_weight(weight)
             x = batches.to(x, posterior.device)
             posterior.check_batch(x, y)
             y = y.to(posterior.device)
-            predictive = posterior.tempered(drawn.predict(x))
+            predictive = posterior.checked(drawn.predict(x))
             counted = posterior.likelihood.counted(y)
             log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
             w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
@@ -227,37 +259,6 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any]) -> float:
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count
-
-
-def _check_finite_losses(losses: Tensor, *, step: int) -> None:
-    if not losses.isfinite().all():
-        raise Diverged((~losses.isfinite()).nonzero().flatten().tolist(), step)
-
-
-def _check(
-    posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
-) -> None:
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
-    if epochs < 1:
-        raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
-    if accumulate < 1:
-        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
-    if patience is not None and validation is None:
-        raise ValueError("expected validation data with patience, got none; pass validation=")
-
-
-def _check_optimizer(posterior: Posterior, optimizer: Optimizer) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
-        raise ValueError(
-            "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
-            "they are given: build the optimizer on posterior.parameters()"
-        )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -291,4 +292,6 @@ def _line(epoch: Epoch) -> str:
     text = f"loss {epoch.loss:.4f}"
     if epoch.validation is not None:
         text += f"  validation {epoch.validation:.4f}"
+    if epoch.look is not None:
+        text += f"  sampled {epoch.look:.4f}"
     return f"{text}  {epoch.seconds:.1f} s"

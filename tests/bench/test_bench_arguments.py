@@ -114,3 +114,12 @@ def test_a_first_layer_prior_of_a_training_that_is_shared_is_an_error_before_any
     with pytest.raises(ValueError, match="expected no empcov for swag, which trains together with others"):
         jobs.bench(task, methods=["swag", "tradi"], out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("repulsion", "strength"), [("1/B", 1 / 40), ("1/N", 1 / 200), ("0.25", 0.25)])
+def test_a_task_sets_the_repulsion_by_features(repulsion, strength):
+    overrides = [f"method.feature_rde.repulsion={repulsion}", "training.batch_size=40"]
+    config = run_config(load_task("toy-classification", size="smoke", overrides=overrides), "feature_rde", 0)
+    data = task_data(config.data)
+    assert len(data.train.y) == 200
+    assert posterior(config, data).strength() == strength

@@ -1,10 +1,17 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
+import subprocess
 import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import dissensus as ds
 from dissensus.bench import cli
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
     assert "ood/far_ring/auroc" in out
     again = dissensus("evaluate", "runs/moons-smoke/map-seed3", "--again", "--quiet")
     assert again[0] == 0
-    code, out, _ = dissensus("report", "runs/moons-smoke", "--out", "page")
+    code, out, _ = dissensus("report", "runs/moons-smoke", "--out", "page", "--holm", "--baseline", "map")
     assert code == 0
     assert "page/report.html" in out
     assert (tmp_path / "page" / "report.html").is_file()
@@ -45,9 +52,13 @@ def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
 def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):
     code, out, err = dissensus(
         "bench", "moons", "--size", "smoke", "--methods", "map,deep_ensemble", "--set", "training.epochs=2",
-        "--set", "method.members=3", "--out", "here",
+        "--set", "method.members=3", "--out", "here", "--holm", "--baseline", "deep_ensemble",
     )  # fmt: skip
     assert code == 0
+    assert "one seed: p counts test examples only" in out
+    report = (tmp_path / "here" / "report.md").read_text()
+    assert "Differences to deep_ensemble" in report
+    assert "(Holm)" in report
     assert "Accuracy" in out
     assert "here/report.html" in out
     assert "[2/2] deep_ensemble, seed 0: training" in err
@@ -73,6 +84,7 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
         (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
         (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
         (("bench", "moons", "--size", "huge"), "expected a size"),
+        (("bench", "moons", "--baseline", "deep"), "did you mean 'deep_ensemble'"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
@@ -120,3 +132,33 @@ def test_no_arguments_print_the_help(dissensus):
     code, out, err = dissensus()
     assert code == 2
     assert "bench" in out + err
+
+
+def test_a_variant_trains_under_its_own_name(dissensus):
+    code, _, err = dissensus(
+        "train", "forde-variants", "--method", "forde-1_N", "--size", "smoke", "--set", "training.epochs=1"
+    )
+    assert code == 0
+    assert "forde-1_N  epoch 1/1" in err
+    assert "forde  epoch" not in err
+
+
+def test_the_version_is_that_of_the_package(dissensus):
+    assert dissensus("--version") == (0, f"dissensus {ds.__version__}\n", "")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ds.__version__ == project["version"] == metadata.version("dissensus")
+    assert f"\nversion: {ds.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_without_arguments_the_help_is_shown(dissensus):
+    _, out, _ = dissensus()
+    assert "Usage: dissensus" in out
+    for command in ("bench", "train", "evaluate", "report", "list", "--version"):
+        assert command in out
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["--version"], f"dissensus {ds.__version__}"), ([], "Usage:")])
+def test_the_package_can_be_run_as_a_module(arguments, expected):
+    done = subprocess.run([sys.executable, "-m", "dissensus", *arguments], capture_output=True, text=True, check=False)
+    assert expected in done.stdout
+    assert "Traceback" not in done.stderr

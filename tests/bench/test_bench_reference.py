@@ -6,7 +6,7 @@ import torch
 from dissensus.bench.config import load_task
 from dissensus.bench.jobs import bench, report_runs
 from dissensus.bench.measures import measures
-from dissensus.bench.reference import Published, published, reference_sentences, reference_table
+from dissensus.bench.reference import Published, orderings, published, reference_sentences, reference_table
 from dissensus.bench.results import Results
 from dissensus.evaluate import Evaluation
 
@@ -52,23 +52,58 @@ def test_the_table_has_ours_and_theirs_of_the_methods_that_ran():
 def test_a_sentence_says_where_an_ordering_is_not_as_published():
     # AUROC: published, the ensemble is behind (70 against 80 %); here ahead. The rest is as published.
     given = results(map=(0.91, 0.45, 0.85), deep_ensemble=(0.96, 0.35, 0.9))
-    said = reference_sentences(given, measures(given.methods["map"][0]))
-    assert len(said) == 1
-    assert "AUROC" in said[0]
-    assert "published, deep_ensemble is behind map (70.00 against 80.00 %); here it is ahead (90.00 against" in said[0]
+    count, only = reference_sentences(given, measures(given.methods["map"][0]))
+    assert count == "1 of 3 orderings of two methods are not as published."
+    assert "AUROC" in only
+    assert "published, map is ahead of deep_ensemble (80.00 against 70.00 %); here it is behind (85.00 against" in only
+    assert "without an interval" in only
     # Low is good for NLL: 0.55 is behind 0.45 here, where the published 0.40 is ahead of 0.50.
     given = results(map=(0.91, 0.45, 0.85), deep_ensemble=(0.96, 0.55, 0.7))
-    (only,) = reference_sentences(given, measures(given.methods["map"][0]))
+    _, only = reference_sentences(given, measures(given.methods["map"][0]))
     assert only.startswith(
-        "NLL: published, deep_ensemble is ahead of map (0.4000 against 0.5000 nats); here it is not ahead"
+        "NLL: published, deep_ensemble is ahead of map (0.4000 against 0.5000 nats); here it is behind (0.5500 against"
     )
-    assert "p < 0.001" in only
+    assert "difference +0.1000, +0.1000 to +0.1000, beyond chance, p < 0.001; counts test examples, not seeds" in only
 
 
-def test_agreement_is_said_too_and_nothing_without_a_baseline():
+def test_every_pair_is_looked_at_not_only_pairs_with_the_baseline():
+    reference = {"deep_ensemble": {"nll": 0.1}, "swag": {"nll": 0.2}, "tradi": {"nll": 0.3}, "mc_dropout": {"nll": 0.3}}
+    # neither has a published number for the baseline; tradi and mc_dropout have no published order
+    nll = {"map": 0.1, "deep_ensemble": 0.2, "swag": 0.9, "tradi": 0.5, "mc_dropout": 0.7}
+    given = results(reference, **{name: (0.9, value, 0.8) for name, value in nll.items()})
+    listed = orderings(given, measures(given.methods["map"][0]))
+    assert [(each.ahead, each.behind, each.gap > 0) for each in listed] == [
+        ("deep_ensemble", "swag", True),
+        ("deep_ensemble", "tradi", True),
+        ("deep_ensemble", "mc_dropout", True),
+        ("swag", "tradi", False),
+        ("swag", "mc_dropout", False),
+    ]
+    said = reference_sentences(given, measures(given.methods["map"][0]))
+    assert said[0] == "2 of 5 orderings of two methods are not as published."
+    assert ["swag is ahead of" in each for each in said] == [False, True, True]
+
+
+def test_without_test_examples_seeds_alone_are_counted_and_that_is_said():
+    def several(*values: float) -> list[Evaluation]:
+        return [Evaluation("classification", {"nll": value}, {}, "") for value in values]
+
+    reference = {"map": {"nll": 0.1}, "deep_ensemble": {"nll": 0.2}}
+    methods = {"map": several(0.5, 0.6, 0.55), "deep_ensemble": several(0.3, 0.42)}
+    origins = {name: [{"seed": i} for i in range(len(each))] for name, each in methods.items()}
+    given = Results("", "", methods, origins, reference=reference)
+    _, only = reference_sentences(given, [])
+    # on seeds 0 and 1: differences 0.2 and 0.18, 0.19 ± 12.706 · 0.0141/√2
+    assert "(0.5500 against 0.3600; difference +0.1900, +0.0629 to +0.3171, beyond chance, p = 0.033" in only
+    assert only.endswith("counts 2 seeds, not test examples).")
+    assert reference_table(given, []).columns == ["map (3 seeds)", "deep_ensemble (2 seeds)"]
+
+
+def test_agreement_is_said_too_and_nothing_without_two_methods():
     given = results(map=(0.91, 0.45, 0.85), deep_ensemble=(0.96, 0.35, 0.7))
-    assert reference_sentences(given, []) == ["All 3 orderings against map are as published."]
+    assert reference_sentences(given, []) == ["All 3 orderings of two methods are as published."]
     assert reference_sentences(results({"deep_ensemble": {"nll": 1.0}}, map=(0.9, 0.5, 0.8)), []) == []
+    assert reference_sentences(results({"map": {"nll": 1.0}}, map=(0.9, 0.5, 0.8)), []) == []
 
 
 TASK = """

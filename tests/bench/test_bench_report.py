@@ -95,6 +95,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     text = (page / "report.html").read_text()
     found = checked(text)
     assert "script" not in found.tags
+    assert found.links
     assert all(link.startswith(("data:", "#")) for link in found.links)
     assert "http://" not in text
     assert "https://" not in text
@@ -185,10 +186,37 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     assert [cell.best for cell in nll.cells] == [True, False, True]  # equal numbers are both best
     assert nll.cells[1].note == "p < 0.001"
     assert not nll.cells[1].equal
-    difference = tables.difference_table(results, found, draws, "worse")
+    against = tables.differences(results, found, draws, "worse")
+    difference = tables.difference_table(results, found, against, "worse")
     first = next(row for row in difference.rows if row.label == "NLL" and row.group == "test")
     assert first.cells[0].text == "−1.0000"
     assert first.cells[0].best
+
+
+def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
+    evaluations = {"one": classification(0), "two": classification(1), "three": classification(2)}
+    report(evaluations, tmp_path / "first.md")
+    report(evaluations, tmp_path / "second.md", baseline="two", holm=True)
+    first, second = ((tmp_path / f"{name}.md").read_text() for name in ("first", "second"))
+    assert "Differences to one" in first
+    assert "No correction for many comparisons" in first
+    assert "Differences to two" in second
+    assert "(Holm)" in second
+    with pytest.raises(ValueError, match=r"as baseline of one, three, two, got 'tow'; did you mean 'two'"):
+        report(evaluations, tmp_path / "third.md", baseline="tow")
+
+
+def test_a_report_says_what_its_intervals_count_and_how_many_seeds_each_method_has(tmp_path):
+    report({"one": classification(0), "two": classification(1)}, tmp_path / "single.md")
+    assert "count the test examples only" in (tmp_path / "single.md").read_text()
+    seeds = {"one": [classification(i) for i in range(3)], "two": [classification(i) for i in range(2)]}
+    report(seeds, tmp_path / "several.md")
+    text = (tmp_path / "several.md").read_text()
+    assert "count test examples and 2 to 3 seeds" in text
+    assert "| | one (3 seeds) | two (2 seeds) |" in text
+    same = {name: several[:2] for name, several in seeds.items()}
+    report(same, tmp_path / "same.md")
+    assert "| | one | two |" in (tmp_path / "same.md").read_text()
 
 
 def test_bad_input_is_one_clear_error(tmp_path):

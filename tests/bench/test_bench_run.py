@@ -173,6 +173,8 @@ def test_a_temperature_is_fitted_on_validation_rows(tmp_path):
     fitted = float(posterior.temperature)
     assert fitted != 1
     assert ds.temperature_scale(posterior, run.loader(run.data.validation)) == pytest.approx(fitted)
+    assert run.evaluate().metrics["temperature"] == pytest.approx(fitted)
+    assert "temperature" in read_evaluation(run.folder).metrics
 
 
 def test_a_regression_runs_too(tmp_path):
@@ -264,6 +266,8 @@ def test_settings_are_checked_before_anything_is_trained(tmp_path):
         with pytest.raises(ValueError, match=message):
             jobs.bench(task, out=tmp_path)
     assert not list(tmp_path.glob("*/training.json"))
+    with pytest.raises(ValueError, match=r"expected no training.patience for swag, which collects a trajectory"):
+        moons("swag", "training.patience=2", folder=tmp_path / "swag").begin()
 
 
 def test_other_wrong_uses_are_one_clear_error(tmp_path):

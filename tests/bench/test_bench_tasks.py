@@ -85,7 +85,7 @@ def test_toys_run_and_every_seed_is_another_draw(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "alone"),
     [
-        ("mnist-ood", ["deep_ensemble"]),
+        ("mnist-ood", ["deep_ensemble", "tradi", "tradi-layer", "tradi-diagonal"]),
         ("uci", ["mc_dropout", "deep_ensemble"]),
         ("cubic", ["mc_dropout", "deep_ensemble"]),
         ("gp-draw", ["mc_dropout", "deep_ensemble"]),

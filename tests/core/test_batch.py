@@ -44,6 +44,62 @@ def test_numbers_that_are_not_finite_are_found_and_named():
     batches.check_finite(torch.full((5, 3), 1e38))  # the sum overflows, the numbers do not
 
 
+def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
+    batches.check_finite((torch.ones(2, 3), torch.full((2, 2), -torch.inf)))
+    batches.check_finite(torch.zeros(0, 3))
+    for value in (torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 1 of a batch"):
+            batches.check_finite(torch.tensor([[-torch.inf, 1.0], [-torch.inf, value]]))
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [
+        (
+            torch.tensor([1.0, torch.nan]),
+            "expected finite example weights of at least 0, got nan in row 1 of a batch; give",
+        ),
+        (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
+        (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
+        (torch.tensor([1, -2]), "got -2 in row 1"),
+        (torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [-3.0, 1.0]]]), "got -3 in row 1"),
+    ],
+)
+def test_weights_that_are_no_weights_are_an_error_of_their_own_before_anything_runs(weight, text):
+    posterior = ds.DeepEnsemble([nn.Linear(3, 2) for _ in range(2)])
+    batch = (torch.ones(2, 3), torch.tensor([0, 1]), weight)
+    calls = [
+        lambda: batches.check_weight(weight),
+        lambda: posterior.loss(*batch),
+        lambda: posterior.backward(*batch),
+        lambda: ds.fit(posterior, [batch], epochs=1, progress=False),
+        lambda: ds.fit(posterior, [batch[:2]], epochs=1, validation=[batch], progress=False),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=text) as error:
+            call()
+        assert not isinstance(error.value, ds.Diverged)
+
+
+def test_weights_may_be_whole_numbers_booleans_and_zero():
+    for weight in (torch.tensor([0, 0]), torch.tensor([True, False]), torch.zeros(2), None):
+        batches.check_weight(weight)
+    with pytest.raises(TypeError, match="expected example weights as a tensor, got list"):
+        ds.fit(
+            ds.MAP(nn.Linear(3, 2)), [(torch.ones(2, 3), torch.tensor([0, 1]), [1.0, 2.0])], epochs=1, progress=False
+        )
+
+
+def test_losses_and_gradients_are_not_asked_for_at_inputs_that_are_not_finite():
+    posterior = ds.MAP(nn.Linear(3, 2))
+    x = torch.ones(2, 3)
+    x[1] = torch.nan
+    for call in (posterior.loss, posterior.backward):
+        with pytest.raises(ValueError, match="got NaN or infinity in row 1 of a batch"):
+            call(x, torch.tensor([0, 1]))
+    assert posterior.particles.template.network.weight.grad is None
+
+
 def test_inputs_are_mapped_in_place_of_their_tensors():
     x = {"a": torch.ones(2), "b": None}
     doubled = batches.apply(x, lambda t: 2 * t)

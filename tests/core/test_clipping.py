@@ -58,8 +58,27 @@ def test_own_and_shared_tensors_are_clipped_apart():
 
 
 def test_no_gradient_and_zero_gradients_are_left_alone():
-    posterior = ds.MAP(tiny.mlp())
+    for posterior in (ds.MAP(tiny.mlp()), tiny.ensemble(tiny.mlp, members=2)):
+        zeros = [0.0] * posterior.particles.members
+        assert clip_members(posterior.particles, 1.0).tolist() == zeros
+        assert not tiny.gradients(posterior)
+        for parameter in posterior.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert clip_members(posterior.particles, 1.0).tolist() == zeros
+        assert all(float(p.grad.abs().max()) == 0 for p in posterior.parameters())
+
+
+@pytest.mark.parametrize("scale", [1e-4, 300.0])
+def test_gradients_in_half_precision_are_clipped_and_not_wiped_out(scale):
+    """Norms whose square leaves float16, above and below."""
+    posterior = ds.DeepEnsemble([nn.Linear(4, 3).half() for _ in range(2)])
     for parameter in posterior.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert clip_members(posterior.particles, 1.0).tolist() == [0.0]
-    assert all(float(g.abs().max()) == 0 for g in tiny.gradients(posterior).values())
+        parameter.grad = (scale * torch.randn(parameter.shape)).half()
+    exact = sum(p.grad.double().flatten(1).square().sum(1) for p in posterior.parameters()).sqrt()
+    before = [p.grad.clone() for p in posterior.parameters()]
+    norms = clip_members(posterior.particles, float(exact.min()) / 2)
+    torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
+    factor = exact.min() / 2 / exact  # (M,)
+    for parameter, old in zip(posterior.parameters(), before, strict=True):
+        expected = old.double() * factor.reshape(-1, *[1] * (old.ndim - 1))
+        torch.testing.assert_close(parameter.grad.double(), expected, rtol=2e-3, atol=1e-7)

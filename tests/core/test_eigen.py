@@ -113,3 +113,15 @@ def test_a_step_of_feature_repulsion_is_captured_and_trains_as_the_loop_does():
     assert "captured" in str(history.engine)
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-7, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("order", ["largest", "smallest"])
+def test_a_matrix_that_is_not_finite_has_eigenvectors_of_nan(value, order):
+    matrix = torch.eye(4, dtype=torch.float64)
+    matrix[1, 2] = matrix[2, 1] = value
+    values, vectors = extreme_eigenvectors(matrix, 2, order)
+    assert values.shape == (2,)
+    assert vectors.shape == (4, 2)
+    assert values.isnan().all()
+    assert vectors.isnan().all()

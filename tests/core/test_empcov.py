@@ -159,3 +159,23 @@ def test_a_prior_that_does_not_fit_the_network_is_an_error_at_once():
     with pytest.raises(ValueError, match=r"expected a prior on one of .*, got one on 'network.0.0.weight'"):
         posterior.use_first_layer_prior(deeper)
     assert posterior.first_layer_prior is None
+
+
+def test_of_weights_in_half_precision_the_prior_is_that_of_the_same_numbers_in_full():
+    inputs = 1e-3 * torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Linear(4, 6).half())
+    params = {"network.0.weight": (10 * torch.randn(6, 4)).half()}
+    prior = EmpCov(inputs, network, "0", data_size=10)
+    exact = EmpCov(inputs, nn.Sequential(nn.Linear(4, 6).double()), "0", data_size=10)
+    expected = exact({name: tensor.double() for name, tensor in params.items()})
+    assert float(expected) > 1e5  # beyond float16
+    assert float(prior(params)) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_the_input_that_is_not_finite_is_named():
+    x = torch.randn(20, 1, 4, 4)
+    x[13, 0, 1, 0] = float("inf")
+    for network in (nn.Conv2d(1, 2, 3), nn.Linear(16, 2)):
+        for inputs in (x, [(part, None) for part in x.split(5)]):
+            with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, number 4 of it"):
+                EmpCov(inputs, network, "", data_size=20)

@@ -269,3 +269,12 @@ def test_bad_input_is_a_clear_error():
         kernels.input_gradient_log_density(torch.randn(2, 4, 3), ROTATED)
     with pytest.raises(ValueError, match="expected a bandwidth of reference, sample, algorithm, got 'median'"):
         kernels.input_gradient_log_density(GRADIENTS, bandwidth="median")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_not_taken_for_one_without_direction(value):
+    gradients = torch.tensor([[1.0, 2.0], [0.0, 0.0], [value, 1.0]], dtype=torch.float64)
+    found = kernels.directions(gradients)
+    assert found[:2].isfinite().all()
+    assert (found[1] == 0).all()
+    assert found[2].isnan().any()

@@ -143,3 +143,13 @@ def test_they_are_shown_in_one_line():
     shown = repr(pca_lengthscales(torch.randn(50, 784), rank=20))
     assert shown.startswith("Lengthscales(dimension=784, rank=20, precision ")
     assert len(shown) < 120
+
+
+def test_the_input_that_is_not_finite_is_named():
+    x = torch.randn(20, 2, 3)
+    x[13, 1, 2] = float("nan")
+    for inputs in (x, list(x.split(5))):
+        with pytest.raises(
+            ValueError, match="expected finite inputs, got nan in row 13, number 5 of it; clean the data"
+        ):
+            pca_lengthscales(inputs)

@@ -140,6 +140,11 @@ def test_half_precision_is_not_where_likelihoods_are_evaluated(dtype):
     assert full_precision(logits.double()).dtype == F64
     assert ds.Classification().nll(logits, torch.zeros(5, dtype=torch.int64)).dtype == torch.float32
     assert ds.Classification().describe(logits)[0].dtype == torch.float32
+    learned = ds.Regression("learned", initial=300.0).to(dtype)  # a variance of 9e4 is beyond float16
+    mean, variance = learned.describe(logits)
+    expected = (2 * learned.log_noise.detach().double()).exp()
+    torch.testing.assert_close(variance.detach().double(), expected.expand_as(variance), rtol=1e-6, atol=0)
+    assert bool(learned.nll(logits, mean.detach()).isfinite())
 
 
 # ---------------------------------------------------------------------------------------------------- sample weights

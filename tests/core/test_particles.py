@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations
 
 import dissensus as ds
 import tiny
-from dissensus.core.particles import Particles, Rows, loop, random_state
+from dissensus.core.particles import Particles, Rows, loop
+from dissensus.core.randomness import random_state
 
 
 class Recurrent(nn.Module):

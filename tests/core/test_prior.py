@@ -6,7 +6,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import norm_parameters
+from dissensus.core.prior import negative_log_prior, norm_parameters
 
 
 def test_norm_layers_are_found_wherever_they_are():
@@ -57,3 +57,14 @@ def test_frozen_weights_do_not_count():
     posterior = ds.MAP(network, weight_prior_std=1.0, data_size=1)
     params = posterior.particles.shared_parameters()
     torch.testing.assert_close(posterior.penalty(params), network.bias.square().sum() / 2, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_full(dtype):
+    """Σ θ² = 4e6 leaves float16; bfloat16 would have two digits of it."""
+    weights = {"a": (200 * torch.randn(50, 2)).to(dtype), "b": torch.randn(7).to(dtype)}
+    found = negative_log_prior(weights, 0.7, 30)
+    exact = negative_log_prior({name: tensor.double() for name, tensor in weights.items()}, 0.7, 30)
+    assert float(found) == pytest.approx(float(exact), rel=1e-5)
+    single = {name: tensor.float() for name, tensor in weights.items()}
+    assert torch.equal(negative_log_prior(single, 0.7, 30), found)

@@ -248,3 +248,11 @@ def test_particles_find_the_funnel_at_the_size_of_the_paper(name):
     assert start > 0.1
     assert independent == pytest.approx(0.0027, abs=0.001)
     assert end < (0.01 if name == "kde" else 0.5 * independent)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("estimate", [scores.kde, scores.stein, scores.spectral_stein])
+def test_a_particle_that_is_not_finite_has_no_finite_score(estimate, value):
+    z = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    z[1, 0] = value
+    assert not estimate(z)[1].isfinite().all()

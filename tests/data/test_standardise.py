@@ -62,3 +62,14 @@ def test_shapes_it_cannot_mean_are_refused():
         Standardiser.of_rows(torch.zeros(3))
     with pytest.raises(ValueError, match="uint8 images"):
         Standardiser.of_channels(torch.zeros(2, 1, 3, 3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_named_and_not_spread_over_its_column(value):
+    x = torch.randn(6, 3)
+    x[4, 1] = value
+    with pytest.raises(ValueError, match=rf"expected finite rows, got {value} in row 4, column 1; remove such rows"):
+        Standardiser.of_rows(x)
+    x[5, 2] = value
+    with pytest.raises(ValueError, match=r"in row 4, column 1 and 1 more; "):
+        Standardiser.of_rows(x)

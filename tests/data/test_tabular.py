@@ -177,3 +177,20 @@ def test_wrong_classification_files_are_refused(tmp_path, changes, message):
     np.savez(tmp_path / "set.npz", x=np.zeros((2, 1)))
     with pytest.raises(ValueError, match="got no class_names, y"):
         read_tabular_npz(tmp_path / "set.npz", name="set")
+
+
+def test_what_is_too_large_for_the_dtype_is_refused(tmp_path):
+    path = tmp_path / "table.npz"
+    np.savez(path, x=np.array([[1.0, 2.0], [3.0, 1e300]]), y=np.array([0, 1]), class_names=np.array(["a", "b"]))
+    assert read_tabular_npz(path, name="table", dtype=torch.float64).x[1, 1] == 1e300
+    with pytest.raises(ValueError, match=r"expected finite inputs in torch.float32, got inf in row 1, column 1 of"):
+        read_tabular_npz(path, name="table")
+
+
+def test_the_row_and_column_that_are_not_finite_are_named():
+    x, y = torch.randn(5, 2), torch.randn(5)
+    with pytest.raises(ValueError, match=r"expected x \(N, D\) and y \(N,\), got \(5, 2\) and \(5, 1\)"):
+        regression_split(x, y[:, None], torch.arange(2), torch.arange(2, 4))
+    y[3] = float("nan")
+    with pytest.raises(ValueError, match=r"the last column\), got nan in row 3, column 2"):
+        regression_split(x, y, torch.arange(2), torch.arange(2, 4))

@@ -188,6 +188,25 @@ def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.Monkey
         assert len(tried) == expected  # the second candidate is the compiled one
 
 
+def test_a_short_run_does_not_forbid_compiling_to_a_long_one_nor_the_other_way_round(monkeypatch) -> None:
+    tried: list[object] = []
+    times = iter([0.01, 0.01, 0.005])  # plain for the short run, then plain and compiled for the long one
+    monkeypatch.setattr(plans, "timed", lambda run, *_, **__: tried.append(run) or next(times))
+    posterior, (x, y) = ds.DeepEnsemble([dense() for _ in range(2)]).double(), data()
+
+    def compiled(steps: int) -> bool:
+        return plans.make_plan("auto", posterior, x, y, None, precision=None, steps=steps).compiled
+
+    assert [compiled(10), compiled(10**6), compiled(10), compiled(10**6), compiled(20)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert len(tried) == 3  # each length is looked at once
+
+
 def test_convolutions_run_in_a_loop_on_a_cpu_and_dense_networks_vectorised() -> None:
     x, y = data((1, 4, 4))
     for make, inputs, kind in ((conv, x, "loop"), (dense, data()[0], "vectorised")):

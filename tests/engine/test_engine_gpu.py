@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.data import Batches
+from dissensus.engine import CapturedStep, EagerStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -287,3 +288,176 @@ def test_the_memory_stated_before_training_is_about_what_it_takes(engine: str) -
     memory = history.memory
     stated = memory.one_at_a_time if engine == "loop" else memory.at_once
     assert 0.5 * took < stated < 2 * took, (stated / 2**20, took / 2**20, str(memory))
+
+
+# ---------------------------------------------------------------------------------------------------- divergence
+
+
+class Trap(nn.Module):
+    """The identity, but for inputs above 100 NaN (or, for inputs above 1000, with a slope of NaN) in one member."""
+
+    def __init__(self, member: int) -> None:
+        super().__init__()
+        self.register_buffer("bad", torch.tensor(float(member == 1)))
+        self.linear = nn.Linear(192, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.flatten()[0]
+        features = self.linear(x.flatten(1).clamp(-3, 3))
+        loss = torch.where((first > 100) & (first < 1000) & (self.bad > 0), float("nan"), 0.0)
+        # √0 has an infinite slope, which times 0 is NaN: the value is fine.
+        below = torch.where((first > 1000) & (self.bad > 0), 0.0, 1.0)
+        return features + loss + torch.sqrt(below + 0.0 * features) - torch.sqrt(below)
+
+
+def trapped() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Trap(i), nn.BatchNorm1d(192), nn.Tanh(), nn.Linear(192, 5)) for i in range(3)]
+
+
+OPTIMISERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),  # cannot skip a step by a flag: it is read
+}
+
+
+def everything(posterior: ds.Posterior, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    found = {f"{i}/{key}": torch.as_tensor(value).clone().cpu() for i, s in state.items() for key, value in s.items()}
+    return found | {name: tensor.clone().cpu() for name, tensor in posterior.state_dict().items()}
+
+
+@pytest.mark.parametrize("value", [500.0, 5000.0], ids=["loss", "gradient"])
+@pytest.mark.parametrize("at", [0, 1, 6])  # the first step, one that warms up, a captured one
+@pytest.mark.parametrize(
+    ("engine", "optimizer"),
+    [
+        *((engine, "sgd") for engine in ENGINES),
+        ("vectorised+captured", "adam"),
+        ("streamed+captured", "adamw"),
+        ("vectorised", "adamw"),
+        ("vectorised", "rmsprop"),
+    ],
+)
+def test_a_bad_batch_on_a_gpu_changes_nothing(engine: str, optimizer: str, at: int, value: float) -> None:
+    posterior = ds.DeepEnsemble(trapped()).cuda()
+    chosen = OPTIMISERS[optimizer](posterior.parameters())
+    x, y = data(96)
+    batches = [(x.float()[i : i + 12].clone(), y[i : i + 12]) for i in range(0, 96, 12)]
+    batches[at][0][0, 0, 0, 0] = value
+    before = {}
+
+    class Watched(list):
+        def __iter__(self):
+            for i, batch in enumerate(super().__iter__()):
+                if i == at:
+                    before.update(everything(posterior, chosen))
+                yield batch
+
+    with pytest.raises(ds.Diverged) as caught:
+        ds.fit(posterior, Watched(batches), epochs=1, optimizer=chosen, engine=engine, clip=1.0, progress=False)
+    assert (caught.value.members, caught.value.step) == ([1], at + 1)
+    assert caught.value.what == ("loss" if value == 500.0 else "gradient")
+    after = everything(posterior, chosen)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize("at", [2, 3, 6])
+def test_gathered_batches_on_a_gpu_are_forgotten_with_the_bad_one(at: int) -> None:
+    x, y = data(84)
+    batches = [(x.float()[i : i + 12].clone(), y[i : i + 12]) for i in range(0, 84, 12)]
+    twin, posterior = (ds.DeepEnsemble(trapped()).cuda() for _ in range(2))
+    settings = {"epochs": 1, "accumulate": 2, "engine": "vectorised", "precision": "float32", "progress": False}
+    good = batches[: at - at % 2]
+    ds.fit(twin, good, optimizer=OPTIMISERS["adamw"](twin.parameters()), **settings)
+    batches[at][0][0, 0, 0, 0] = 500.0
+    with pytest.raises(ds.Diverged) as caught:
+        ds.fit(posterior, batches, optimizer=OPTIMISERS["adamw"](posterior.parameters()), **settings)
+    assert (caught.value.members, caught.value.step) == ([1], at // 2 + 1)
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(posterior.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("method", ["deep_ensemble", "svgd", "function_rde"])
+def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
+    make = {
+        "deep_ensemble": ds.DeepEnsemble,
+        "svgd": lambda nets: ds.SVGD(nets, data_size=96),
+        "function_rde": lambda nets: ds.FunctionRDE(nets, data_size=96),
+    }
+    posterior = make[method](trapped()).cuda().train()
+    optimizer = OPTIMISERS["sgd"](posterior.parameters())
+    step = CapturedStep(EagerStep(posterior, optimizer, clip=1.0))
+    x, y = data(12)
+    x = x.float()
+    for _ in range(6):
+        step(x, y)
+    assert not step.failed
+    assert len(step.graphs) == 1
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.check()
+    before = everything(posterior, optimizer)
+    x[0, 0, 0, 0] = 500.0
+    step(x, y)
+    x[0, 0, 0, 0] = 0.0
+    step(x, y)
+    after = everything(posterior, optimizer)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    with pytest.raises(ds.Diverged, match="a loss that is not finite in member 1 at step 10;"):
+        step.check()
+    step.close()
+
+
+def test_a_watcher_on_a_gpu_stays_finite_when_its_network_goes_bad() -> None:
+    posterior = ds.TRADI(trapped()[1]).cuda()
+    x, y = data(96)
+    batches = [(x.float()[i : i + 12].clone(), y[i : i + 12]) for i in range(0, 96, 12)]
+    batches[5][0][0, 0, 0, 0] = 500.0
+    with pytest.raises(ds.Diverged, match="in member 0 at step 6"):
+        ds.fit(posterior, batches, epochs=1, engine="loop+captured", progress=False)
+    assert int(posterior.steps) == 5
+    assert all(tensor.isfinite().all() for tensor in posterior.state_dict().values())
+
+
+def test_a_last_step_that_explodes_on_a_gpu_is_seen() -> None:
+    posterior = ds.DeepEnsemble([nn.Sequential(nn.Flatten(), nn.Linear(192, 5)) for _ in range(2)]).cuda()
+    x, y = data(12)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1e38)
+    loader = [(1e4 * x.float(), y)]
+    with pytest.raises(ds.Diverged, match="expected finite weights"):
+        ds.fit(posterior, loader, epochs=1, optimizer=optimizer, precision="float32", engine="loop", progress=False)
+
+
+def test_nan_on_a_gpu_is_refused_in_inputs_and_named_in_predictions() -> None:
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
+    x, y = data(36)
+    x = x.float()
+    loader = Batches(x, y, batch_size=6)
+    ds.predict(posterior, loader)
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.7.bias"][2] = float("nan")
+    calls = (
+        lambda: posterior.predict(x),
+        lambda: ds.predict(posterior, loader),
+        lambda: ds.summarise(posterior, loader),
+        lambda: ds.evaluate(posterior, loader),
+    )
+    for call in calls:
+        with pytest.raises(ds.Diverged, match="a prediction that is not finite in member 2"):
+            call()
+    x[0, 0, 0, 0] = float("nan")
+    loader = Batches(x, y, batch_size=6)
+    for call in calls:
+        with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
+            call()

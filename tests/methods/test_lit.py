@@ -125,3 +125,16 @@ def test_bad_input_is_a_clear_error():
     one = LIT([nn.Linear(1, 3), nn.Linear(1, 3)], strength=1)
     with pytest.raises(ValueError, match="expected inputs of at least two features, got one"):
         one.backward(torch.randn(5, 1), torch.zeros(5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("members", [2, 5, 16])
+def test_the_pairs_of_a_member_add_up(members):
+    """Of M − 1 others that all point one way each pushes in full: the exact factor that docs/particles.md names."""
+    generator = torch.Generator().manual_seed(0)
+    mine, other = torch.randn(2, 1, 5, 3, dtype=torch.float64, generator=generator)
+
+    def force(count: int) -> Tensor:
+        g = torch.cat([mine, other.expand(count, -1, -1)])
+        return LIT(networks(2), strength=0.3).couple({"gradients": g})["gradients"][0]
+
+    torch.testing.assert_close(force(members - 1), (members - 1) * force(1), rtol=1e-12, atol=1e-15)

@@ -1,6 +1,7 @@
 """Repulsion in weight, function and feature space: the papers' updates written out, and posteriors that are known."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from dissensus.core import kernels, scores
 from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
+from dissensus.methods.strength import Strength
 
 STRATEGIES = {
     "vectorised": strategies.vectorised,
@@ -273,6 +275,87 @@ def test_the_feature_space_update_is_that_of_the_paper(weighting):
     shared = posterior.particles.shared_parameters()
     torch.testing.assert_close(shared["network.2.weight"].grad, found[-2] / 4, rtol=0, atol=1e-10)
     torch.testing.assert_close(shared["network.2.bias"].grad, found[-1] / 4, rtol=0, atol=1e-10)
+
+
+def feature_forces(posterior, x, y, weight=None) -> Tensor:
+    """(M, P) of what the repulsion adds to the encoders' gradients."""
+    kept, found = posterior.strength, []
+    for posterior.strength in (kept, Strength(0.0, None)):
+        posterior.zero_grad()
+        posterior.backward(x, y, weight)
+        found.append(flat_gradients(posterior))
+    posterior.strength = kept
+    posterior.zero_grad()
+    return found[0] - found[1]
+
+
+def test_a_partial_batch_repels_by_features_no_more_than_a_full_one():
+    """After a batch of 12, one of 5 repels with 1/12 and not 1/5; its prior stays the mean over its own rows."""
+    nets, (x, y) = networks(), tiny.points()
+    posterior, number = (FeatureRDE(nets, layer="1", head="2", **k) for k in ({}, {"repulsion": 1 / 12}))
+    fresh = FeatureRDE(nets, layer="1", head="2")
+    full = feature_forces(posterior, x, y)
+    torch.testing.assert_close(full, feature_forces(number, x, y), rtol=0, atol=1e-12)
+    partial = feature_forces(posterior, x[:5], y[:5])
+    torch.testing.assert_close(partial, feature_forces(number, x[:5], y[:5]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(partial * 12 / 5, feature_forces(fresh, x[:5], y[:5]), rtol=0, atol=1e-12)
+    with_prior, without = (
+        FeatureRDE(nets, layer="1", head="2", prior=prior, repulsion=0.0) for prior in ("gaussian", "none")
+    )
+    for each in (with_prior, without):
+        each.backward(x[:5], y[:5])
+    features = [net[:2](x[:5]) for net in nets]
+    prior = sum(0.005 / 2 * feature.square().sum() / 5 for feature in features)
+    found = torch.autograd.grad(prior, [parameter for net in nets for parameter in net[:2].parameters()])
+    expected = torch.cat([g.flatten() for g in found]).reshape(4, -1)
+    torch.testing.assert_close(flat_gradients(with_prior) - flat_gradients(without), expected, rtol=0, atol=1e-12)
+
+
+def test_the_strength_of_feature_repulsion_is_that_of_forde():
+    nets, (x, y) = networks(), tiny.points()
+
+    def forces(weight=None, **keywords):
+        return feature_forces(FeatureRDE(nets, layer="1", head="2", **keywords), x, y, weight)
+
+    unit = forces(repulsion=1.0)
+    assert float(unit.abs().max()) > 1e-3
+    for keywords, c in (
+        ({}, 1 / 12),
+        ({"batch_size": 48}, 1 / 48),
+        ({"repulsion": "1/N", "data_size": 300}, 1 / 300),
+        ({"repulsion": 0.0}, 0.0),
+    ):
+        torch.testing.assert_close(forces(**keywords), c * unit, rtol=0, atol=1e-12)
+    # A weight of two is the example twice, unless the batch is named; no weight moves nobody.
+    two = torch.full((12,), 2.0, dtype=torch.float64)
+    twice = FeatureRDE(nets, layer="1", head="2")
+    doubled = feature_forces(twice, x.repeat(2, 1), y.repeat(2))
+    torch.testing.assert_close(forces(two), doubled, rtol=0, atol=1e-9)
+    assert float(forces(torch.zeros(12, dtype=torch.float64)).abs().max()) == 0
+    gathered, large = FeatureRDE(nets, layer="1", head="2"), FeatureRDE(nets, layer="1", head="2", batch_size=36)
+    optimizer = torch.optim.SGD(gathered.parameters(), lr=0.0)
+    ds.fit(gathered, [(x, y)] * 3, epochs=1, accumulate=3, optimizer=optimizer, progress=False)
+    large.backward(x, y)
+    torch.testing.assert_close(flat_gradients(gathered), flat_gradients(large), rtol=0, atol=1e-12)
+
+
+def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_path):
+    nets, (x, _) = networks(), tiny.points()
+    saved = FeatureRDE(nets, layer="1", head="2", repulsion="1/N", batch_size=12, data_size=70)
+    ds.save(saved, tmp_path)
+    loaded = ds.load(tmp_path, plain())
+    assert (loaded.strength.repulsion, loaded.strength.batch_size) == ("1/N", 12)
+    assert loaded.config() == saved.config()
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("repulsion", "batch_size"):  # what folders of before do not say
+        del config["arguments"][key]
+    path.write_text(json.dumps(config))
+    older = ds.load(tmp_path, plain())
+    assert (older.strength.repulsion, older.strength.batch_size) == ("1/B", None)
+    assert torch.equal(older.predict(x).members, saved.predict(x).members)
+    with pytest.raises(ValueError, match=r'expected data_size with repulsion "1/N", got none'):
+        FeatureRDE(nets, layer="1", head="2", repulsion="1/N")
 
 
 def test_the_official_choices_of_feature_rde_can_be_had():

@@ -79,3 +79,9 @@ def test_other_bad_input_is_an_error():
         Strength("1/B", None, 0)
     with pytest.raises(TypeError, match=r"expected batch_size as a whole number, got 2\.5"):
         Strength("1/B", None, 2.5)
+
+
+def test_weights_in_half_precision_are_summed_in_full():
+    strength = Strength("1/B", None)
+    strength.see(4096, training=True)
+    assert float(strength(4096, torch.full((4096,), 20.0).half())) == pytest.approx(1 / (20 * 4096), rel=1e-6)

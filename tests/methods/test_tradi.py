@@ -1,6 +1,7 @@
 """TRADI: the filters against a scalar recomputation in float64, the sampler against its covariance."""
 
 import copy
+import json
 import logging
 import math
 
@@ -399,7 +400,53 @@ def test_tensors_of_one_sample_are_drawn_apart():
     assert float(weight.var()) == pytest.approx(1.0, abs=4 * (2.2 / 4000) ** 0.5)
 
 
+@pytest.mark.parametrize("correlation", ["tensor", "layer"])
+@pytest.mark.parametrize("bandwidth", [1.0, 0.4])
+def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
+    n = 4000
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+    posterior = TRADI(module, samples=n, features=20, bandwidth=bandwidth, correlation=correlation)
+    names = [name for name, _ in module.named_parameters()]  # 0.weight, 0.bias, 1.weight, 1.bias: 2, 2, 2 and 1 weights
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(2)
+        for k, variance in enumerate(posterior.filters.variance.values()):
+            variance.fill_(0.5 + k)
+    posterior.filters.observed.add()
+    drawn, means = posterior.sample(), posterior.filters.mean
+    found = torch.cat([(drawn[name] - means[name]).flatten(1) for name in names], 1)  # (S, 7)
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    deviations = torch.cat([posterior.variance[name].flatten() for name in names]).sqrt()
+    # exp(−bandwidth² (w_k − w_l)² / 2) √(s_k s_l) inside a layer, or inside a tensor, and 0 across
+    group = torch.tensor([0, 0, 0, 0, 1, 1, 1] if correlation == "layer" else [0, 0, 1, 1, 2, 2, 3])
+    kernel = torch.exp(-(bandwidth**2) * (weights[:, None] - weights[None]) ** 2 / 2)
+    expected = kernel * (group[:, None] == group[None])
+    error = 4 * 3.2**0.5 / n**0.5  # as above
+    standard = found / deviations
+    assert float((standard.T @ standard / n - expected).abs().max()) < error
+
+
+def test_what_torch_parametrizes_is_one_layer():
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
+    names = TRADI(module, correlation="layer")._correlated()
+    assert [len(each) for each in names] == [3, 2]
+    assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer")._correlated()] == [2]
+    alone = TRADI(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)), correlation="layer")
+    assert [len(each) for each in alone._correlated()] == [3]
+
+
 # ---------------------------------------------------------------------------------------------------- draws and files
+
+
+def test_what_is_correlated_is_saved_and_older_files_mean_tensors(tmp_path):
+    posterior = TRADI(network(), correlation="layer", samples=2)
+    ds.save(posterior, tmp_path)
+    assert ds.load(tmp_path, network()).correlation == "layer"
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["arguments"]["correlation"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ds.load(tmp_path, network()).correlation == "tensor"
 
 
 def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
@@ -512,6 +559,7 @@ def test_a_loader_without_data_is_refused():
     ("keywords", "message"),
     [
         ({"covariance": "full"}, "expected covariance of shared, diagonal, released, got 'full'"),
+        ({"correlation": "network"}, "expected correlation of tensor, layer, got 'network'"),
         ({"drift": "step"}, "expected drift of gradient, none, got 'step'"),
         ({"init": "zero"}, "expected init of current, he, got 'zero'"),
         ({"samples": 0}, "expected at least one sample, got 0"),

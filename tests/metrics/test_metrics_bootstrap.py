@@ -126,3 +126,19 @@ def test_wrong_inputs_are_named():
         metrics.bootstrap_mean(torch.zeros(3), resamples=0)
     with pytest.raises(ValueError, match="expected correctness of 0 or 1"):
         metrics.mcnemar(torch.tensor([0.5]), torch.tensor([1.0]))
+
+
+def test_the_interval_of_a_difference_holds_zero_exactly_where_p_is_not_below():
+    for seed in range(200):
+        n = 20 + seed % 40
+        first, second = values(n=n, seed=seed), values(n=n, seed=seed + 1000, shift=0.1 * (seed % 7))
+        level = (0.8, 0.9, 0.95)[seed % 3]
+        found = metrics.paired_test(first, second, level=level, resamples=99 + seed % 50, seed=seed)
+        assert (found.lower <= 0 <= found.upper) == (found.p_value >= round(1 - level, 12))
+        assert found.upper - found.difference == pytest.approx(found.difference - found.lower)
+
+
+def test_too_few_resamples_for_a_level_have_no_ends():
+    found = metrics.paired_test(values(n=20), values(n=20, shift=5.0), resamples=10)
+    assert found.p_value == pytest.approx(1 / 11)
+    assert (found.lower, found.upper) == (-math.inf, math.inf)

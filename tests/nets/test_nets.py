@@ -13,6 +13,8 @@ BUILT = {
     "MLP": (lambda: ds.nets.MLP(12, 5, hidden=(7, 6), activation="gelu", batch_norm=True, dropout=0.2), (3, 3, 4)),
     "ConvNet": (lambda: ds.nets.ConvNet(1, 5, size=12, width=4, hidden=8, dropout=0.1), (3, 1, 12, 12)),
     "ResNet": (lambda: ds.nets.ResNet(20, 5), (2, 3, 16, 16)),
+    "VGG16": (lambda: ds.nets.VGG16(5, channels=1, dropout=0.1), (2, 1, 32, 32)),
+    "WideResNet": (lambda: ds.nets.WideResNet(10, 2, 5, channels=1, dropout=0.1), (2, 1, 16, 16)),
 }
 
 
@@ -53,6 +55,104 @@ def test_parameter_counts_are_those_of_the_papers():
     assert parameters(ds.nets.MLP(784, 10, hidden=(200, 200, 200))) == 785 * 200 + 2 * 201 * 200 + 201 * 10
 
 
+def layer_inputs(network: nn.Module) -> list[int]:
+    """Input channels or features of every layer with weights, norm layers apart."""
+    return [
+        layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features
+        for layer in network.modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+    ]
+
+
+def test_vgg16_is_that_of_the_papers():
+    """Trinh et al. 2022: 5,251 node latents at the inputs of 13 convolutions and 3 linear layers of 512."""
+    plain, normed = (ds.nets.VGG16(batch_norm=batch_norm) for batch_norm in (False, True))
+    for network in (plain, normed):
+        inputs = layer_inputs(network)
+        assert len(inputs) == 16
+        assert inputs[-3:] == [512, 512, 512]
+        assert sum(inputs) == 5_251
+    convolutions = 9 * (3 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 2 * 256 * 256 + 256 * 512 + 5 * 512 * 512)
+    assert parameters(plain) == convolutions + 4_224 + 2 * 513 * 512 + 513 * 10 == 15_245_130
+    assert parameters(normed) == 15_245_130 + 2 * 4_224  # a scale and a shift for each of 4,224 channels
+    with torch.no_grad():
+        assert normed.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 10)  # larger images are averaged
+
+
+def test_wide_resnet_is_that_of_the_papers():
+    """Zagoruyko & Komodakis 2016: 36.5, 17.2, 11.0 and 8.9 million (28-10, 22-8, 16-8, 40-4); 9,475 layer inputs."""
+    network = ds.nets.WideResNet(28, 10)
+    assert parameters(network) == 36_479_194
+    assert sum(layer_inputs(network)) == 9_475
+    assert [
+        layer.in_channels for layer in network.modules() if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1)
+    ] == [16, 160, 320]
+    assert sum(isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3) for layer in network.modules()) == 28 - 3
+    millions = [round(parameters(ds.nets.WideResNet(*size)) / 1e6, 1) for size in ((22, 8), (16, 8), (40, 4))]
+    assert millions == [17.2, 11.0, 8.9]
+
+
+def test_a_wide_block_is_a_sum():
+    """With its last convolution at zero a block is its shortcut: x itself, or a 1×1 convolution of the activated x."""
+    network = ds.nets.WideResNet(16, 1, 5).eval()
+    x = torch.randn(2, 16, 8, 8)
+    same, halving = network.blocks[0], network.blocks[2]
+    for block in (same, halving):
+        nn.init.zeros_(block.conv2.weight)
+    assert torch.equal(same(x), x)
+    expected = nn.functional.conv2d(halving.bn1(x).relu(), halving.shortcut.weight, stride=2)
+    torch.testing.assert_close(halving(x), expected)
+    with pytest.raises(ValueError, match=r"expected a depth of 6n \+ 4 .* got 20"):
+        ds.nets.WideResNet(20)
+    with pytest.raises(ValueError, match="expected a width of at least 1, got 0"):
+        ds.nets.WideResNet(16, 0)
+
+
+def test_an_mlp_in_ntk_form_is_the_standard_one_with_the_factor_outside():
+    torch.manual_seed(0)
+    network = ds.nets.MLP(6, 3, hidden=(50, 40), parameterization="ntk").double()
+    standard = ds.nets.MLP(6, 3, hidden=(50, 40)).double()
+    for ours, theirs in zip(network.layers, standard.layers, strict=True):
+        if isinstance(theirs, nn.Linear):
+            assert isinstance(ours, ds.nets.NTKLinear)
+            with torch.no_grad():
+                theirs.weight.copy_(ours.weight / theirs.in_features**0.5)
+                theirs.bias.copy_(ours.bias)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    torch.testing.assert_close(network(x), standard(x), rtol=0, atol=1e-12)
+    network(x).sum().backward()
+    standard(x).sum().backward()
+    for ours, theirs in zip(network.layers, standard.layers, strict=True):
+        if isinstance(theirs, nn.Linear):
+            torch.testing.assert_close(
+                ours.weight.grad, theirs.weight.grad / theirs.in_features**0.5, rtol=0, atol=1e-12
+            )
+            torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=0, atol=1e-12)
+    rebuilt = ds.nets.MLP(**json.loads(json.dumps(network.config)))
+    assert [type(layer) for layer in rebuilt.layers] == [type(layer) for layer in network.layers]
+
+
+def test_weights_in_ntk_form_have_the_variances_asked_for():
+    torch.manual_seed(0)
+    for keywords, weight, bias in (({}, 2.0, 0.0), ({"weight_variance": 1.5, "bias_variance": 0.3}, 1.5, 0.3)):
+        network = ds.nets.MLP(300, 200, hidden=(400,), parameterization="ntk", **keywords)
+        for layer in (layer for layer in network.layers if isinstance(layer, ds.nets.NTKLinear)):
+            for tensor, variance in ((layer.weight, weight), (layer.bias, bias)):
+                found = float(tensor.detach().square().mean())
+                assert found == pytest.approx(variance, rel=4 * (2 / tensor.numel()) ** 0.5)
+
+
+def test_an_ensemble_in_ntk_form_trains_predicts_and_is_saved(tmp_path):
+    posterior = ds.DeepEnsemble([ds.nets.MLP(4, 3, hidden=(8,), parameterization="ntk") for _ in range(3)])
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    history = ds.fit(
+        posterior, [(x, y)], epochs=3, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.5), progress=False
+    )
+    assert history.epochs[-1].loss < history.epochs[0].loss
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path).predict(x).members, posterior.predict(x).members)
+
+
 def test_layers_come_in_the_order_the_docstring_says():
     network = ds.nets.MLP(4, 2, hidden=(3,), activation="tanh", batch_norm=True, dropout=0.5)
     assert [type(m) for m in network.layers] == [nn.Linear, nn.BatchNorm1d, nn.Tanh, nn.Dropout, nn.Linear]
@@ -88,5 +188,13 @@ def test_wrong_arguments_are_refused():
         ds.nets.MLP(4, 2, hidden=(3, 3), dropout=(0.1,))
     with pytest.raises(ValueError, match=r"expected init of torch, he.* got 'xavier'"):
         ds.nets.MLP(4, 2, init="xavier")
+    with pytest.raises(ValueError, match=r"expected parameterization of standard, ntk, got 'mup'"):
+        ds.nets.MLP(4, 2, parameterization="mup")
+    with pytest.raises(ValueError, match=r"expected no init with parameterization=\"ntk\", got 'he'"):
+        ds.nets.MLP(4, 2, parameterization="ntk", init="he")
+    with pytest.raises(ValueError, match=r"expected variances with parameterization=\"ntk\" only, got some"):
+        ds.nets.MLP(4, 2, weight_variance=2.0)
+    with pytest.raises(ValueError, match=r"expected a positive weight_variance .* got 0.0 and 0.0"):
+        ds.nets.MLP(4, 2, parameterization="ntk", weight_variance=0.0)
     with pytest.raises(ValueError, match=r"expected a depth of .*18, 20.* got 19"):
         ds.nets.ResNet(19)

@@ -153,6 +153,8 @@ def test_bad_input_is_refused():
         given(x, activation=theory.Smooth(torch.relu))
     with pytest.raises(ValueError, match="got NaN or infinity in row 1"):
         given(torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), activation="relu")
+    with pytest.raises(ValueError, match="got NaN or infinity in row 0"):
+        given(torch.tensor([[1.0, -math.inf], [1.0, 0.0]]), activation="relu")
     with pytest.raises(ValueError, match="expected a depth of at least 1"):
         given(x, activation="relu", depth=0)
     with pytest.raises(ValueError, match="expected trained of both, u, v, none, got 'all'"):

@@ -139,6 +139,19 @@ def test_an_mlp_of_ours_is_read_too():
     assert torch.equal(given(mlp, x).ntk, given(mlp.layers, x.flatten(1)).ntk)
 
 
+def test_an_mlp_in_ntk_form_has_the_kernel_of_its_layers():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    form = ds.nets.MLP(4, 1, hidden=(1024,), parameterization="ntk").double()
+    plain = ds.nets.MLP(4, 1, hidden=(1024,))
+    expected = theory.kernel(plain, x, weight_variance=2.0)
+    assert torch.equal(theory.kernel(form, x, weight_variance=2.0).ntk, expected.ntk)
+    found = theory.empirical_ntk(form, x, method="structured")
+    assert torch.allclose(found, theory.empirical_ntk(form, x, method="jacobian"), atol=1e-10)
+    assert float((found[..., 0, 0] - expected.ntk).norm() / expected.ntk.norm()) < 0.2  # one draw of 1024 units
+    with pytest.raises(ValueError, match="expected parameterization='ntk' for a network of NTKLinear layers"):
+        theory.kernel(form, x, weight_variance=2.0, parameterization="standard")
+
+
 def test_what_the_theory_does_not_hold_for_is_refused():
     x, image = torch.randn(3, 4), torch.randn(2, 3, 4, 4)
     given = partial(theory.kernel, weight_variance=2.0)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus.bench.arguments import EMPCOV, first_layer_prior, resolved
 from dissensus.bench.config import RunConfig
+from dissensus.bench.fitting import fitting
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import unknown
 from dissensus.bench.schema import takes_several
@@ -41,7 +42,8 @@ def posterior(config: RunConfig, data: TaskData) -> Posterior:
         networks = [network(config, data) for _ in range(settings.pop("members", MEMBERS))]
     else:
         networks = network(config, data)
-    built = around(config, settings)(networks, likelihood=likelihood(config))
+    with fitting(f"the method {config.method}"):
+        built = around(config, settings)(networks, likelihood=likelihood(config))
     if first is not None:
         inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
         one = networks[0] if isinstance(networks, list) else networks
@@ -61,13 +63,18 @@ def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posteri
 
 
 def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in from the data."""
+    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
     for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
         if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
             raise ValueError(
                 f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
                 f"in the task, or pass --set method.{config.method}.{name}=…"
             )
+    if config.training.get("patience") is not None and not METHODS[base_name(config.method)].keeps_best:
+        raise ValueError(
+            f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
+            f"{config.training['patience']}; leave it out, or bench that method in a task of its own"
+        )
 
 
 def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
@@ -86,7 +93,8 @@ def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
 def likelihood(config: RunConfig) -> Likelihood:
     """What the outputs of a run's networks mean."""
     made = LIKELIHOODS[config.likelihood.get("name", "Classification")]
-    return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
+    with fitting(f"the likelihood {made.__name__}"):
+        return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
 
 
 def network(config: RunConfig, data: TaskData) -> nn.Module:
@@ -99,7 +107,8 @@ def network(config: RunConfig, data: TaskData) -> nn.Module:
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
     accepted = inspect.signature(make).parameters
-    return make(**{key: value for key, value in known.items() if key in accepted} | settings)
+    with fitting(f"the network {make.__name__}"):
+        return make(**{key: value for key, value in known.items() if key in accepted} | settings)
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
@@ -117,6 +126,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         "thirds": lambda t: 0.1 ** int(3 * t + 1e-9),  # a tenth of the rate after every third of the run
         "late": lambda t: plateau_linear(t, start=0.75, end=1.0, floor=floor),
         "constant": lambda t: 1.0,
+        "own": lambda t: posterior.default_schedule(epochs)(round(t * epochs)),
     }
     if name == "default":
         return None, None

@@ -12,7 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
+from rich.text import Text
 
+from dissensus import __version__
 from dissensus.bench import jobs
 from dissensus.bench.claims import claims
 from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
@@ -41,7 +43,26 @@ Size = Annotated[str, typer.Option(help=f"How long it takes: {', '.join(SIZES)}.
 Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
 Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
+Baseline = Annotated[
+    str | None, typer.Option(help="The method that the others are compared with; the task's by default.")
+]
+Holm = Annotated[bool, typer.Option("--holm", help="Adjust the p-values of a table for the number of its comparisons.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"dissensus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What may stand before a command."""
 
 
 @app.command()
@@ -53,6 +74,8 @@ def bench(
     size: Size = "short",
     out: Out = None,
     data: Data = None,
+    baseline: Baseline = None,
+    holm: Holm = False,
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
@@ -63,6 +86,8 @@ def bench(
         out=out,
         source=data,
         progress=not quiet,
+        baseline=baseline,
+        holm=holm,
         tell=_silent if quiet else _tell,
     )
     _print_results(results)
@@ -109,10 +134,12 @@ def evaluate(
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; the first run's parent by default.")] = None,
+    baseline: Baseline = None,
+    holm: Holm = False,
 ) -> None:
     """Write results.csv, report.md and report.html of evaluated runs."""
     folder = jobs.found_runs(runs)[0].parent if out is None else out
-    results, written = jobs.report_runs(runs, folder)
+    results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     _print_results(results)
     _print_written(written)
 
@@ -123,7 +150,8 @@ def list_(data: Data = None) -> None:
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
     for name in task_names():
         task = read_task(name)
-        tasks.add_row(name, escape(str(task.get("title", ""))), task["data"]["name"], ", ".join(task["methods"]))
+        named, used = task["data"]["name"], ", ".join(listed(task["methods"]))
+        tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
     methods = Grid("method", "what", title="Methods", title_justify="left")
     for name, method in METHODS.items():
         about = (method.__doc__ or "").strip().split("\n")[0]
@@ -139,7 +167,9 @@ def list_(data: Data = None) -> None:
 def main() -> None:
     """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
     try:
-        code = app(standalone_mode=False)  # what a command exits with, where it does not come back by itself
+        code = app(
+            prog_name="dissensus", standalone_mode=False
+        )  # what a command exits with, where it does not come back by itself
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise
@@ -180,7 +210,7 @@ def _console() -> Console:
 def _print_results(results: Results) -> None:
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *table.columns, title=results.title, title_justify="left")
+    grid = Grid("", *map(escape, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:
@@ -196,6 +226,8 @@ def _print_results(results: Results) -> None:
     console = _console()
     console.print(grid)
     console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+    if all(len(several) == 1 for several in results.methods.values()):
+        console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
     for sentence in claims(results):
         console.print(escape(sentence))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dissensus.bench.files import damaged
 from dissensus.bench.names import listed, unknown
-from dissensus.bench.schema import SECTIONS, SEED, TOP, check_task, known_keys
+from dissensus.bench.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys
 from dissensus.bench.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
 
@@ -71,6 +72,7 @@ def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) 
     if size not in SIZES:
         raise unknown("a size", size, SIZES)
     settings = read_task(name)
+    check_tables(settings, name)
     sizes = settings.pop("size", {})
     for each in sizes:
         if each not in SIZES:
@@ -91,14 +93,14 @@ def read_task(name: str) -> Settings:
     if name.endswith(".toml"):
         if not Path(name).is_file():
             raise FileNotFoundError(f"expected a task file, got nothing at {name}; correct the path")
-        text = Path(name).read_text(encoding="utf-8")
+        raw = Path(name).read_bytes()
     elif name in task_names():
-        text = (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+        raw = (_folder() / f"{name}.toml").read_bytes()
     else:
         raise unknown("a task", name, task_names())
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # no TOML, no text, or nested without end
         raise ValueError(f"expected TOML in {name}, got a file that is not ({error}); correct it") from error
 
 
@@ -110,6 +112,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     own = tables["method"].get(method, {})
     settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
+    if "epochs" not in training:
+        raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
     return RunConfig(
         task=task.name,
@@ -127,6 +131,22 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         evaluation=tables["evaluation"],
         reference=tables["reference"],
     )
+
+
+def run_config_of(table: Settings, where: str) -> RunConfig:
+    """What `RunConfig.table` gave, read from a file; ValueError where a value is missing or of another type."""
+    known = {each.name: each for each in fields(RunConfig)}
+    for key, value in table.items():
+        if key not in known:
+            raise damaged(Path(where), f"with {key}")
+        check_type(value, {"str": (str,), "int": (int,)}.get(str(known[key].type), (dict,)), f"{where}: {key}")
+    for key, each in known.items():
+        if key not in table and each.default_factory is MISSING:
+            raise damaged(Path(where), f"without {key}")
+    config = RunConfig(**table)
+    sections = {section: table.get(section, {}) for section in SECTIONS if section not in ("method", "size")}
+    check_task({**sections, "method": {config.method: config.settings}}, where)
+    return config
 
 
 def check_validation(data: Settings, training: Settings, evaluation: Settings) -> None:
@@ -186,7 +206,7 @@ def parsed(text: str) -> Any:
     """A TOML value, or the text itself where it is none: 3, 0.1, true, [1, 2], "a", a."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
-from dissensus.storage import write_whole
+from dissensus.core.atomic import write_whole
 
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 
@@ -35,7 +35,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(path, error) from error
     if not isinstance(table, dict):
         raise damaged(path, f"{type(table).__name__} instead of a table")
@@ -49,7 +49,7 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
-    except ValueError as error:  # not TOML, or not text
+    except (ValueError, RecursionError) as error:  # not TOML, or not text
         raise damaged(path, error) from error
 
 
@@ -67,6 +67,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             facts = json.loads((file.metadata() or {})["facts"])
     except FileNotFoundError:
         raise
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except Exception as error:  # whatever the parsers underneath raise
         raise damaged(path, error) from error
+    if not isinstance(facts, dict):
+        raise damaged(path, f"{type(facts).__name__} instead of facts")
     return tensors, facts
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dissensus.bench.config import Task, run_config
-from dissensus.bench.files import write_text
+from dissensus.bench.names import unknown
+from dissensus.bench.records import read_together
 from dissensus.bench.results import Results, results_of_runs
 from dissensus.bench.run import Run, Tell, silent
 from dissensus.bench.sets import LastData
-from dissensus.bench.together import companions, shares, train_together
+from dissensus.bench.together import companions, remove_leftovers, shares, train_together
 from dissensus.bench.variants import base_name, check_methods
+from dissensus.core.atomic import remove_strays, temporary_name
 from dissensus.evaluate import Evaluation
 from dissensus.methods import METHODS
 
@@ -29,12 +30,19 @@ def bench(
     out: str | Path | None = None,
     source: str | None = None,
     progress: bool = False,
+    baseline: str | None = None,
+    holm: bool = False,
     tell: Tell = silent,
 ) -> tuple[Results, list[Path]]:
-    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens."""
+    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens.
+
+    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number.
+    """
     if seeds < 1:
         raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
     chosen = list(methods or task.methods)
+    if baseline is not None and baseline not in chosen:
+        raise unknown("a method of the bench as baseline", baseline, chosen)
     folder = default_folder(task) if out is None else Path(out)
     runs, evaluations = run_all(
         task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, tell=tell
@@ -44,6 +52,7 @@ def bench(
 
     ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
     results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
+    results = results.compared_with(baseline, holm=holm)
     return results, write_report(results, folder)
 
 
@@ -81,10 +90,13 @@ def run_all(
         else:
             run.train(progress=progress)
         evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    remove_leftovers(out)
     return runs, evaluations
 
 
-def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results, list[Path]]:
+def report_runs(
+    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
+) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
     from dissensus.bench.report import write_report  # loads matplotlib
 
@@ -98,8 +110,9 @@ def report_runs(folders: Sequence[str | Path], out: str | Path) -> tuple[Results
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
-    results = results_of_runs(runs, evaluations)
-    return results, write_report(results, checked_folder(Path(out)))
+    with read_together(run.folder for run in runs):
+        results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
+        return results, write_report(results, checked_folder(Path(out)))
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:
@@ -117,9 +130,10 @@ def checked_folder(folder: Path) -> Path:
     """The folder, made if need be, and writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}.probe"
-        write_text(probe, "")
+        probe = temporary_name(folder / "probe")
+        probe.touch()
         probe.unlink()
+        remove_strays(folder / "probe")
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(
             f"expected a folder to write to, got a file at {error.filename}; choose another --out"

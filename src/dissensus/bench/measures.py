@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from torch import Tensor
 
-from dissensus.bench import resampling
+from dissensus import metrics
 from dissensus.bench.grid import region_keys, spoken
 from dissensus.evaluate import Evaluation
+from dissensus.metrics.calibration import confidence_ece
 
 Best = Literal["high", "low"]
 Arrays = tuple[str, ...]
+
+
+def mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
+    """(R,) mean of values."""
+    return weights[0] @ values.double() / weights[0].sum(1)
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,14 @@ class Measure:
     digits: int = 2
     unit: str = ""
     samples: tuple[Arrays, ...] = ()
-    statistic: Callable[..., Tensor] = resampling.mean  # of one weights table per sample, then the arrays in order
+    statistic: Callable[..., Tensor] = mean  # of a list with one table of weights per sample, then the arrays in order
+
+    @property
+    def possible(self) -> tuple[float, float]:
+        """The least and the largest value there is."""
+        if self.scale == 100:
+            return 0.0, 1.0
+        return (-inf if self.key.endswith("nll") else 0.0), inf
 
     def text(self, value: float) -> str:
         """The value as shown, without its unit; what would round to zero and is not is shown by its power of ten."""
@@ -55,11 +69,15 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             pair = ()
         told = f"told apart from {name}"
         found += [
-            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, resampling.auroc),
-            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, resampling.aupr),
+            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking(metrics.auroc)),
+            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking(metrics.aupr)),
             Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
-            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, resampling.fpr95),
-            Measure(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
+            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, _ranking(metrics.fpr95)),
+            Measure(
+                *(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
+                samples=pair,
+                statistic=_ranking(metrics.fpr95_in),
+            ),
             Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
         ]
     for name in evaluation.shift:
@@ -79,6 +97,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         unit = "nats" if quantity == "entropy" else ""
         found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
     found += [
+        Measure("temperature", "Temperature", "", None, 1, 3),
         Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
         Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
         Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
@@ -131,8 +150,8 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
         Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
-        Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, resampling.ece),
-        Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, resampling.aurc),
+        Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
+        Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
         Measure("miou", "mIoU", test, "high", 100, 2, "%"),
     ]
 
@@ -140,10 +159,34 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
 def _regression() -> list[Measure]:
     test = "test"
     return [
-        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), resampling.root_mean),
+        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), _root_mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
         Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
         Measure("coverage90", "Coverage of 90 % intervals", test, 0.9, 100, 1, "%", (("test/covered90",),)),
         Measure("width90", "Width of 90 % intervals", test, None, 1, 3),
     ]
+
+
+def _root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
+    """(R,) root of the mean of squared errors."""
+    return mean(weights, squared).sqrt()
+
+
+def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:
+    """(R,)"""
+    return confidence_ece(confidence, correct, weights=weights[0])
+
+
+def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:
+    """(R,) surest, lowest score first; the loss is an error."""
+    return metrics.aurc(-score, 1 - correct.double(), weights=weights[0])
+
+
+def _ranking(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """(R,) of weights and scores, of a metric of (score_in, score_ood)."""
+
+    def statistic(weights: Sequence[Tensor], score_in: Tensor, score_ood: Tensor) -> Tensor:
+        return metric(score_in, score_ood, weights=(weights[0], weights[1]))
+
+    return statistic

@@ -13,13 +13,13 @@ from typing import Any
 import numpy
 import torch
 
-import dissensus
+from dissensus.version import __version__
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""
     return {
-        "dissensus": dissensus.__version__,
+        "dissensus": __version__,
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -39,7 +39,7 @@ def commit() -> str:
     """
     if named := os.environ.get("DISSENSUS_COMMIT"):
         return named
-    source = Path(dissensus.__file__)
+    source = Path(__file__)
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return "none"  # installed, perhaps into somebody else's repository
     changed = _git(source.parent, "status", "--porcelain", "--untracked-files=no")

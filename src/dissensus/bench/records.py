@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dissensus.bench.files import damaged, read_json, read_tensors, write_json, write_tensors
+from dissensus.bench.files import damaged, is_number, read_json, read_tensors, write_json, write_tensors
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.evaluate import Evaluation
 from dissensus.evaluation.corrupted import CorruptedCounts
@@ -47,7 +49,7 @@ def read_predictions(path: Path) -> Predictions:
             shapes=tuple(map(tuple, facts["shapes"])),
             milliseconds=facts["milliseconds"],
         )
-    except (KeyError, TypeError) as error:
+    except Exception as error:  # a tensor or a fact that is missing, or of another shape or type
         raise damaged(path, f"without {error}") from error
 
 
@@ -62,7 +64,7 @@ def read_counts(path: Path) -> CorruptedCounts:
         return CorruptedCounts(
             types=tuple(facts["types"]), severities=tuple(facts["severities"]), **{n: tensors[n] for n in COUNTS}
         )
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise damaged(path, f"without {error}") from error
 
 
@@ -78,18 +80,55 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / "metrics.json"
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
+    for name, fits in CHECKS.items():
+        if name not in facts or not fits(facts[name]):
+            raise damaged(path, f"without {name!r} as it should be")
+    if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
+        raise damaged(folder / "arrays.safetensors", "without test/nll")
+    return Evaluation(
+        kind=facts["kind"],
+        metrics=facts["metrics"],
+        arrays=arrays,
+        score=facts["score"],
+        notes=facts["notes"],
+        **{name: tuple(facts[name]) for name in ("ood", "shift", "corruptions", "severities")},
+    )
+
+
+@contextmanager
+def read_together(folders: Iterable[Path]) -> Iterator[None]:
+    """What is raised where files of runs are each whole but do not fit together is one error about the files."""
     try:
-        lists = {name: tuple(facts[name]) for name in ("ood", "shift", "corruptions", "severities")}
-        return Evaluation(
-            kind=facts["kind"],
-            metrics=facts["metrics"],
-            arrays=arrays,
-            score=facts["score"],
-            notes=facts["notes"],
-            **lists,
-        )
-    except (KeyError, TypeError) as error:
-        raise damaged(path, f"without {error}") from error
+        yield
+    except (KeyError, IndexError, AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
+            raise
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        shown = ", ".join(map(str, folders))
+        raise ValueError(
+            f"expected metrics.json and arrays.safetensors that belong together in {shown}, got others ({reason}); run "
+            "`dissensus evaluate --again` on them"
+        ) from error
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _table_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "ood": _texts,
+    "shift": _texts,
+    "corruptions": _texts,
+    "kind": lambda value: value in ("classification", "regression", "segmentation"),
+    "metrics": _table_of(is_number),
+    "score": lambda value: isinstance(value, str),
+    "severities": lambda value: isinstance(value, list) and all(type(each) is int for each in value),
+    "notes": _table_of(lambda value: isinstance(value, str)),
+}
 
 
 def _described(predictive: Predictive) -> tuple[str, ...]:

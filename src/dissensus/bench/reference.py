@@ -12,12 +12,13 @@ nll = [0.035, 0.002]                # a number and its error
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from dissensus.bench.measures import Measure
 from dissensus.bench.results import Results
-from dissensus.bench.statistics import compared, resampled
-from dissensus.bench.tables import SIGNIFICANT, Cell, Row, Table, arrow, p_text
+from dissensus.bench.statistics import SIGNIFICANT, Compared, Family, compared, family, resampled
+from dissensus.bench.tables import Cell, Row, Table, arrow, columns, p_text, signed
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
 PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
@@ -53,32 +54,79 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
             text = "–" if ours is None else measure.text(ours)
             cells.append(Cell(text, note="" if number is None else f"published {_text(measure, number)}"))
         rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
-    return Table(list(theirs), rows)
+    return Table(columns(results, list(theirs)), rows)
+
+
+class Ordering(NamedTuple):
+    """Two methods of which one was published to be better than the other in a metric."""
+
+    measure: Measure
+    ahead: str
+    behind: str
+    published: tuple[float, float]
+    ours: tuple[float, float]
+    comparison: Compared | None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.measure.key, self.ahead, self.behind
+
+    @property
+    def gap(self) -> float:
+        """Above zero where the order here is as published."""
+        return _gap(self.measure, *self.ours)
+
+
+def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
+    """Every pair of methods in every metric with a published order; equal published numbers have none.
+
+    Where test examples are not there to be counted, the seeds alone are.
+    """
+    theirs = {name: row for name, row in published(results.reference).items() if name in results.methods}
+    listed = []
+    for key in dict.fromkeys(key for row in theirs.values() for key in row):
+        measure = _measure(key, found)
+        ours = {name: _ours(results, key, name) for name, row in theirs.items() if key in row}
+        known = {name: value for name, value in ours.items() if value is not None and measure.best is not None}
+        each = {name: resampled(measure, results.methods[name], seeds=results.seeds(name)) for name in known}
+        for pair in combinations(known, 2):
+            gap = _gap(measure, *(theirs[name][key].value for name in pair))
+            if gap == 0:
+                continue
+            ahead, behind = pair if gap > 0 else pair[::-1]
+            listed.append(
+                Ordering(
+                    measure,
+                    ahead,
+                    behind,
+                    (theirs[ahead][key].value, theirs[behind][key].value),
+                    (known[ahead], known[behind]),
+                    compared(each[ahead], each[behind], seeds_alone=True),
+                )
+            )
+    return listed
 
 
 def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]:
-    """Where a method stands on the other side of the baseline than published, number by number."""
-    theirs, baseline = published(results.reference), results.baseline
-    if baseline is None or not theirs.get(baseline):
+    """How many orderings of two methods are not as published, then each of them with its numbers."""
+    listed = orderings(results, found)
+    judged = family({each.key: each.comparison for each in listed}, holm=results.holm)
+    said = [
+        f"{_name(each.measure)}: published, {each.ahead} is ahead of {each.behind} ({_pair(each.measure, *each.published)}); "
+        f"here it is {'level' if each.gap == 0 else 'behind'} ({_pair(each.measure, *each.ours)}; {_chance(each, judged)})."
+        for each in listed
+        if each.gap <= 0
+    ]
+    if not listed:
         return []
-    said, compared_with = [], 0
-    for name, row in theirs.items():
-        for key in row.keys() & theirs[baseline].keys() if name != baseline and name in results.methods else ():
-            mine, base = _ours(results, key, name), _ours(results, key, baseline)
-            if mine is None or base is None or row[key].value == theirs[baseline][key].value:
-                continue
-            compared_with += 1
-            measure = _measure(key, found)
-            ahead = measure.goodness(mine) > measure.goodness(base)
-            if ahead != (measure.goodness(row[key].value) > measure.goodness(theirs[baseline][key].value)):
-                pair = _pair(measure, row[key].value, theirs[baseline][key].value)
-                said.append(
-                    f"{_name(measure)}: published, {name} is {'behind' if ahead else 'ahead of'} {baseline} ({pair}); here it "
-                    f"is {'ahead' if ahead else 'not ahead'} ({_pair(measure, mine, base)}{_chance(results, measure, name)})."
-                )
-    if compared_with and not said:
-        return [f"All {compared_with} orderings against {baseline} are as published."]
-    return sorted(said)
+    if not said:
+        return [f"All {len(listed)} orderings of two methods are as published."]
+    return [f"{len(said)} of {len(listed)} orderings of two methods are not as published.", *said]
+
+
+def _gap(measure: Measure, first: float, second: float) -> float:
+    """Above zero where the first is better."""
+    return measure.goodness(first) - measure.goodness(second)
 
 
 def _ours(results: Results, key: str, method: str) -> float | None:
@@ -110,11 +158,14 @@ def _name(measure: Measure) -> str:
     return f"{measure.label}{f', {measure.group}' if measure.group not in ('', 'test') else ''}"
 
 
-def _chance(results: Results, measure: Measure, name: str) -> str:
-    """Whether our difference could be chance, where it can be resampled."""
-    if not measure.samples or results.baseline is None:
-        return ""
-    found = compared(*(resampled(measure, results.methods[each]) for each in (name, results.baseline)))
-    if found is None:
-        return ""
-    return f", {'within chance, ' if found.p_value >= SIGNIFICANT else ''}{p_text(found.p_value)}"
+def _chance(ordering: Ordering, judged: Family) -> str:
+    """Our difference with its interval, and whether it is beyond it, where that can be said."""
+    measure, comparison = ordering.measure, ordering.comparison
+    if comparison is None:
+        return "one seed without its test examples, so without an interval"
+    interval, p_value = comparison.interval(judged.level), judged.p_values[ordering.key]
+    verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
+    return (
+        f"difference {signed(measure, comparison.difference)}, {signed(measure, interval.lower)} to "
+        f"{signed(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted}"
+    )

@@ -15,6 +15,7 @@ from dissensus.bench.measures import Measure
 from dissensus.bench.reference import reference_sentences, reference_table
 from dissensus.bench.results import Results, csv_text
 from dissensus.bench.sentences import headline
+from dissensus.bench.statistics import LEVEL, Family
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
 PICTURES = {
@@ -45,6 +46,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     if baseline is None and len(results.methods) > 1:
         baseline = next(iter(results.methods))
     shown = baseline is not None and len(results.methods) > 1
+    against = tables.differences(results, found, draws, str(baseline)) if shown else None
     corruptions = [
         (name, table)
         for name, table in (
@@ -57,10 +59,10 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "title": results.title,
         "description": results.description,
         "kind": results.kind,
-        "headline": [*headline(results, found, draws), *claims(results)],
+        "headline": [*headline(results, found, draws, against), *claims(results)],
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
-        "differences": tables.difference_table(results, found, draws, str(baseline)) if shown else None,
+        "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
         "members": tables.member_table(results),
         "reference": reference_table(results, found),
         "reference_source": results.reference.get("source", "published numbers"),
@@ -73,9 +75,35 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "pictures": _pictures(results) if with_figures else {},
         "groups": PICTURES,
         "facts": results.facts,
-        "seeds": len(next(iter(results.methods.values()))),
+        "seeds": max(len(several) for several in results.methods.values()),
+        "counted": _counted(results),
+        "compared_by": _compared_by(results, against),
         "glossary": _glossary(found),
     }
+
+
+def _counted(results: Results) -> str:
+    """What intervals and p-values count."""
+    counts = sorted({len(several) for several in results.methods.values()})
+    if counts == [1]:
+        return "Intervals and p-values count the test examples only: with one seed nobody knows how far other seeds would be."
+    several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    few = " With so few, intervals are wide." if counts[0] < 4 else ""
+    alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
+    return f"Intervals and p-values count test examples and {several} (Student's t, one degree of freedom less).{few}{alone}"
+
+
+def _compared_by(results: Results, against: Family | None) -> str:
+    """How many comparisons there are and whether that is allowed for."""
+    if against is None:
+        return ""
+    count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
+    if results.holm:
+        return (
+            f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
+            f"{100 * against.level:.4g} %, where they leave zero out exactly where p < 0.05."
+        )
+    return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
 
 
 def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
@@ -111,6 +139,8 @@ MEANINGS = {
     "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
     "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
     "Width of 90 % intervals": "how wide those intervals are, in the target's units",
+    "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
+    "numbers were measured: fitted on held-out data, 1 where there is none",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
     "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "

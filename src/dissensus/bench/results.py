@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from dissensus.bench.names import unknown
 from dissensus.bench.run import Run
 from dissensus.evaluate import Evaluation
 
@@ -32,6 +33,17 @@ class Results:
     reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
     focus: str | None = None  # the method that sentences on regions are about
     sweep: Swept | None = None
+    holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
+
+    def seeds(self, method: str) -> list[Any]:
+        """The seeds of its evaluations; their numbers where nobody named seeds."""
+        return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
+
+    def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
+        """The same with another baseline, where one is given, and with p-values adjusted or not."""
+        if baseline is not None and baseline not in self.methods:
+            raise unknown("a method of the report as baseline", baseline, self.methods)
+        return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
 
     @property
     def kind(self) -> str:

@@ -24,8 +24,8 @@ from dissensus import storage
 from dissensus.bench import build
 from dissensus.bench.arguments import EMPCOV
 from dissensus.bench.choice import with_choice
-from dissensus.bench.config import RunConfig
-from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, read_json, read_toml, write_json, write_text
+from dissensus.bench.config import RunConfig, run_config_of
+from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, is_number, read_json, read_toml, write_json, write_text
 from dissensus.bench.grid import with_grid
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.provenance import provenance
@@ -36,8 +36,8 @@ from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_
 from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
 from dissensus.bench.watch import ROWS, watcher, with_distances
-from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import same_random_state
 from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
 from dissensus.evaluation.functions import drawn_once
 from dissensus.history import Epoch
@@ -67,10 +67,7 @@ class Run:
             raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
         table = read_toml(path)
         table.pop("provenance", None)
-        try:
-            return cls(folder, RunConfig(**table), load=LastData(source))
-        except TypeError as error:
-            raise damaged(path, error) from error
+        return cls(folder, run_config_of(table, str(path)), load=LastData(source))
 
     def check(self) -> None:
         """Raises where a setting is wrong or missing; nothing is written."""
@@ -115,8 +112,8 @@ class Run:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        table: dict[str, Any] = read_toml(self.folder / "config.toml").get("provenance", {})
-        return table
+        table = read_toml(self.folder / "config.toml").get("provenance", {})
+        return table if isinstance(table, dict) else {}
 
     def loader(self, rows: Rows, *, shuffle: bool = False) -> StandardisedBatches:
         training, evaluation = self.config.training, self.config.evaluation
@@ -138,6 +135,7 @@ class Run:
     def train(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one."""
         if self.trained:
+            (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
             return
         if shares(self.config):
             train_together([self], progress=progress)
@@ -159,7 +157,7 @@ class Run:
                 precision=training.get("precision", "auto"),
                 engine=training.get("engine", "auto"),
                 callback=self._callback(posterior),
-                progress=progress,
+                progress=self.config.method if progress else False,  # a variant's own name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
             )
@@ -239,9 +237,10 @@ class Run:
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
             parameters=parameters(posterior),
             prevalence=self.config.evaluation.get("prevalence"),
+            temperature=float(posterior.temperature),
         )
         facts = read_json(self.folder / "training.json")
-        if "seconds" not in facts:
+        if not is_number(facts.get("seconds")):
             raise damaged(self.folder / "training.json", "without 'seconds'")
         evaluation = replace(
             evaluation,

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dissensus.bench.arguments import further_keys
-from dissensus.bench.names import unknown
+from dissensus.bench.fitting import Types, annotated
+from dissensus.bench.names import listed, unknown
 from dissensus.bench.sources import SETS
 from dissensus.bench.variants import base_name, variants_of
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.storage import LIKELIHOODS
 
-Types = tuple[type, ...]
 SEED = "seed"  # as a value in [data]: the seed of the run
 TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
 
@@ -40,7 +40,7 @@ TRAINING: dict[str, Types] = {
     "weight_decay": REAL,
     "momentum": REAL,  # of sgd
     "nesterov": TRUTH,  # of sgd
-    "schedule": TEXT,  # plateau, cosine, thirds, late or constant
+    "schedule": TEXT,  # plateau, cosine, thirds, late, constant or own: the method's
     "floor": REAL,  # where plateau and late end, as a share of lr
     "clip": REAL,
     "patience": WHOLE,
@@ -71,13 +71,7 @@ EVALUATION: dict[str, Types] = {
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that does not belong, or whose value has the wrong type."""
-    for key, value in settings.items():
-        if key in TOP:
-            check_type(value, TOP[key], f"{where}: {key}")
-        elif key not in SECTIONS:
-            raise unknown(f"a key of the task {where}", key, [*TOP, *SECTIONS])
-        elif not isinstance(value, Mapping):
-            raise ValueError(f"expected a table [{key}] in {where}, got {value!r}; write the section's keys below it")
+    check_tables(settings, where)
     for section, known in known_keys(settings).items():
         table = settings
         for part in section.split("."):
@@ -92,6 +86,31 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
     for name in settings.get("method", {}):
         base_name(name)
     check_reference(settings.get("reference", {}), where)
+
+
+def check_tables(settings: Mapping[str, Any], where: str) -> None:
+    """An error that names the first key of a task that is not known, has the wrong type, or is no table and should be."""
+    for key, value in settings.items():
+        if key in TOP:
+            check_type(value, TOP[key], f"{where}: {key}")
+        elif key not in SECTIONS:
+            raise unknown(f"a key of the task {where}", key, [*TOP, *SECTIONS])
+        else:
+            check_table(value, key, where)
+    for section in ("method", "size"):
+        for name, value in settings.get(section, {}).items():
+            check_table(value, f"{section}.{name}", where)
+            if section == "method":
+                check_table(value.get("training", {}), f"{section}.{name}.training", where)
+    listed(settings.get("methods", []))
+    for section in ("data", "network", "likelihood"):
+        if "name" in settings.get(section, {}):
+            check_type(settings[section]["name"], TEXT, f"{where}: {section}.name")
+
+
+def check_table(value: Any, name: str, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a table [{name}] in {where}, got {value!r}; write the section's keys below it")
 
 
 def check_reference(reference: Mapping[str, Any], where: str) -> None:
@@ -125,17 +144,17 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
     if likelihood is not None and likelihood not in LIKELIHOODS:
         raise unknown("a likelihood", likelihood, LIKELIHOODS)
     found = {
-        "data": DATA | free(keywords(SETS[data].make, "folder")),
-        "network": {"name": TEXT} | free(keywords(NETS[network])),
-        "likelihood": {"name": TEXT} | (free(keywords(LIKELIHOODS[likelihood])) if likelihood else {}),
+        "data": typed(SETS[data].make, "folder") | DATA,
+        "network": {"name": TEXT} | typed(NETS[network]),
+        "likelihood": {"name": TEXT} | (typed(LIKELIHOODS[likelihood]) if likelihood else {}),
         "training": TRAINING,
         "evaluation": EVALUATION,
     }
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]
-        several = {"members"} if takes_several(method) else set()
-        named = keywords(method, "likelihood", "module", "modules")
-        found[f"method.{name}"] = free(several | named | further_keys(named))
+        several: dict[str, Types] = {"members": WHOLE} if takes_several(method) else {}
+        named = typed(method, "likelihood", "module", "modules")
+        found[f"method.{name}"] = named | several | dict.fromkeys(further_keys(named), ())
         found[f"method.{name}.training"] = TRAINING
     return found
 
@@ -145,14 +164,12 @@ def takes_several(method: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(method).parameters)) == "modules"
 
 
-def keywords(function: Callable[..., Any], *without: str) -> set[str]:
-    """The names of a function's parameters."""
+def typed(function: Callable[..., Any], *without: str) -> dict[str, Types]:
+    """The names of a function's parameters, with the types of their values."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {n for n, p in inspect.signature(function).parameters.items() if n not in without and p.kind not in kinds}
-
-
-def free(names: set[str]) -> dict[str, Types]:
-    return dict.fromkeys(names, ())
+    known = annotated(function)
+    parameters = inspect.signature(function).parameters.items()
+    return {name: known.get(name, ()) for name, p in parameters if name not in without and p.kind not in kinds}
 
 
 def check_type(value: Any, types: Types, what: str) -> None:

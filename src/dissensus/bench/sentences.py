@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from dissensus.bench.measures import Measure
 from dissensus.bench.results import Results
-from dissensus.bench.statistics import Resampled, compared
-from dissensus.bench.tables import SIGNIFICANT, Draws, best_method, p_text
+from dissensus.bench.statistics import SIGNIFICANT, Family, Resampled
+from dissensus.bench.tables import Draws, best_method, p_text
 from dissensus.evaluate import Evaluation
 
 
-def headline(results: Results, found: Sequence[Measure], draws: Draws) -> list[str]:
-    """One sentence each on prediction, on foreign inputs, on corrupted ones, and on what mixing members gave."""
+def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
+    """One sentence each on prediction, on foreign inputs, on corrupted ones, and on what mixing members gave.
+
+    `against`: the methods compared with the baseline.
+    """
     by_key = {measure.key: measure for measure in found}
-    sentences = [_prediction(results, by_key, draws)]
+    sentences = [_prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
         sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
@@ -24,7 +27,7 @@ def headline(results: Results, found: Sequence[Measure], draws: Draws) -> list[s
     return [each for each in sentences if each]
 
 
-def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws) -> str:
+def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, against: Family | None) -> str:
     nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
     each = draws["nll"]
     best = best_method(nll, each) or next(iter(each))
@@ -39,13 +42,14 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws) -> s
         return text
     if best == results.baseline:
         return f"{text} None of the other methods does better than this baseline."
-    comparison = compared(each[best], each[results.baseline])
-    if comparison is None:
+    pair = ("nll", best)
+    if against is None or pair not in against.comparisons:
         return text
-    if comparison.p_value >= SIGNIFICANT:
-        return f"{text} The difference to {results.baseline} is within chance ({p_text(comparison.p_value)}, paired bootstrap)."
-    drop = nll.text(-comparison.difference)
-    return f"{text} That is {drop} nats less than {results.baseline} ({p_text(comparison.p_value)}, paired bootstrap)."
+    comparison, p_value = against.comparisons[pair], against.p_values[pair]
+    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted}"
+    if p_value >= SIGNIFICANT:
+        return f"{text} The difference to {results.baseline} is within chance ({counted})."
+    return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
 
 
 def _foreign(name: str, measure: Measure, each: dict[str, Resampled]) -> str:

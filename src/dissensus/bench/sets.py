@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed, unknown
 from dissensus.bench.sources import SETS, Folder, Kind, Rows, foreign, shifted
 from dissensus.data import split_indices
@@ -59,7 +60,8 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     ood, shift = (listed(options.pop(key, [])) for key in ("ood", "shift"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
     source = SETS[name]
-    everything, test, classes = source.make(folder, **options)
+    with fitting(f"the data set {name}"):
+        everything, test, classes = source.make(folder, **options)
     everything = everything.first(train_rows, seed=seed)
     labels = everything.y if source.kind == "classification" else None
     train, held = torch.arange(len(everything.y)), torch.arange(0)

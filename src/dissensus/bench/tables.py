@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from dissensus.bench.measures import Measure, distance_measures, measures, member_measures
 from dissensus.bench.results import Results
-from dissensus.bench.statistics import Resampled, compared, resampled
+from dissensus.bench.statistics import SIGNIFICANT, Family, Resampled, compared, family, resampled
 from dissensus.evaluate import Evaluation
 from dissensus.evaluation import classification, regression
-
-SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def draws_of(results: Results) -> tuple[list[Measure], Draws]:
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
     draws = {
         key: {
-            name: resampled(measure, several)
+            name: resampled(measure, several, seeds=results.seeds(name))
             for name, several in results.methods.items()
             if all(key in each.metrics for each in several)
         }
@@ -60,45 +58,69 @@ def draws_of(results: Results) -> tuple[list[Measure], Draws]:
 
 
 def main_table(results: Results, found: Sequence[Measure], draws: Draws) -> Table:
-    """Every measure of every method, the best marked."""
+    """Every measure of every method, the best marked and all others compared with it."""
+    best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
+    against = family(
+        {
+            (key, name): compared(each, draws[key][str(best[key])])
+            for key in best
+            for name, each in draws[key].items()
+            if best[key] is not None and name != best[key]
+        },
+        holm=results.holm,
+    )
     rows = []
     for measure in found:
-        each = draws[measure.key]
-        best = best_method(measure, each)
+        each, first = draws[measure.key], best[measure.key]
         cells = [
-            _cell(measure, each[name], None if best is None else each[best]) if name in each else Cell("–")
+            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)))
+            if name in each
+            else Cell("–")
             for name in results.methods
         ]
         rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
-    return Table(list(results.methods), rows)
+    return Table(columns(results), rows)
 
 
-def difference_table(results: Results, found: Sequence[Measure], draws: Draws, baseline: str) -> Table:
+def differences(results: Results, found: Sequence[Measure], draws: Draws, baseline: str) -> Family:
+    """Every other method compared with the baseline in every measure that can be better or worse."""
+    return family(
+        {
+            (measure.key, name): compared(each, draws[measure.key][baseline])
+            for measure in found
+            for name, each in draws[measure.key].items()
+            if measure.best is not None and name != baseline and baseline in draws[measure.key]
+        },
+        holm=results.holm,
+    )
+
+
+def difference_table(results: Results, found: Sequence[Measure], against: Family, baseline: str) -> Table:
     """Every other method minus the baseline, with interval and p-value of no difference."""
     others = [name for name in results.methods if name != baseline]
     rows = []
     for measure in found:
-        each = draws[measure.key]
-        if baseline not in each or measure.best is None or not measure.samples:
+        pairs = [(measure.key, name) for name in others]
+        if not any(pair in against.comparisons for pair in pairs):
             continue
         cells = []
-        for name in others:
-            comparison = compared(each[name], each[baseline]) if name in each else None
+        for pair in pairs:
+            comparison = against.comparisons.get(pair)
             if comparison is None:
                 cells.append(Cell("–"))
                 continue
-            sure = comparison.p_value < SIGNIFICANT
-            better = measure.goodness(each[name].estimate) > measure.goodness(each[baseline].estimate)
+            interval, p_value = comparison.interval(against.level), against.p_values[pair]
+            better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
             cells.append(
                 Cell(
                     text=signed(measure, comparison.difference),
-                    interval=f"{signed(measure, comparison.lower)} to {signed(measure, comparison.upper)}",
-                    best=sure and better,
-                    note=p_text(comparison.p_value),
+                    interval=f"{signed(measure, interval.lower)} to {signed(measure, interval.upper)}",
+                    best=p_value < SIGNIFICANT and better,
+                    note=p_text(p_value),
                 )
             )
         rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
-    return Table(others, rows)
+    return Table(columns(results, others), rows)
 
 
 def member_table(results: Results) -> Table | None:
@@ -108,7 +130,7 @@ def member_table(results: Results) -> Table | None:
         return None
     found = {m.key: m for each in several.values() for m in member_measures(each[0])}
     rows = [Row(m.label, m.unit, "", [Cell(_mean_text(m, each)) for each in several.values()]) for m in found.values()]
-    return Table(list(several), rows)
+    return Table(columns(results, list(several)), rows)
 
 
 def distance_table(results: Results) -> Table | None:
@@ -120,7 +142,7 @@ def distance_table(results: Results) -> Table | None:
         Row(m.label, m.unit, "", [Cell(_mean_text(m, several)) for several in known.values()])
         for m in distance_measures()
     ]
-    return Table(list(known), rows)
+    return Table(columns(results, list(known)), rows)
 
 
 def corruption_table(results: Results, metric: str, measure: Measure) -> Table | None:
@@ -138,7 +160,7 @@ def corruption_table(results: Results, metric: str, measure: Measure) -> Table |
             for n in results.methods
         ]
         rows.append(Row(kind.replace("_", " "), "", "", cells))
-    return Table(list(results.methods), rows)
+    return Table(columns(results), rows)
 
 
 def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float | None]) -> Table | None:
@@ -158,7 +180,7 @@ def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float 
                 known = [value for value in values if value is not None]
                 cells.append(Cell(f"{100 * sum(known) / len(known):.2f}" if known else "–"))
             rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
-    return Table(list(results.methods), rows) if rows else None
+    return Table(columns(results), rows) if rows else None
 
 
 def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
@@ -183,17 +205,26 @@ def p_text(p_value: float) -> str:
     return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
 
 
-def _cell(measure: Measure, mine: Resampled, best: Resampled | None) -> Cell:
+def columns(results: Results, names: Sequence[str] | None = None) -> list[str]:
+    """The methods as headings of columns, with their numbers of seeds where these are not all the same."""
+    counts = {name: len(several) for name, several in results.methods.items()}
+    names = list(counts) if names is None else names
+    if len(set(counts.values())) == 1:
+        return list(names)
+    return [f"{name} ({counts[name]} seed{'s' * (counts[name] != 1)})" for name in names]
+
+
+def _cell(measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None) -> Cell:
     """A number, marked as best where it is (several may be), or compared with the best."""
     interval = mine.interval()
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
-    comparison = None if best is None or is_best else compared(mine, best)
+    p_value = None if is_best else p_value
     return Cell(
         text=measure.text(mine.estimate),
         interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
         best=is_best,
-        equal=comparison is not None and comparison.p_value >= SIGNIFICANT,
-        note="" if comparison is None else p_text(comparison.p_value),
+        equal=p_value is not None and p_value >= SIGNIFICANT,
+        note="" if p_value is None else p_text(p_value),
     )
 
 

@@ -1,8 +1,9 @@
 """One training run for all methods that hold the same network: trained once, watched by all, branched once.
 
 The head, the first `branch_at` of the epochs, is shared. Then the run goes on in two ways from the same state: the decayed
-tail follows the task's schedule, for MAP, TRADI, perturbation and dropout; the constant tail stays at `tail_rate`, or at
-`tail_factor` of the rate, and weight averages (SWA, SWAG) and snapshot ensembles spread their snapshots over it.
+tail follows the task's schedule, for MAP, perturbation and dropout; the constant tail stays at `tail_rate`, or at
+`tail_factor` of the rate: TRADI has no variance left where the rate has died, and weight averages (SWA, SWAG) and snapshot
+ensembles spread their snapshots over it. A method with a `tail_factor` of its own has a training of its own.
 
 What a method gets does not depend on who else watches: batches come from the state of torch's generator at the branch,
 draws from the run's seed. A method alone takes the same way, so its numbers are the same.
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from dissensus.bench import build
 from dissensus.bench.config import RunConfig, Settings
 from dissensus.bench.files import CHECKPOINT_SECONDS
 from dissensus.bench.sets import TaskData
+from dissensus.bench.sharing import SharingRun
 from dissensus.bench.toml import toml
 from dissensus.bench.variants import base_name
 from dissensus.core.posterior import Posterior, refresh
@@ -35,21 +37,25 @@ from dissensus.methods import TRADI
 from dissensus.methods.track import Tracked
 from dissensus.train import fit
 
-if TYPE_CHECKING:
-    from dissensus.bench.run import Run
-
+AnyRun = TypeVar("AnyRun", bound=SharingRun)
 DECAYED, CONSTANT = "decayed", "constant"
 TAILS = {
     "map": DECAYED,
-    "tradi": DECAYED,
     "gaussian_perturbation": DECAYED,
     "mc_dropout": DECAYED,  # where the dropout is the network's own
+    "tradi": CONSTANT,
     "swa": CONSTANT,
     "swag": CONSTANT,
     "snapshot_ensemble": CONSTANT,
 }
 SNAPSHOTS = {"swa": 40, "swag": 40, "snapshot_ensemble": 5}  # over the tail; 2·rank and members where these are given
-SAMPLING = ("samples", "covariance", "features", "bandwidth")  # settings of TRADI that its filters do not see
+SAMPLING = (
+    "samples",
+    "covariance",
+    "correlation",
+    "features",
+    "bandwidth",
+)  # settings of TRADI that its filters do not see
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
 
@@ -59,13 +65,13 @@ def shares(config: RunConfig) -> bool:
     return bool(config.training.get("together")) and base_name(config.method) in TAILS and not own_rate
 
 
-def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
+def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
     """The runs, this one included, that one training serves."""
     key = _key(run.config)
     return [each for each in runs if each is run or (shares(each.config) and _key(each.config) == key)]
 
 
-def train_together(runs: Sequence[Run], *, progress: bool = False) -> None:
+def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> None:
     """Trains what is not trained yet of runs that are companions, going on from checkpoints where there are some."""
     first = runs[0]
     _check(first.config.training)
@@ -76,6 +82,16 @@ def train_together(runs: Sequence[Run], *, progress: bool = False) -> None:
             with first.prepared():
                 _branch(runs, waiting, tail, folder, progress=progress)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Removes checkpoints of shared trainings that were stopped, once every run in the folder is trained.
+
+    Not before: a run that was begun and is not trained may be somebody's who trains it now, or goes on with it tomorrow.
+    """
+    if all((path.parent / "training.json").is_file() for path in out.glob("*/config.toml")):
+        for folder in out.glob(".together-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Watched(Tracked):
@@ -107,7 +123,7 @@ class Watched(Tracked):
 class Watchers:
     """Who watches: one per run, of which TRADIs with equal filters let the first observe for all of them."""
 
-    runs: Sequence[Run]
+    runs: Sequence[SharingRun]
 
     @property
     def leader(self) -> list[int]:
@@ -121,7 +137,14 @@ class Watchers:
         return [i for i, leader in enumerate(self.leader) if leader == i and mine[i]]
 
 
-def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
+def _title(waiting: Sequence[SharingRun]) -> str:
+    first, *others = [run.config.method for run in waiting]
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _branch(
+    runs: Sequence[SharingRun], waiting: Sequence[SharingRun], tail: str, folder: Path, *, progress: bool
+) -> None:
     """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
     first, data = runs[0], runs[0].data
     training, watchers = first.config.training, Watchers(runs)
@@ -138,10 +161,10 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         "clip": training.get("clip"),
         "precision": training.get("precision", "auto"),
         "engine": training.get("engine", "auto"),
-        "progress": progress,
+        "progress": _title(waiting) if progress else False,
     }
 
-    def log(runs: Sequence[Run], after: int) -> Callable[[Epoch], None]:
+    def log(runs: Sequence[SharingRun], after: int) -> Callable[[Epoch], None]:
         def write(epoch: Epoch) -> None:
             for run in runs:
                 run.log(replace(epoch, epoch=after + epoch.epoch))
@@ -244,7 +267,7 @@ def _key(config: RunConfig) -> str:
     return toml({"seed": config.seed, "training": config.training, **parts})
 
 
-def _name(runs: Sequence[Run]) -> str:
+def _name(runs: Sequence[SharingRun]) -> str:
     """A short name for exactly these watchers of this training."""
     whole = _key(runs[0].config) + "".join(toml({run.config.method: run.config.settings}) for run in runs)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]

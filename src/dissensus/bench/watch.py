@@ -47,14 +47,14 @@ def watcher(folder: Path, posterior: Posterior, batches: Batches, *, every: int)
 def read_distances(folder: Path) -> dict[int, MemberDistances]:
     """Epochs done -> distances, ascending; a last line that a stopped run did not end is passed over."""
     path = folder / FILE
-    whole, _, _ = path.read_text().rpartition("\n")
+    whole, _, _ = path.read_bytes().decode(errors="replace").rpartition("\n")
     found = {}
     for line in whole.splitlines():
         try:
             entry = json.loads(line)
             epochs = int(entry.pop("epochs"))
-            found[epochs] = MemberDistances(**entry)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found[epochs] = MemberDistances(**{space: float(value) for space, value in entry.items()})
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise damaged(path, error) from error
     return dict(sorted(found.items()))
 

@@ -45,13 +45,16 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
         torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
         for n in networks
     ]
-    for i in range(len(flat)):
-        for j in range(i):
-            if flat[i].numel() and torch.equal(flat[i], flat[j]):
+    alike: dict[complex, list[int]] = {}  # equal vectors have equal sums, so that not every pair is compared
+    for i, vector in enumerate(flat):
+        others = alike.setdefault(vector.sum().item(), [])
+        for j in others:
+            if vector.numel() and torch.equal(vector, flat[j]):
                 raise ValueError(
                     f"expected members that start at different weights, got members {j} and {i} equal; "
                     "build each one afresh instead of copying one"
                 )
+        others.append(i)
 
 
 def check_initialised(network: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -95,13 +96,37 @@ def length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def check_finite(x: Inputs) -> None:
-    """Raises where a floating-point tensor of x on the host holds NaN or infinity; tensors on a device are not read."""
+def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
+    """Raises where a floating-point tensor of x holds NaN or +∞; −∞ is what masks are made of.
+
+    Tensors on a device are read only where `anywhere`, which waits for it.
+    """
     for tensor in tensors(x):
-        # A sum is not finite if a term is not: one pass without a temporary, and only then is it looked into.
-        if tensor.device.type == "cpu" and tensor.is_floating_point() and not tensor.sum().isfinite():
-            bad = (~tensor.isfinite()).nonzero()  # (number, axes)
-            if len(bad):
-                raise ValueError(
-                    f"expected finite inputs, got NaN or infinity in row {int(bad[0, 0])} of a batch; clean the data"
-                )
+        if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if not bool(tensor.amax() < math.inf):  # NaN is the largest where there is one
+            bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
+            row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
+            raise ValueError(
+                f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf may stand in masks)"
+            )
+
+
+def check_weight(weight: object) -> None:
+    """Raises where example weights on the host are no finite numbers of at least 0. All may be 0: nothing counts then."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"expected example weights as a tensor, got {type(weight).__name__}; convert them with torch.as_tensor"
+        )
+    if weight.device.type != "cpu" or not weight.numel() or weight.dtype == torch.bool:
+        return
+    smallest, largest = weight.aminmax()  # both NaN where there is one
+    if not (bool(smallest >= 0) and bool(largest < math.inf)):
+        bad = (~((weight >= 0) & (weight < math.inf))).nonzero()  # (number, axes)
+        row = f" in row {int(bad[0, 0])} of a batch" if weight.ndim else ""
+        value = float(weight[tuple(bad[0])])
+        raise ValueError(
+            f"expected finite example weights of at least 0, got {value:g}{row}; give examples that do not count the weight 0"
+        )

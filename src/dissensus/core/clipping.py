@@ -12,6 +12,8 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
     """(M,) norms before clipping; each member's gradients are scaled so that their norm is at most `largest`."""
     own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
     shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
+    if not own and not shared:
+        return torch.zeros(particles.members)
     norms = _norms(own, members=particles.members) if own else _norms([g.unsqueeze(0) for g in shared], members=1)
     if own:
         factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)  # (M,)
@@ -26,5 +28,7 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
 
 
 def _norms(gradients: Iterable[Tensor], *, members: int) -> Tensor:
-    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in gradients]
+    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in full]
     return torch.stack(squares).sum(0).sqrt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -14,10 +15,15 @@ EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the
 
 
 def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
-    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric positive semi-definite matrix (M, M)."""
+    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric positive semi-definite matrix (M, M).
+
+    All NaN where the matrix is not finite.
+    """
     if matrix.device.type == "cuda":
         return by_products(matrix, count, order)
-    values, vectors = torch.linalg.eigh(matrix)  # ascending
+    finite = matrix.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0.0))  # ascending; raises where it is not finite
+    values, vectors = torch.where(finite, values, math.nan), torch.where(finite, vectors, math.nan)
     chosen = slice(len(matrix) - count, None) if order == "largest" else slice(0, count)
     return values[chosen], vectors[:, chosen]
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.lengthscales import Moments
+from dissensus.core.lengthscales import Moments, check_finite
 from dissensus.core.particles import Tensors
 
 
@@ -64,14 +64,16 @@ class EmpCov(nn.Module):
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²; not saved with a posterior: it is part of training, not of what was learned
         deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)
-        self.register_buffer("root", (vectors / deviations).to(first.weight.dtype), persistent=False)  # (D, D)
-        self.register_buffer("spread", (vectors * deviations).T.to(first.weight.dtype), persistent=False)
+        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # sums of squares leave the range of float16
+        self.register_buffer("root", (vectors / deviations).to(dtype), persistent=False)  # (D, D)
+        self.register_buffer("spread", (vectors * deviations).T.to(dtype), persistent=False)
 
     def forward(self, params: Tensors) -> Tensor:
         """() Σ_o w_o Σ⁻¹ w_oᵀ / (2 N) over the layer's outputs o, up to a constant −log p(w) / N."""
         if self.parameter not in params:
             raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
         weight = params[self.parameter].flatten(1)  # (O, D)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -96,9 +98,12 @@ class EmpCov(nn.Module):
 
 def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
     """Batches of the vectors (n, D) that one output of the layer is a product with."""
+    before = 0
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         x = x.detach().to(first.weight.device, torch.promote_types(x.dtype, torch.float32))
+        check_finite(x.flatten(1), before)
+        before += len(x)
         if isinstance(first, nn.Conv2d):
             patches = F.unfold(x, first.kernel_size, first.dilation, first.padding, first.stride)  # type: ignore[arg-type]
             rows = patches.transpose(1, 2).flatten(0, 1)  # (B·places, D)

@@ -1,14 +1,23 @@
 """Errors of this library that a caller may want to tell from others."""
 
+PLURALS = {"loss": "losses"}
+
 
 class Diverged(ValueError):
-    """A member's loss is no longer finite; `.members` lists which, `.step` says at which optimiser step it was seen."""
+    """Numbers of a member are no longer finite; `.members` lists whose, `.step` says at which optimiser step it was seen.
 
-    def __init__(self, members: list[int], step: int) -> None:
+    `.what` is not finite: a "loss", "gradient", "weight", "buffer", "moment" (of the optimiser's) or "prediction".
+    """
+
+    def __init__(self, members: list[int], step: int, what: str = "loss") -> None:
         self.members = members
         self.step = step
+        self.what = what
         who = ", ".join(str(i) for i in members)
         super().__init__(
-            f"expected finite losses, got a loss that is not finite in member {who} at step {step}; "
+            f"expected finite {PLURALS.get(what, f'{what}s')}, got a {what} that is not finite in member {who} at step {step}; "
             "lower the learning rate, clip gradients (clip=1.0) or look for extreme inputs"
         )
+
+    def __reduce__(self) -> tuple[type["Diverged"], tuple[list[int], int, str]]:
+        return type(self), (self.members, self.step, self.what)  # or a process that is sent it could not read it

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Lane, Rows, Tensors, random_state
+from dissensus.core.particles import Lane, Rows, Tensors
+from dissensus.core.randomness import random_state
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Inputs, check_finite
 
 
 class HeldInputs(nn.Module):
@@ -28,8 +28,7 @@ class HeldInputs(nn.Module):
         for i, value in enumerate(values):
             if value.ndim == 0 or len(value) == 0:
                 raise ValueError(f"expected inputs (n, ...), got shape {tuple(value.shape)}; pass some rows")
-            if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise ValueError("expected finite inputs, got NaN or infinity; clean the data")
+            check_finite(value, anywhere=True)
             self.register_buffer(str(i), value.detach().clone())
 
     def inputs(self) -> Inputs:

@@ -95,7 +95,7 @@ def input_gradient_log_density(
 def directions(gradients: Tensor) -> Tensor:
     """(..., D) unit vectors g / √(‖g‖² + 1e-24). A gradient that is exactly zero has no direction: it gives and feels 0."""
     squared = gradients.square().sum(-1, keepdim=True)
-    return torch.where(squared > 0, gradients * (squared + EPSILON).rsqrt(), 0.0)
+    return torch.where(squared == 0, 0.0, gradients * (squared + EPSILON).rsqrt())  # NaN stays NaN
 
 
 def batch_log_density(

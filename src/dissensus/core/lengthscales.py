@@ -190,6 +190,7 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
 def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Batches of flattened inputs (n, D), in float32 or more."""
     width: int | None = None
+    before = 0
     for batch in torch.split(inputs, 1024) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(x, Tensor):
@@ -208,7 +209,20 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
                 f"expected batches of {width} numbers per input, as in the first one, got a batch of shape "
                 f"{tuple(x.shape)}; bring inputs to one shape"
             )
-        yield x.detach().reshape(len(x), width).to(torch.promote_types(x.dtype, torch.float32))
+        rows = x.detach().reshape(len(x), width).to(torch.promote_types(x.dtype, torch.float32))
+        check_finite(rows, before)
+        before += len(rows)
+        yield rows
+
+
+def check_finite(rows: Tensor, before: int = 0) -> None:
+    """Raises where inputs (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a covariance."""
+    if not bool((finite := rows.isfinite()).all()):
+        row, column = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"expected finite inputs, got {float(rows[row, column])} in row {before + row}, number {column} of it; "
+            "clean the data"
+        )
 
 
 def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:

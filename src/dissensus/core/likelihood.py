@@ -51,6 +51,10 @@ class Likelihood(nn.Module, ABC):
         """Raises a ValueError where y cannot belong to outputs of this shape. Values are read only on the host."""
         return None
 
+    def doubt(self, outputs: Tensor) -> str | None:
+        """What is odd about outputs (B, ...) of a network, and what to do; None where nothing is. Read only on the host."""
+        return None
+
     def config(self) -> dict[str, Any]:
         """The keyword arguments that build this likelihood again."""
         return {}
@@ -95,6 +99,19 @@ class Classification(Likelihood):
 
     def predictive(self, *described: Tensor) -> Predictive:
         return ClassificationPredictive(*described)
+
+    def doubt(self, outputs: Tensor) -> str | None:
+        if outputs.device.type != "cpu" or outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
+            return None
+        # Log-probabilities need no such word: log_softmax leaves them as they are, so they are logits like any others.
+        tolerance = 1e-4 if full_precision(outputs) is outputs else 1e-2
+        total = full_precision(outputs).sum(1)
+        if bool((outputs < 0).any()) or not torch.allclose(total, torch.ones_like(total), rtol=0, atol=tolerance):
+            return None
+        return (
+            "expected logits, got outputs ≥ 0 that sum to one: the network seems to end in a softmax, and another would be "
+            "taken of it, which leaves every prediction vague; take the last softmax out, or return log-probabilities"
+        )
 
     def config(self) -> dict[str, Any]:
         return {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
@@ -156,7 +173,7 @@ class Regression(Likelihood):
 
     def _variance(self, outputs: Tensor) -> Tensor:
         if self.noise == "learned":
-            return torch.exp(2 * self.log_noise).to(outputs.dtype).expand_as(outputs)
+            return torch.exp(2 * full_precision(self.log_noise)).to(outputs.dtype).expand_as(outputs)
         return torch.full_like(outputs, float(self.noise) ** 2)
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str,
 
     handles = [hook(name) for name in sites]
     try:
-        with plain_attention():  # its fast path calls no submodule
+        with plain_attention(network):  # its fast path calls no submodule
             yield
     finally:
         for handle in handles:

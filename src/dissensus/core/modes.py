@@ -1,10 +1,12 @@
-"""Training modes and random streams: leave the world as found."""
+"""Training modes and switches: leave the world as found."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from dissensus.core.turns import has_attention
 
 
 @contextmanager
@@ -22,15 +24,14 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_random_state(device: torch.device) -> Iterator[None]:
-    """torch's random streams (the host's and the device's) are put back afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+def plain_attention(network: nn.Module) -> Iterator[None]:
+    """The network's attention without torch's inference fast path, which vmap does not see through and which calls no hook.
+
+    A switch of the whole process: networks that it matters to run under a lock of the process (`core.turns`).
+    """
+    if not has_attention(network):
         yield
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention without torch's inference fast path, which vmap does not see through: it has no derivative there."""
+        return
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -36,7 +36,6 @@ def statistics_names(network: nn.Module) -> list[str]:
     ]
 
 
-@torch.no_grad()
 @contextmanager
 def enough_examples(x: batches.Inputs) -> Iterator[None]:
     """Says what to do where batch norm meets a batch of one, which has no variance; torch says that there is none."""
@@ -51,6 +50,7 @@ def enough_examples(x: batches.Inputs) -> Iterator[None]:
         ) from error
 
 
+@torch.no_grad()
 def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
 

@@ -21,8 +21,10 @@ from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
+from dissensus.core.randomness import random_state
 from dissensus.core.stacking import StackedLinear
 from dissensus.core.tree import TensorTree
+from dissensus.core.turns import turn
 
 log = logging.getLogger("dissensus")
 
@@ -80,19 +82,18 @@ class Particles(nn.Module):
         _check_likelihood(likelihood)
         for network in networks:
             check_initialised(network)
-        template = Member(copy.deepcopy(networks[0]), copy.deepcopy(likelihood))
+        template = emptied(Member(networks[0], likelihood))
         template.training = networks[0].training
         members = [Member(network, likelihood) for network in networks]
         own = TensorTree()
         columns = [dict(member.named_parameters()) for member in members]
-        for name, first in template.named_parameters():
+        for name, first in columns[0].items():
             stacked = torch.stack([column[name].detach() for column in columns])  # (M, ...)
             own.plant(name, nn.Parameter(stacked, requires_grad=first.requires_grad))
-        kept = set(template.state_dict())
+        kept = set(members[0].state_dict())
         buffers = [dict(member.named_buffers()) for member in members]
-        for name, _ in template.named_buffers():
+        for name in buffers[0]:
             own.plant(name, torch.stack([b[name] for b in buffers]), persistent=name in kept)
-        _empty(template)
         return cls(template, own=own, shared=TensorTree(), members=len(networks))
 
     @property
@@ -102,6 +103,29 @@ class Particles(nn.Module):
     @property
     def likelihood(self) -> Likelihood:
         return self.template.likelihood
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Inside, no other thread runs these members' network."""
+        return turn(self.template.network)
+
+    def apart(
+        self, *, own: nn.Module | None = None, shared: nn.Module | None = None, members: int | None = None
+    ) -> "Particles":
+        """These or other members of the architecture in a template of their own: what they do to it, nobody else sees."""
+        try:
+            template = emptied(self.template)
+        except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+            # Some modules cannot be copied (weight norm by hooks). Theirs is used, in turns, and put back each time.
+            log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
+            template = self.template
+        other = Particles(
+            template,
+            own=self.own if own is None else own,
+            shared=self.shared if shared is None else shared,
+            members=members or self.members,
+        )
+        other._always_eval = self._always_eval
+        return other
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
@@ -167,7 +191,7 @@ class Particles(nn.Module):
 
     def run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, *, how: How | None = None) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
-        with without_onednn(self.small_products):
+        with self.turn(), without_onednn(self.small_products):
             return self._run(one, rows, count, how)
 
     def _run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, how: How | None) -> Any:
@@ -192,7 +216,7 @@ class Particles(nn.Module):
         """What vmap over members runs in: layers in forms that it sees through and that are fast."""
         first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
         device = torch.device("cpu") if first is None else first.device
-        with plain_attention(), self._linear.on(device):
+        with plain_attention(self.template), self._linear.on(device):
             yield
 
     @contextmanager
@@ -209,13 +233,12 @@ class Particles(nn.Module):
         if self.how == "loop":
             return
         self.how = "loop"
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+        log.info("members run one after the other: this network cannot be vectorised (%s)", first_line(error))
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
         index = member_index(index, self.members)
-        with torch.no_grad():
+        with self.turn(), torch.no_grad():
             network = copy.deepcopy(self.template.network)
             values = {**self.shared_parameters(), **self.shared_buffers()}
             values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
@@ -263,19 +286,9 @@ def member_index(index: int, members: int) -> int:
     return index % members
 
 
-def random_state() -> Callable[[], None]:
-    """A function that puts torch's random state back to what it is now."""
-    cpu = torch.get_rng_state()
-    cuda = None
-    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-        cuda = torch.cuda.get_rng_state()
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-
-    return restore
+def first_line(error: Exception) -> str:
+    """What an error says first, for the log."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
 def _check_likelihood(likelihood: object) -> None:
@@ -284,10 +297,17 @@ def _check_likelihood(likelihood: object) -> None:
         raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")
 
 
-def _empty(template: nn.Module) -> None:
-    """Frees the template's own tensors: they are replaced at every call, ties are kept since objects are."""
-    for tensor in [*template.parameters(), *template.buffers()]:
-        tensor.data = tensor.data.new_empty(0)
+def emptied(member: Member) -> Member:
+    """A copy of the member without its tensors, which are put in at every call; ties are kept, since objects are."""
+    blanks: dict[int, Any] = {}
+    for parameter in member.parameters():
+        empty = parameter.detach().new_empty(0)
+        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in member.buffers():
+        blanks[id(buffer)] = buffer.detach().new_empty(0)
+    with turn(member.network):  # another thread's hooks and forwards must not be copied
+        copied: Member = copy.deepcopy(member, blanks)
+    return copied
 
 
 def _has_convolution(template: nn.Module) -> bool:

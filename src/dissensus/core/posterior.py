@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import seam
+from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.empcov import EmpCov
+from dissensus.core.finite import check_predictions
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode, same_random_state
-from dissensus.core.optimisation import grouped, plateau_linear
+from dissensus.core.modes import eval_mode
+from dissensus.core.optimisation import check_once, grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.core.randomness import Watch, looking_ahead, same_random_state
 
 
 class Posterior(nn.Module, ABC):
@@ -33,6 +35,8 @@ class Posterior(nn.Module, ABC):
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
+    untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
+    keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
 
     temperature: Tensor
     steps: Tensor
@@ -47,6 +51,7 @@ class Posterior(nn.Module, ABC):
         self.data_size = data_size
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
+        self.began = 0  # the step at which the run began
         self.batches_per_step = 1  # whose gradients are gathered; `fit` tells
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -54,7 +59,8 @@ class Posterior(nn.Module, ABC):
         norms = norm_parameters(particles.template.network)
         self._without_prior = {f"network.{name}" for name in norms}
         self.first_layer_prior: EmpCov | None = None
-        self._output_shapes: dict[tuple[Any, ...], torch.Size] = {}
+        self._known = inputs.Known()
+        self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -121,9 +127,22 @@ class Posterior(nn.Module, ABC):
         """Whether there is anything to draw from yet: trackers must have observed something first."""
         return True
 
+    def looks(self, epoch: int, epochs: int) -> bool:
+        """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
+        return self.ready
+
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+        """The functions by which validation judges such a state; None: those of `current()`."""
+        return None
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again around a network."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must agree in, all JSON, to go on from a checkpoint: the method and the settings that training reads."""
+        settings = {key: value for key, value in self.config().items() if key not in self.untrained}
+        return {"method": self.name, "class": type(self).__name__, **settings}
 
     @classmethod
     @abstractmethod
@@ -161,21 +180,32 @@ class Posterior(nn.Module, ABC):
         Its gradient is what members follow. Coupling terms are linearised (v has no graph): the value is no potential to
         compare over steps.
         """
+        batches.check_finite(x)
+        batches.check_weight(weight)
         self.check_batch(x, y)
         return seam.loss(self, x, y, weight)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses, one per member; adds to `.grad` what `loss(x, y).backward()` would."""
+        batches.check_finite(x)
+        batches.check_weight(weight)
         self.check_batch(x, y)
         return seam.backward(self, x, y, weight)
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        """Tells the method how long the run will be, so that its schedules know."""
-        self.steps_per_epoch = steps_per_epoch
-        self.epochs = epochs
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        """Tells the method how long the whole run is, and how many steps of it are done, so that its schedules know."""
+        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+        self.began = int(self.steps) - done
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        """Tells the method that a run begins whose length its first epoch will tell; `begin` follows then."""
+        if self.began != int(self.steps):  # what was told is of another run
+            self.steps_per_epoch = self.epochs = None
+        self.began = int(self.steps)
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """The method's clock: to be called after every optimizer.step()."""
+        check_once(self, optimizer)
         self.steps += 1
 
     def forward(self, x: Inputs) -> Tensor:
@@ -189,16 +219,30 @@ class Posterior(nn.Module, ABC):
             raise TypeError(
                 f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
             )
+        batches.check_finite(x, anywhere=True)
+        x = batches.to(x, self.device)
         with evaluation(self):
-            return self.tempered(self.draw().predict(batches.to(x, self.device)))
+            drawn = self.draw()  # where there is nothing to draw from, that is said first
+            self.check_inputs(x)
+            return self.checked(drawn.predict(x))
 
     def __repr__(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters())
+        trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        frozen = sum(parameter.numel() for parameter in self.parameters()) - trained
         network = type(self.particles.template.network).__name__
         return (
-            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={count:,}, "
+            f"{type(self).__name__}({network}, members={self.particles.members}, parameters={trained:,}"
+            f"{f' + {frozen:,} frozen' if frozen else ''}, "
             f"likelihood={type(self.likelihood).__name__})"
         )
+
+    def checked(self, predictive: Predictive, *, first: int = 0) -> Predictive:
+        """The predictive at this posterior's temperature; Diverged, with the members' numbers, where it holds NaN.
+
+        `first`: the number of its first member.
+        """
+        check_predictions(predictive.described(), self.steps, first=first)
+        return self.tempered(predictive)
 
     def tempered(self, predictive: Predictive) -> Predictive:
         """The predictive at this posterior's temperature (see `ds.temperature_scale`)."""
@@ -244,22 +288,20 @@ class Posterior(nn.Module, ABC):
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
-        key = tuple((tuple(t.shape[1:]), t.dtype) for t in batches.tensors(x))
-        size = batches.size(x)
-        if key not in self._output_shapes:
-            with evaluation(self):
-                particles, row = self.particles, self.particles.rows().at(0)
-                state = {**particles.shared_buffers(), **row.buffers}
-                params = {**particles.shared_parameters(), **row.own}
-                with batches.unchanged(x):
-                    outputs, _ = particles.call(lambda member: batches.call(member.network, x), params, state)
-            if outputs.ndim == 0 or outputs.shape[0] != size:
-                raise ValueError(
-                    f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
-                    "let the network keep the batch axis"
-                )
-            self._output_shapes[key] = outputs.shape[1:]
-        return torch.Size((size, *self._output_shapes[key]))
+        return self._known.output_shape(x, self._first_member, self.likelihood.doubt, self.temperature.dtype)
+
+    def check_inputs(self, x: Inputs) -> None:
+        """Raises a clear error where the network cannot take x, or x has no batch axis; runs one example per shape of x."""
+        self._known.check(x, self._first_member, self.temperature.dtype)
+
+    def _first_member(self, x: Inputs) -> Tensor:
+        particles, row = self.particles, self.particles.rows().at(0)
+        state = {**particles.shared_buffers(), **row.buffers}
+        params = {**particles.shared_parameters(), **row.own}
+        with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.of_its_dtype(x, particles):
+            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
+            self.draws_itself |= watch.drew
+        return outputs
 
 
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
@@ -268,15 +310,18 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
     are stored anyway are left alone. `fit` calls this at its end.
     """
+    inputs.check_loader(loader)
     posterior.store_draw(loader)
 
 
 @contextmanager
 def evaluation(posterior: Posterior) -> Iterator[None]:
-    """Eval mode without gradients; modes and torch's random streams are put back afterwards."""
+    """Eval mode without gradients, in this thread's turn; modes and torch's random streams are put back afterwards."""
     with (
+        posterior.particles.turn(),
         eval_mode(posterior, posterior.particles.template),
         torch.no_grad(),
-        same_random_state(posterior.device),
+        looking_ahead(),
+        same_random_state(posterior.device, mine=lambda: posterior.draws_itself),
     ):
         yield

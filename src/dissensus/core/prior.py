@@ -34,5 +34,7 @@ def check_prior(weight_prior_std: float | None, data_size: int | None) -> None:
 
 def negative_log_prior(tensors: dict[str, Tensor], weight_prior_std: float, data_size: int) -> Tensor:
     """() Σ θ² / (2 N σ²): −log p(θ) / N up to a constant."""
-    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()])
+    # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
+    full = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors.values()]
+    squares = torch.stack([tensor.square().sum() for tensor in full])
     return squares.sum() / (2 * data_size * weight_prior_std**2)

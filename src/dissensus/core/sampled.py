@@ -6,17 +6,19 @@ posterior and finding it again in a file are derived here.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.layout import owned
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.normalization import refresh_statistics, statistics_names
 from dissensus.core.particles import Particles, Tensors
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import own_generator
 from dissensus.core.tree import TensorTree
 
 
@@ -27,6 +29,7 @@ class Sampled(Posterior):
     was trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
+    untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     stored: Particles | None
 
     def __init__(
@@ -53,8 +56,11 @@ class Sampled(Posterior):
             )
 
     @abstractmethod
-    def sample(self) -> Tensors:
-        """Name of a tensor of the network -> (S, ...) samples, without a graph. The other tensors stay as they are."""
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+        """Name of a tensor of the network -> (S, ...) samples, without a graph. The other tensors stay as they are.
+
+        Random numbers come from the generator, on the posterior's device; None is torch's own stream, which all threads share.
+        """
 
     @property
     def network(self) -> nn.Module:
@@ -62,14 +68,17 @@ class Sampled(Posterior):
         return self.particles.template.network
 
     def draw(self) -> Drawn:
-        return SampledFunctions(self._around(self.sample()) if self.stored is None else self.stored)
+        if (stored := self.stored) is not None:
+            return SampledFunctions(stored)
+        with self.particles.turn():
+            return SampledFunctions(self._around(self.sample(own_generator(self.device))))
 
     def current(self) -> Drawn:
         return DrawnParticles(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
-            drawn = self._around(self.sample())
+            drawn = self._around(self.sample(own_generator(self.device)))
         refresh_statistics(drawn, loader, self.device)
         self.stored = drawn
 
@@ -86,14 +95,13 @@ class Sampled(Posterior):
             value = tensor.detach()
             persistent = name in kept
             if name.startswith("network.") and inner in samples:
-                own.plant(name, samples[inner].detach(), persistent=persistent)
+                # Views of one flat tensor would take another path in products than what a file gives back.
+                own.plant(name, owned(samples[inner].detach()), persistent=persistent)
             elif name in statistics:
                 own.plant(name, value.expand(count, *value.shape).clone(), persistent=persistent)
             else:
                 shared.plant(name, value.clone(), persistent=persistent)
-        particles = Particles(self.particles.template, own=own, shared=shared, members=count)
-        particles._always_eval = self.particles._always_eval
-        return particles
+        return self.particles.apart(own=own, shared=shared, members=count)
 
     def check_network(self) -> None:
         """Raises where the network has other parameters, or trains others, than when this was built around it."""
@@ -164,7 +172,7 @@ class SampledFunctions(Drawn):
         self.training = False
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        with eval_mode(self.particles, self.particles.template):
+        with self.particles.turn(), eval_mode(self.particles, self.particles.template):
             return self.particles.each(function, *args)
 
     def member(self, index: int) -> nn.Module:

@@ -10,6 +10,7 @@ and `loss` and `backward` of every posterior are derived from it here.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, detached, inner, looped, vectorised
-from dissensus.core.particles import Rows, Tensors, random_state
+from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
+from dissensus.core.randomness import random_state
+from dissensus.core.turns import PROCESS
 
 if TYPE_CHECKING:
     from dissensus.core.posterior import Posterior
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 def loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
+    with _turn(posterior):
+        return _loss(posterior, x, y, weight)
+
+
+def _loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
     if posterior.mixes:
         return _surrogate(posterior, x, y, weight)
@@ -44,15 +52,26 @@ def backward(
     posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
-    particles = posterior.particles
-    with without_onednn(particles.small_products):
-        found = (strategy or automatic)(posterior, x, y, weight)
-    particles.write_buffers(found.buffers)
-    if posterior.mixes:
-        found = Gradients(found.losses, posterior.mix(found.gradients), found.buffers)
-    parameters = {**particles.shared_parameters(), **particles.own_parameters()}
+    with _turn(posterior):
+        found = find(posterior, x, y, weight, strategy)
+        posterior.particles.write_buffers(found.buffers)
+    add_gradients(posterior, posterior.mix(found.gradients) if posterior.mixes else found.gradients)
+    return found.losses
+
+
+def find(
+    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
+) -> Gradients:
+    """Losses, gradients before they are mixed, and buffers afterwards; nothing is changed."""
+    with _turn(posterior), without_onednn(posterior.particles.small_products):
+        return (strategy or automatic)(posterior, x, y, weight)
+
+
+def add_gradients(posterior: Posterior, gradients: Tensors) -> None:
+    """Adds gradients by name to `.grad`."""
+    parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     taken: set[int] = set()
-    for name, gradient in found.gradients.items():
+    for name, gradient in gradients.items():
         parameter = parameters[name]
         if parameter.grad is None:
             # In the parameter's memory layout, which vmap does not keep: fused optimisers assume it silently. And in memory
@@ -62,7 +81,6 @@ def backward(
             taken.add(gradient.data_ptr())
         else:
             parameter.grad.add_(gradient)
-    return found.losses
 
 
 def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
@@ -74,6 +92,17 @@ def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None
     parameters = {**particles.shared_parameters(), **particles.own_parameters()}
     slope = inner({name: parameters[name] for name in mixed}, mixed)
     return found.losses.sum() + slope - slope.detach()
+
+
+def _turn(posterior: Posterior) -> AbstractContextManager[object]:
+    """This thread's turn with the network. Coupled members replay random numbers and switch attention's kernels over, for
+    which the process has one stream and one switch."""
+    if not posterior.coupled:
+        return posterior.particles.turn()
+    both = ExitStack()
+    both.enter_context(PROCESS)
+    both.enter_context(posterior.particles.turn())
+    return both
 
 
 def automatic(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:

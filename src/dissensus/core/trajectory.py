@@ -43,8 +43,12 @@ class Snapshots(nn.Module):
     """When the trajectory is recorded: after the observe calls start, start + every, …, counted from 0.
 
     Where one of the two is None, `begin` spreads `wanted` snapshots over the last quarter of the run, the last one on its
-    last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every step.
+    last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every step. What was
+    laid out is saved with the state: a run that goes on later goes on with it.
     """
+
+    plan: Tensor
+    added_since = ("plan",)  # tensors that files of earlier versions do not have
 
     def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
         super().__init__()
@@ -54,24 +58,56 @@ class Snapshots(nn.Module):
             raise ValueError(f"expected every of 1 or more, got {every}; it counts observe calls between snapshots")
         self.given = (start, every)
         self.wanted = wanted
-        self.start, self.every = start or 0, every or 1
         self.observed = Count()
         self.taken = Count()
+        # start, every, and the run they were laid out for: the observe call it began at and its steps, 0 for none
+        self.register_buffer("plan", torch.tensor([start or 0, every or 1, 0, 0]))
+        self._host: list[int] | None = None  # the plan on the host, as in Count
+        self._waiting = False  # for `begin`, in a run whose length its first epoch will tell
+        self._unplanned = False  # a state of an earlier version was loaded, which did not know its plan
 
-    def begin(self, steps: int, *, tail: float = TAIL) -> None:
-        """Lays the snapshots out over what follows the share `tail` of a run of this many steps that starts now."""
+    @property
+    def start(self) -> int:
+        return self._planned()[0]
+
+    @property
+    def every(self) -> int:
+        return self._planned()[1]
+
+    def begin(self, steps: int, *, tail: float = TAIL, done: int = 0) -> None:
+        """Lays the snapshots out over what follows the share `tail` of a run of this many steps, `done` of them behind.
+
+        Where more is behind than that share, they are spread over what is left. Told of the same run again, as it is when
+        the run is resumed, it changes nothing.
+        """
         start, every = self.given
-        now, (first, between) = int(self.observed), spread(steps, self.wanted, tail=tail)
+        began, before = int(self.observed) - done, self._planned()[2:]
+        self._waiting, loaded, self._unplanned = False, self._unplanned and done > 0, False
+        if [began, steps] == before or 0 < steps <= done:
+            return
+        late = done > 0 and not loaded  # what is behind cannot be recorded any more
         if start is None:
-            self.start = now + (first if every is None else math.floor(tail * steps))
-            self.every = every or between
+            behind = max(math.floor(tail * steps), done if late else 0)
+            first, between = spread(steps, self.wanted, behind=behind)
+            start, every = began + (first if every is None else behind), every or between
+            forget = not loaded
+        else:
+            forget = every is None and late and before[1] == 0  # without a plan every step was taken
+            start = max(start, began + done) if forget else start
+            every = every or max(1, (began + steps - start) // self.wanted)
+        if forget:
             self.taken.reset()
-        elif every is None:
-            self.every = max(1, (now + steps - start) // self.wanted)
+        self._lay_out(start, every, began, steps)
+
+    def wait(self) -> None:
+        """Records nothing before `begin` where that depends on the length of the run."""
+        self._waiting = None in self.given
 
     @property
     def upcoming(self) -> bool:
         """Whether the next step is one to record."""
+        if self._waiting:
+            return False
         since = int(self.observed) - self.start
         return since >= 0 and since % self.every == 0
 
@@ -81,10 +117,30 @@ class Snapshots(nn.Module):
         self.observed.add()
         return due
 
+    def _planned(self) -> list[int]:
+        if self._host is None:
+            self._host = self.plan.tolist()
+        return self._host
 
-def spread(steps: int, wanted: int, *, tail: float = TAIL) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps, evenly spaced after the share `tail` of a run, ending with its last step."""
-    length = max(1, steps - math.floor(tail * steps))
+    def _lay_out(self, *plan: int) -> None:
+        self._host = list(plan)
+        self.plan.copy_(torch.tensor(plan))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._host, self._waiting = None, False
+        self._unplanned = f"{prefix}plan" not in state_dict
+        if self._unplanned:
+            start, every = self.given
+            state_dict = {**state_dict, f"{prefix}plan": torch.tensor([start or 0, every or 1, 0, 0])}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def spread(steps: int, wanted: int, *, tail: float = TAIL, behind: int | None = None) -> tuple[int, int]:
+    """(first, every): up to `wanted` steps, evenly spaced after the share `tail` of a run, ending with its last step.
+
+    `behind`: the number of steps to leave out instead.
+    """
+    length = max(1, steps - (math.floor(tail * steps) if behind is None else behind))
     count = min(wanted, length)
     every = length // count
     return steps - 1 - every * (count - 1), every

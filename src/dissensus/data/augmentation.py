@@ -41,6 +41,17 @@ class Augmentation:
             out = torch.where(self._hole(batch, height, width, images.device), 0, out)
         return out
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Device -> where its stream stands; none without a seed."""
+        return {str(device): generator.get_state() for device, generator in self._generators.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on where another with a seed stood."""
+        self._generators = {}
+        for device, stream in state.items() if self.seed is not None else ():
+            self._generators[torch.device(device)] = torch.Generator(device)
+            self._generators[torch.device(device)].set_state(stream.cpu())
+
     def _hole(self, batch: int, height: int, width: int, device: torch.device) -> Tensor:
         """(B, 1, H, W): where the square is."""
         top = self._integers(height, batch, device)[:, None] - self.cutout // 2

@@ -48,6 +48,27 @@ class Batches:
         self.augment = augment
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the orders and the augmentation stand: the epochs to come are those of Batches that load this."""
+        augment: Any = self.augment
+        return {
+            "generator": None if self._generator is None else self._generator.get_state(),
+            "augment": augment.state_dict() if hasattr(augment, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where others stood, built with the same arguments."""
+        if (state["generator"] is None) != (self._generator is None):
+            found = "one with a seed" if self._generator is None else "one without"
+            raise ValueError(
+                f"expected a state of Batches built with the same arguments, got {found}; give the seed that was given then"
+            )
+        if self._generator is not None:
+            self._generator.set_state(state["generator"].cpu())
+        augment: Any = self.augment
+        if state["augment"] is not None and hasattr(augment, "load_state_dict"):
+            augment.load_state_dict(state["augment"])
+
     def __len__(self) -> int:
         full, rest = divmod(len(self.y), self.batch_size)
         return full + (rest > 0 and not self.drop_last)

@@ -6,17 +6,18 @@ damaged file is a ValueError whatever the parser underneath raised. A file that 
 
 from __future__ import annotations
 
-import gzip
 import math
-import pickle
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
+from dissensus.data.bounded import GZIP, inflated, most
 from dissensus.data.mat import mat_arrays
+from dissensus.data.npy import npz_arrays
+from dissensus.data.pickles import Record, plain_pickle
+
+__all__ = ["npz_arrays", "read_cifar_binary", "read_cifar_python", "read_idx", "read_mat", "read_npz"]
 
 # IDX is big-endian; the third byte of the file names the type.
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -38,7 +39,7 @@ def read_idx(path: str | Path) -> np.ndarray:
     Layout: 0, 0, type, rank; then rank sizes as big-endian uint32; then the values in C order.
     """
     raw = _unzipped(Path(path))
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in IDX_TYPES or raw[3] == 0:
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in IDX_TYPES or not 0 < raw[3] <= 32:
         raise ValueError(
             f"expected an IDX file (bytes 0, 0, type, rank), got {raw[:4]!r} in {path}; check that it is the right file"
         )
@@ -46,10 +47,12 @@ def read_idx(path: str | Path) -> np.ndarray:
     start = 4 + 4 * rank
     shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
     expected = start + math.prod(shape) * dtype.itemsize
-    if len(raw) != expected:
+    if len(raw) != expected or len(raw) < start:
         raise ValueError(
             f"expected {expected} bytes for shape {shape} of {dtype}, got {len(raw)} in {path}; fetch the file again"
         )
+    if expected == start and math.prod(max(size, 1) for size in shape) >= 2**60:  # no array, even an empty one
+        raise ValueError(f"expected values in {path}, got an empty array {shape}; fetch the file again")
     return np.frombuffer(raw, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
@@ -65,21 +68,6 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     raise ValueError(
         f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
     )
-
-
-def npz_arrays(source: str | Path | BinaryIO) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, by name; arrays of Python objects are refused."""
-    if isinstance(source, str | Path):
-        with open(source, "rb") as file:
-            return npz_arrays(file)
-    name = getattr(source, "name", "the file")
-    try:
-        with np.load(source, allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
-    except Exception as error:
-        raise ValueError(
-            f"expected an .npz file of plain arrays, got {name}: {error}; save it with numpy.savez"
-        ) from error
 
 
 def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
@@ -115,11 +103,11 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
 
     labels: the entry to read; "labels" in CIFAR-10, "fine_labels" or "coarse_labels" in CIFAR-100.
     """
-    with open(path, "rb") as file:
-        try:
-            batch = _PlainUnpickler(file, encoding="bytes").load()
-        except Exception as error:
-            _damaged("a CIFAR batch for Python", path, error)
+    raw = Path(path).read_bytes()
+    try:
+        batch = plain_pickle(raw, PICKLE_NAMES)
+    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
+        _damaged("a CIFAR batch for Python", path, error)
     if not isinstance(batch, dict):
         raise ValueError(
             f"expected a dictionary in {path}, got {type(batch).__name__}; check that this is the right file"
@@ -133,36 +121,18 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
     return rows.reshape(-1, *CIFAR_SHAPE), _labels(entries[labels], len(rows), path)
 
 
-class _Record:
-    """What a pickle would have built: its arguments and state, and nothing run."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.state = arguments, None
-
-    def __setstate__(self, state: Any) -> None:  # also keeps a pickle from setting attributes of its own choice
-        self.state = state
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings, lists, dictionaries and NumPy arrays; any other name is refused before it is imported."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in PICKLE_NAMES:
-            raise ValueError(f"the pickle asks for {module}.{name}, which no CIFAR batch contains")
-        return _Record
-
-
 def _pickled_rows(record: Any, path: str | Path) -> np.ndarray:
     """(N, 3072) uint8 from the recorded state of a NumPy array: (version, shape, dtype, Fortran order, bytes)."""
-    state = getattr(record, "state", None)
+    state = record.state if isinstance(record, Record) else None
     if isinstance(state, tuple) and len(state) == 5:
         _, shape, dtype, fortran, raw = state
         plain = isinstance(shape, tuple) and [type(size) for size in shape] == [int, int]
-        code = getattr(dtype, "arguments", None) or [None]
+        code = (dtype.arguments if isinstance(dtype, Record) else None) or (None,)
         if (
             plain
+            and shape[0] >= 0
             and shape[1] == math.prod(CIFAR_SHAPE)
-            and _text(code[0]) in ("u1", "|u1")
+            and code[0] in ("u1", "|u1", b"u1", b"|u1")
             and isinstance(raw, bytes)
             and len(raw) == math.prod(shape)
         ):
@@ -182,8 +152,8 @@ def _unzipped(path: Path) -> bytes:
     if raw[:2] != b"\x1f\x8b":  # by content, since downloads are often unpacked but keep their .gz
         return raw
     try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as error:
+        return inflated(raw, most(len(raw)), container=GZIP)
+    except ValueError as error:
         _damaged("a gzip file", path, error)
 
 
@@ -203,7 +173,9 @@ def _images(images: np.ndarray, path: str | Path) -> np.ndarray:
     return np.ascontiguousarray(images if first else images.transpose(0, 3, 1, 2))
 
 
-def _labels(labels: np.ndarray | Sequence[int], count: int, path: str | Path) -> np.ndarray:
+def _labels(labels: Any, count: int, path: str | Path) -> np.ndarray:
+    if isinstance(labels, list) and not all(type(label) is int and 0 <= label < 2**31 for label in labels):
+        labels = []  # NumPy would look into whatever else a file may nest there
     values = np.asarray(labels)
     if values.shape == (count, 1):
         values = values[:, 0]

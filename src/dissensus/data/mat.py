@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from dissensus.data.bounded import ZLIB, inflated, most
 
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
 MATRIX, COMPRESSED = 14, 15
@@ -25,29 +26,40 @@ def mat_arrays(path: str | Path) -> dict[str, np.ndarray]:
     raw = memoryview(Path(path).read_bytes())
     try:
         order = {b"IM": "<", b"MI": ">"}[bytes(raw[126:128])]
-        matrices = (_matrix(content, order) for kind, content in _elements(raw[128:], order) if kind == MATRIX)
+        limit = most(len(raw))
+        matrices = (_matrix(content, order) for kind, content in _opened(raw[128:], order, limit) if kind == MATRIX)
         return dict(found for found in matrices if found is not None)
-    except (KeyError, ValueError, OverflowError, RecursionError, struct.error, zlib.error) as error:
+    except (KeyError, ValueError, OverflowError, RecursionError, struct.error) as error:
         raise ValueError(f"expected a MATLAB 5 file, got {path}: {error!r}; fetch the file again") from error
 
 
+def _opened(raw: memoryview, order: str, limit: int) -> Iterator[tuple[int, memoryview]]:
+    """The elements of a file, compressed ones opened, to `limit` bytes in all; what is inside those is not compressed again."""
+    for kind, content in _elements(raw, order):
+        if kind == COMPRESSED:
+            inside = inflated(content, limit, container=ZLIB)
+            limit -= len(inside)
+            yield from _elements(memoryview(inside), order)
+        else:
+            yield kind, content
+
+
 def _elements(raw: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """Type and data of one element after the other; compressed ones are opened."""
+    """Type and data of one element after the other."""
     position = 0
     while position < len(raw):
         (word,) = struct.unpack_from(f"{order}I", raw, position)
         if word >> 16:  # small element: size and type share a word, up to four bytes of data follow in the same tag
             kind, size, start, end = word & 0xFFFF, word >> 16, position + 4, position + 8
+            if size > 4:
+                raise ValueError(f"a small element of {size} bytes")
         else:
             kind, (size,) = word, struct.unpack_from(f"{order}I", raw, position + 4)
             start = position + 8
             end = start + size if kind == COMPRESSED else start + size + -size % 8
         if start + size > len(raw):
             raise ValueError(f"an element of {size} bytes ends after the file")
-        if kind == COMPRESSED:
-            yield from _elements(memoryview(zlib.decompress(raw[start : start + size])), order)
-        else:
-            yield kind, raw[start : start + size]
+        yield kind, raw[start : start + size]
         position = end
 
 
@@ -56,6 +68,8 @@ def _matrix(raw: memoryview, order: str) -> tuple[str, np.ndarray] | None:
     parts = _elements(raw, order)
     flags = struct.unpack_from(f"{order}I", _next(parts), 0)[0]
     sizes = np.frombuffer(_next(parts), f"{order}i4")
+    if len(sizes) > 32 or (sizes < 0).any():
+        raise ValueError("a matrix of impossible size")
     name = bytes(_next(parts)).decode("ascii")
     if flags & 0xFF not in NUMERIC_CLASSES or flags & COMPLEX:
         return None

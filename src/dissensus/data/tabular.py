@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dissensus.data.formats import npz_arrays
 from dissensus.data.locate import FOLDER_VARIABLE, data_folder
-from dissensus.data.standardise import Standardiser
+from dissensus.data.standardise import Standardiser, check_rows
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),
@@ -96,8 +96,9 @@ def regression_split(
     x: Tensor, y: Tensor, train: Tensor, test: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
     """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone."""
-    if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
-        raise ValueError("expected finite inputs and targets, got NaN or infinity; remove those rows first")
+    if x.ndim != 2 or y.shape != x.shape[:1]:
+        raise ValueError(f"expected x (N, D) and y (N,), got {tuple(x.shape)} and {tuple(y.shape)}; reshape them")
+    check_rows(torch.cat([x.double(), y.double()[:, None]], dim=1), "inputs and targets (the last column)")
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
             raise ValueError(
@@ -147,19 +148,23 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
         raise ValueError(
             f"expected the keys x, y and class_names in {path}, got no {', '.join(sorted(missing))}; add them"
         )
-    x, y, classes = arrays["x"], arrays["y"], tuple(map(str, arrays["class_names"]))
+    x, y, names = arrays["x"], arrays["y"], arrays["class_names"]
+    if names.ndim != 1:
+        raise ValueError(f"expected class_names (C,), got shape {names.shape} in {path}; store one name a class")
+    classes = tuple(map(str, names))
     if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
         raise ValueError(
             f"expected numbers x (N, D) and class indices y (N,), got {x.dtype} {x.shape} and {y.dtype} {y.shape} "
             f"in {path}; convert them first"
         )
-    if not np.isfinite(x).all():
-        raise ValueError(f"expected finite inputs, got NaN or infinity in {path}; remove those rows first")
     if y.size and not 0 <= y.min() <= y.max() < len(classes):
         raise ValueError(
             f"expected y from 0 to {len(classes) - 1}, got {y.min()} to {y.max()} in {path}; index class_names"
         )
-    return TabularSet(torch.from_numpy(x).to(dtype), torch.from_numpy(y.astype(np.int64)), name, classes)
+    plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
+    inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
+    check_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
+    return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
 
 def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -172,7 +177,7 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
         raise ValueError(
             f"expected one target column outside the features, got target {target} in {path}; correct index_*.txt"
         )
-    splits = _numbers(path / "n_splits.txt", rank=1)[0]
+    splits = float(_numbers(path / "n_splits.txt", rank=1).flat[0])
     if not 0 <= split < splits:
         raise ValueError(
             f"expected split from 0 to {splits - 1:g}, got {split}; n_splits.txt in {path} says {splits:g}"
@@ -183,10 +188,7 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
         raise ValueError(
             f"expected disjoint train and test rows, got {both} in both of split {split} in {path}; correct the files"
         )
-    if not np.isfinite(data).all():
-        raise ValueError(
-            f"expected finite inputs and targets, got NaN or infinity in {path / 'data.txt'}; remove those rows"
-        )
+    check_rows(torch.from_numpy(data), "inputs and targets", f" of {path / 'data.txt'}")
     return data[:, features], data[:, target[0]], train, test
 
 

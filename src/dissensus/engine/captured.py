@@ -14,6 +14,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
+from dissensus.core.turns import PROCESS
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.optimisers import can_be_captured, make_capturable
 
@@ -61,11 +62,15 @@ class CapturedStep:
             self.plain_last = False
         losses = graph.replay(x, y, weight)
         if not graph.observes:
-            self.posterior.observe(self.step.optimizer)
+            self.step.guard.observe()
         return losses
 
     def finish(self) -> None:
         self.step.finish()
+
+    def check(self) -> None:
+        """Raises Diverged for the first step that was skipped because losses or gradients were not finite."""
+        self.step.check()
 
     def close(self) -> None:
         """Gives the optimiser its settings back and frees the graphs."""
@@ -114,7 +119,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         step.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with PROCESS, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.losses = step.gradients_and_update(self.x, self.y, self.weight, observe=self.observes)
         self.gradients = [(p, p.grad) for group in step.optimizer.param_groups for p in group["params"]]
 

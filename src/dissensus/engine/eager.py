@@ -1,6 +1,7 @@
-"""The plain training step: zero gradients, backward, clip, step, observe."""
+"""The plain training step: zero gradients, backward, look whether all is finite, clip, step, observe."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -8,8 +9,10 @@ from torch import Tensor
 from dissensus.core import seam
 from dissensus.core.batch import Inputs
 from dissensus.core.clipping import clip_members
+from dissensus.core.errors import Diverged
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.engine.guard import Guard
 from dissensus.engine.optimisers import fuse
 
 
@@ -34,52 +37,91 @@ class EagerStep:
         self.accumulate = accumulate
         self.pending = 0  # batches whose gradients wait for a step
         self._restore = fuse(optimizer)
+        self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
     def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses on the batch; steps once `accumulate` batches are in."""
+        """(M,) losses on the batch; steps once `accumulate` batches are in. Raises Diverged before a bad step."""
         if self.pending == 0:
             # Zeroed before backward, not after the step: trackers read gradients in observe. All of them, not only those
             # the optimiser holds: what it does not hold would grow from step to step, and clipping measures it.
             self.posterior.zero_grad(set_to_none=True)
-        losses = self._backward(x, y, weight)
+            self.guard.begin(several=self.accumulate > 1)
         self.pending += 1
-        if self.pending == self.accumulate:
-            self.finish()
+        complete = self.pending == self.accumulate
+        losses = self._batch(x, y, weight, complete=complete)
+        if complete:
+            self._update()
+            self.guard.observe()
+            self.pending = 0
         return losses
 
     def gradients_and_update(self, x: Inputs, y: Tensor, weight: Tensor | None, *, observe: bool) -> Tensor:
         """(M,) losses of one whole step from gradients that are None: the part that a CUDA graph can hold."""
-        losses = self._backward(x, y, weight)
+        self.guard.begin(several=False)
+        losses = self._batch(x, y, weight, complete=True)
         self._update()
         if observe:
-            self.posterior.observe(self.optimizer)
+            self.guard.observe()
         return losses
 
     def finish(self) -> None:
         """Steps on whatever is pending: the mean gradient over the batches gathered."""
         if self.pending == 0:
             return
-        if self.pending > 1:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(self.pending)
+        with self._forgetting():
+            self._take_mean()
+            self.guard.look(None, complete=True)
+        if not self.guard.reads:
+            self.guard.undo()
         self._update()
-        self.posterior.observe(self.optimizer)
+        self.guard.observe()
         self.pending = 0
+
+    def check(self) -> None:
+        """Raises Diverged for what a device has noted since, and where a step has left weights that are not finite."""
+        self.guard.check()
 
     def close(self) -> None:
         """Gives the optimiser its settings back."""
         self._restore()
 
-    def _backward(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+    def _batch(self, x: Inputs, y: Tensor, weight: Tensor | None, *, complete: bool) -> Tensor:
+        """(M,) losses; gradients go to `.grad` and, once all is found to be finite, batch statistics to the members."""
         with autocast(self.posterior.device, self.precision):
-            return seam.backward(self.posterior, x, y, weight, self.strategy)
+            found = seam.find(self.posterior, x, y, weight, self.strategy)
+            gradients = found.gradients
+            if self.posterior.mixes:
+                self.guard.look_unmixed(gradients)
+                gradients = self.posterior.mix(gradients)
+        seam.add_gradients(self.posterior, gradients)
+        with self._forgetting():
+            if complete:
+                self._take_mean()
+            self.guard.look(found.losses, complete=complete)
+        self.guard.write(found.buffers)
+        return found.losses
+
+    def _take_mean(self) -> None:
+        if self.pending > 1:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(self.pending)
 
     def _update(self) -> None:
         if self.clip is not None:
             clip_members(self.posterior.particles, self.clip)
-        self.optimizer.step()
+        with self.guard.skipping():
+            self.optimizer.step()
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Batches that were gathered are forgotten where they go wrong."""
+        try:
+            yield
+        except Diverged:
+            self.pending = 0
+            raise
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dissensus.core import gradients
 from dissensus.core.batch import Inputs
-from dissensus.core.modes import same_random_state
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import same_random_state
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
 

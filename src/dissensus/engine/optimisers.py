@@ -11,6 +11,11 @@ def can_be_captured(optimizer: Optimizer) -> bool:
     return type(optimizer) in (SGD, Adam, AdamW)
 
 
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make the optimiser's step do nothing: where its kernels are fused."""
+    return can_be_captured(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+
+
 def fuse(optimizer: Optimizer) -> Callable[[], None]:
     """Lets SGD, Adam and AdamW update in one pass over memory where the caller left the choice open.
 

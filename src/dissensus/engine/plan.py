@@ -14,6 +14,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.core.products import without_onednn
+from dissensus.core.turns import PROCESS
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
@@ -35,6 +36,7 @@ class Plan:
     compiled: bool = False
     captured: bool = False
     seconds: float | None = None  # of the gradients of one batch, where they were timed
+    plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
     tried: Strategy | None = field(
         default=None, compare=False, repr=False
     )  # the strategy that was timed, compiled already
@@ -70,14 +72,23 @@ def make_plan(
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
     key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(x)))
-    memory: dict[Any, Plan] = posterior.__dict__.setdefault("_plans", {})
-    if key not in memory:
-        candidates = named or _candidates(posterior, on_gpu)
-        chosen = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
-        log.info("members run %s", describe(chosen))
-        memory[key] = replace(chosen, tried=None)  # copies of the posterior must not copy what a compiler made
-        return chosen
-    return memory[key]
+    # One plan for runs that get a compilation back and one for those that do not: a posterior may be fitted again, for longer.
+    memory: dict[Any, dict[bool, Plan]] = posterior.__dict__.setdefault("_plans_by_worth", {})
+    known = memory.setdefault(key, {})
+    for plan in known.values():
+        if (long := _worth_compiling(plan, steps)) in known:
+            return known[long]
+    candidates = named or _candidates(posterior, on_gpu)
+    chosen = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
+    log.info("members run %s", describe(chosen))
+    # Without what was tried: copies of the posterior must not copy what a compiler made.
+    known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
+    return chosen
+
+
+def _worth_compiling(plan: Plan, steps: int) -> bool:
+    """Whether a run of so many steps takes long enough, by the time its plain gradients took."""
+    return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
 
 
 def describe(chosen: Plan) -> str:
@@ -129,14 +140,14 @@ def _best(
         if not possible:  # each of them fails: let the plain loop say why, or work
             return Plan("loop", "compiled" in words, False)
         kind = min(possible, key=lambda each: possible[each])
-        plain = Plan(kind, False, captured, possible[kind])
-        worth = engine == "auto" and steps * possible[kind] > WORTH_COMPILING and _compiler_gains(posterior, on_gpu)
+        plain = Plan(kind, False, captured, possible[kind], possible[kind])
+        worth = engine == "auto" and _worth_compiling(plain, steps) and _compiler_gains(posterior, on_gpu)
         if "compiled" in words:
             return Plan(kind, True, captured)
         if worth:
             compiled = strategy(kind, compiled=True)
             if (faster := seconds(kind, compiled)) is not None and faster < possible[kind]:
-                return Plan(kind, True, captured, faster, compiled)
+                return Plan(kind, True, captured, faster, possible[kind], compiled)
         return plain
     finally:
         posterior.train(was_training)
@@ -158,7 +169,7 @@ def timed(
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
     measure = _captured_seconds if captured else _plain_seconds
     try:
-        with without_onednn(posterior.particles.small_products):
+        with posterior.particles.turn(), without_onednn(posterior.particles.small_products):
             return measure(run, posterior, x, y, weight)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -185,7 +196,7 @@ def _captured_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor,
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with PROCESS, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result: Gradients = run(posterior, x, y, weight)
     seconds = _median(graph.replay, repeats=5, synchronise=True)
     del result, graph

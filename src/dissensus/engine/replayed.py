@@ -15,7 +15,8 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
-from dissensus.core.modes import same_random_state
+from dissensus.core.randomness import same_random_state
+from dissensus.core.turns import PROCESS
 from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")
@@ -93,6 +94,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with (
+            PROCESS,
             torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
             drawn.particles.in_lanes(*Lanes().for_members(drawn.members)) if lanes else nullcontext(),
         ):

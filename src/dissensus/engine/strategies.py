@@ -17,8 +17,9 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy
-from dissensus.core.particles import Tensors, random_state
+from dissensus.core.particles import Tensors
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import random_state
 from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")

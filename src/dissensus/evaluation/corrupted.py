@@ -106,15 +106,14 @@ class CorruptedCounts:
         return {
             "accuracy": self.correct.sum((0, 2)) / total,
             "nll": self.nll.sum(0) / total,
-            "ece": torch.stack([ece_from_sums(*each) for each in zip(*pooled, strict=True)]),
+            "ece": ece_from_sums(*pooled),
         }
 
     def each(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (T, S) of each type at each severity."""
         total = self.counts.sum(2).double()
-        sums = (tensor.flatten(0, 1) for tensor in (self.counts, self.confidence, self.correct))
-        ece = torch.stack([ece_from_sums(*each) for each in zip(*sums, strict=True)])
-        return {"accuracy": self.correct.sum(2) / total, "nll": self.nll / total, "ece": ece.reshape(total.shape)}
+        ece = ece_from_sums(self.counts, self.confidence, self.correct)
+        return {"accuracy": self.correct.sum(2) / total, "nll": self.nll / total, "ece": ece}
 
     def arrays(self) -> dict[str, Tensor]:
         return {

@@ -57,7 +57,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     with evaluation(posterior), batches.unchanged(x):
         posterior.check_batch(x, y)  # here, since methods take note of batches they are trained on
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
-        predictive = posterior.tempered(posterior.current().predict(x))
+        predictive = posterior.checked(posterior.current().predict(x))
     own = {
         name: tensor.detach()
         for name, tensor in particles.own_parameters().items()

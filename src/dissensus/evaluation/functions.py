@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.core.randomness import same_random_state
 from dissensus.engine.replayed import Replayed
 from dissensus.metrics import energy_score
 
@@ -35,8 +37,9 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        self._describe = Replayed(drawn.describe, drawn)
-        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn)
+        around = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
+        self._describe = Replayed(drawn.describe, drawn, around)
+        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn, around)
 
     @property
     def device(self) -> torch.device:
@@ -49,19 +52,23 @@ class Functions:
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
+        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
+        self.posterior.check_inputs(x)
         with batches.unchanged(x):
             described = self._describe(x)
-        return self.posterior.tempered(self.drawn.likelihood.predictive(*described))
+        return self.posterior.checked(self.drawn.likelihood.predictive(*described))
 
     def answer(self, x: Inputs) -> Answer:
         """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
         if not self.logits:
             return Answer(self.predict(x), None)
+        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
+        self.posterior.check_inputs(x)
         with batches.unchanged(x):
             outputs, *described = self._everything(x)
-        predictive = self.posterior.tempered(self.drawn.likelihood.predictive(*described))
+        predictive = self.posterior.checked(self.drawn.likelihood.predictive(*described))
         # The energy of the logits at the posterior's temperature, member by member.
         flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))
         return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
@@ -75,7 +82,9 @@ def drawn_once(posterior: Posterior) -> Iterator[Functions]:
             f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
         )
     with evaluation(posterior):
-        yield Functions(posterior, posterior.draw())
+        drawn = posterior.draw()
+    with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):
+        yield Functions(posterior, drawn)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:

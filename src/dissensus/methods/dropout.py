@@ -14,6 +14,8 @@ from dissensus.core.masking import Masks, apply_mask, at_sites, dropout_sites, m
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Tensors, member_index
 from dissensus.core.posterior import Posterior
+from dissensus.core.randomness import next_seed
+from dissensus.core.turns import turn
 
 
 class MCDropout(Posterior):
@@ -26,6 +28,7 @@ class MCDropout(Posterior):
     """
 
     name = "mc_dropout"
+    untrained = ("samples",)
     seed: Tensor
 
     def __init__(
@@ -69,14 +72,12 @@ class MCDropout(Posterior):
         return value + self.penalty(params), (), buffers
 
     def draw(self) -> Drawn:
-        seed = int(self.seed)
-        if seed < 0:
-            seed = int(torch.randint(2**62, ()))
-        return DroppedFunctions(self.particles, self.sites, self.samples, seed)
+        stored = int(self.seed)
+        return DroppedFunctions(self.particles.apart(), self.sites, self.samples, next_seed() if stored < 0 else stored)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: masks of one function do not change them enough to re-estimate.
-        self.seed.fill_(int(torch.randint(2**62, ())))
+        self.seed.fill_(next_seed())
 
     def config(self) -> dict[str, Any]:
         return {
@@ -108,7 +109,7 @@ class DroppedFunctions(Drawn):
             with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
                 return function(member, *inner)
 
-        with eval_mode(self.particles, self.particles.template):
+        with self.particles.turn(), eval_mode(self.particles, self.particles.template):
             return self.particles.each(dropped, *args, varying=self._masks(function, *args), how="vectorised")
 
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
@@ -121,9 +122,13 @@ class DroppedFunctions(Drawn):
                 met[key] = self.masks.at(key, tensor)
                 return tensor
 
-            template = self.particles.template
-            with torch.no_grad(), at_sites(template.network, self.sites, meet):
-                function(template, *args)
+            def run(member: Member) -> Any:
+                with at_sites(member.network, self.sites, meet):
+                    return function(member, *args)
+
+            particles = self.particles
+            with torch.no_grad():
+                particles.call(run, particles.shared_parameters(), particles.shared_buffers())
             if not met:
                 raise ValueError(
                     f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "
@@ -159,6 +164,6 @@ class DroppedNetwork(nn.Module):
         def change(key: str, tensor: Tensor) -> Tensor:
             return self.masks.apply(key, tensor, self.masks.at(key, tensor)[self.index])
 
-        with at_sites(self.network, self.masks.sites, change):
+        with turn(self.network), at_sites(self.network, self.masks.sites, change):  # hooks come and go with every call
             outputs: Tensor = self.network(*args, **kwargs)
         return outputs

@@ -21,6 +21,7 @@ from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.core.tree import TensorTree
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive
+from dissensus.methods.strength import Repulsion, Strength
 
 PRIORS = ("cauchy", "gaussian", "none")
 
@@ -31,11 +32,13 @@ class FeatureRDE(Repulsive):
     With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal
     directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
 
-        gradient at F_i = ∂ mean nll + (1/B) [∂ prior(F_i) + V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i)].
+        gradient at F_i = ∂ mean nll + ∂ mean prior(F_i) + c V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i).
 
     `layer`: name of the submodule whose output is the feature. `head`: name of the submodule that all members share (the
     first one's); its gradient is the mean over members, so it learns as fast as one network's would. `prior` on features:
-    "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none", with a = `prior_scale`.
+    "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none", with a = `prior_scale`; the mean is over examples, as the
+    loss's. `repulsion`, c: "1/B" (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch
+    repels no more than others), "1/N" (what the posterior asks for; needs `data_size`) or a number.
 
     Two things differ from the authors' code unless asked for. `order`: the directions kept are the "largest" ones; the code
     keeps the "smallest". `bandwidth`: h_i = median_j ‖p_i − p_j‖² / log M ("median"); the code squares that median again,
@@ -55,6 +58,8 @@ class FeatureRDE(Repulsive):
         prior_scale: float = 0.005,
         order: Order = "largest",
         bandwidth: Literal["median", "squared"] = "median",
+        repulsion: Repulsion = "1/B",
+        batch_size: int | None = None,
         likelihood: Likelihood | None = None,
         weight_prior_std: float | None = None,
         data_size: int | None = None,
@@ -69,6 +74,7 @@ class FeatureRDE(Repulsive):
             raise ValueError(f'expected order "largest" or "smallest", got {order!r}; name one of them')
         if bandwidth not in ("median", "squared"):
             raise ValueError(f'expected bandwidth "median" or "squared", got {bandwidth!r}; name one of them')
+        strength = Strength(repulsion, data_size, batch_size)
         particles = share_head(stack_members(modules, likelihood), layer=layer, head=head)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.layer = layer
@@ -78,6 +84,7 @@ class FeatureRDE(Repulsive):
         self.prior_scale = prior_scale
         self.order = order
         self.bandwidth = bandwidth
+        self.strength = strength
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     def member_loss(
@@ -107,7 +114,7 @@ class FeatureRDE(Repulsive):
         return nll + self.penalty(params), z, after
 
     def couple(self, z: Any) -> Any:
-        """(1/B) [∂ prior + V ∇ log q] at the features."""
+        """∂ mean prior + c V ∇ log q at the features."""
         shape = z["features"].shape
         features = (
             working(z["features"]).flatten(2) if len(shape) > 2 else working(z["features"])[:, :, None]
@@ -118,9 +125,15 @@ class FeatureRDE(Repulsive):
         root = w.sqrt()
         slopes = torch.where(root > 0, slopes / root, 0.0)
         force = self._repulsion((root * features).flatten(1), slopes.flatten(1)).reshape(features.shape)
-        v = (w * self._prior_slope(features) + root * force) / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
+        weight = w[:, 0] if "weight" in z else None
+        c = self.strength(shape[1], weight, gathered=self.batches_per_step)
+        v = w * self._prior_slope(features) / w.sum().clamp(min=torch.finfo(w.dtype).tiny) + c * root * force
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
+
+    def check_batch(self, x: Inputs, y: Tensor) -> None:
+        super().check_batch(x, y)
+        self.strength.see(batches.size(x), training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""
@@ -183,6 +196,8 @@ class FeatureRDE(Repulsive):
             "prior_scale": self.prior_scale,
             "order": self.order,
             "bandwidth": self.bandwidth,
+            "repulsion": self.strength.repulsion,
+            "batch_size": self.strength.batch_size,
         }
 
 

@@ -110,7 +110,7 @@ class FunctionRDE(Repulsive):
             prior = self._outputs(self._prior_draw(params), buffers, x)
             z["prior"] = carried(outputs_as_points(prior, weight), z["outputs"])
         loss = nll if self.prior == "functional" else nll + self.penalty(params)
-        return with_gradient_times(loss, self.annealing(self.steps, self.run_length)), z, after
+        return with_gradient_times(loss, self.annealed(self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
@@ -122,7 +122,7 @@ class FunctionRDE(Repulsive):
         v[where] = scores.apply(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
-            v["outputs"] = v["outputs"] - slope * self.annealing(self.steps, self.run_length) / (self.data_size or 1)
+            v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
         return v
 
     def check_batch(self, x: Inputs, y: Tensor) -> None:

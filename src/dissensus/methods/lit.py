@@ -21,6 +21,8 @@ class LIT(InputGradients):
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
 
     g_ib is the input gradient of the true-class logit, as in FoRDE (`gradient="log_prob"`: of the log-probability).
+    `strength` weighs each of a member's M − 1 pairs, (M − 1) · strength in all; FoRDE's c is divided over members, at most c
+    in all. At strength = c the pairs count at least M − 1 times as much as FoRDE's.
     """
 
     name = "lit"

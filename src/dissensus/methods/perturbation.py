@@ -19,6 +19,7 @@ class GaussianPerturbation(Sampled):
     """
 
     name = "gaussian_perturbation"
+    untrained = (*Sampled.untrained, "noise")
 
     def __init__(
         self,
@@ -41,14 +42,17 @@ class GaussianPerturbation(Sampled):
         norms = norm_parameters(self.network)
         return [name for name in super().sampled_names() if name not in norms]
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         parameters = dict(self.network.named_parameters())
         samples = {}
         for name in self.sampled_names():
             weight = parameters[name].detach()
-            scale = self.noise * weight.square().mean().sqrt()
-            epsilon = torch.randn(self.samples, *weight.shape, dtype=weight.dtype, device=weight.device)
-            samples[name] = weight + scale * epsilon  # (S, ...)
+            # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
+            scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
+            epsilon = torch.randn(
+                self.samples, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
+            )
+            samples[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
         return samples
 
     def config(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ class Recorded(Sampled):
     """A posterior that takes snapshots of the network in training. A method says what it keeps of one (`record`)."""
 
     snapshots: Snapshots
+    keeps_best = False  # the snapshots of a run belong together
     tail = TAIL  # share of the run before the first snapshot, where the caller does not say
 
     @abstractmethod
@@ -23,9 +24,20 @@ class Recorded(Sampled):
     def ready(self) -> bool:
         return int(self.snapshots.taken) > 0
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
-        self.snapshots.begin(steps_per_epoch * epochs, tail=self.tail)
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        super().begin(steps_per_epoch, epochs, done=done)
+        self.snapshots.begin(steps_per_epoch * epochs, tail=self.tail, done=done)
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        super().begin_unmeasured(epochs)
+        if self.steps_per_epoch is not None or None not in self.snapshots.given:
+            return
+        if epochs == 1:
+            raise ValueError(
+                f"expected start and every for {type(self).__name__} in one epoch of unknown length, got None: when to take "
+                "snapshots would be known when it is over; pass both, or call begin(steps_per_epoch, 1) first"
+            )
+        self.snapshots.wait()
 
     @torch.no_grad()
     def observe(self, optimizer: Optimizer) -> None:

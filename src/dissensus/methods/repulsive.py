@@ -6,8 +6,9 @@ from abc import abstractmethod
 from numbers import Integral
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
+from dissensus.core.annealing import Annealing
 from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
@@ -29,6 +30,11 @@ class Repulsive(Posterior):
     def run_length(self) -> int | None:
         """Optimiser steps of the whole run, where `begin` has told."""
         return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
+
+    def annealed(self, annealing: Annealing) -> Tensor | float:
+        """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
+        step = self.steps - self.began if annealing.steps is None else self.steps
+        return annealing(step, self.run_length)
 
     def draw(self) -> Drawn:
         return DrawnParticles(self.particles)

@@ -6,6 +6,7 @@ Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
@@ -53,7 +54,7 @@ class SnapshotEnsemble(Recorded):
         for name, tensor in self._recordable().items():
             recorded[name][row] = tensor
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
             raise nothing_recorded(self.snapshots)
         held = min(int(self.snapshots.taken), self.samples)

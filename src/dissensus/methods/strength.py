@@ -55,6 +55,9 @@ class Strength:
         whole = self._of_whole_batch(size, gathered)
         if weight is None:
             return whole
+        weight = weight.to(
+            torch.promote_types(weight.dtype, torch.float32)
+        )  # a sum over a batch is too large for float16
         total = weight.sum()
         share: Tensor | float = 1.0
         if self.repulsion == "1/B" and self.batch_size is None:

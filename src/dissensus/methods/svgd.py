@@ -67,7 +67,7 @@ class SVGD(Repulsive):
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         kernel, h = scores.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = scores.apply(kernel * (self.annealing(self.steps, self.run_length) / count), gradients)
+        driving = scores.apply(kernel * (self.annealed(self.annealing) / count), gradients)
         slopes = scores.slopes(kernel, h) / (count * size)
         repulsion = scores.apply(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
@@ -102,7 +102,7 @@ class SVGD(Repulsive):
         u, points = z["slopes"], z["points"]
         kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
-        driving = kernel * (self.annealing(self.steps, self.run_length) / count)
+        driving = kernel * (self.annealed(self.annealing) / count)
         repulsion = scores.apply(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
         v = {"outputs": scores.apply(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

@@ -27,6 +27,7 @@ class SWAG(Recorded):
     """
 
     name = "swag"
+    untrained = (*Recorded.untrained, "scale")
     mean_vector: Tensor
     square_sum: Tensor
     deviations: Tensor
@@ -83,19 +84,18 @@ class SWAG(Recorded):
         self.square_sum.addcmul_(step, deviation)
         self.deviations[(number - 1) % self.rank] = deviation
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         n = int(self.snapshots.taken)
         if n == 0:
             raise nothing_recorded(self.snapshots)
         held = min(n, self.rank)
         # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors: it carries the
         # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
-        mean, noise = (
-            self.mean_vector,
-            torch.randn(self.samples, len(self.mean_vector), dtype=self.mean_vector.dtype, device=self.device),
-        )
+        mean = self.mean_vector
+        like: dict[str, Any] = {"dtype": mean.dtype, "device": self.device, "generator": generator}
+        noise = torch.randn(self.samples, len(mean), **like)
         noise *= (self.square_sum / n).sqrt()
-        z = torch.randn(self.samples, held, dtype=mean.dtype, device=self.device)
+        z = torch.randn(self.samples, held, **like)
         noise.addmm_(z, self.deviations[:held], alpha=max(held - 1, 1) ** -0.5)
         return unflatten(noise.mul_(self.scale**0.5).add_(mean), self._trained)
 
@@ -144,7 +144,7 @@ class SWA(Recorded):
             self.mean_vector.zero_()
         self.mean_vector.add_(weights - self.mean_vector, alpha=1 / number)
 
-    def sample(self) -> Tensors:
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
             raise nothing_recorded(self.snapshots)
         return {name: mean[None].clone() for name, mean in self.mean.items()}

@@ -61,6 +61,7 @@ class Tracked(Posterior):
                 )
             posterior.particles = particles  # one likelihood: its learned noise is trained once, for all
             self.posteriors.append(posterior)
+        self.keeps_best = all(posterior.keeps_best for posterior in self)
 
     def __len__(self) -> int:
         return len(self.posteriors)
@@ -78,10 +79,15 @@ class Tracked(Posterior):
         names = ", ".join(posterior.name for posterior in self)
         raise ValueError(f"expected one of {names}, got {which!r}; those are what watches this run")
 
-    def begin(self, steps_per_epoch: int, epochs: int) -> None:
-        super().begin(steps_per_epoch, epochs)
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        super().begin(steps_per_epoch, epochs, done=done)
         for posterior in self:
-            posterior.begin(steps_per_epoch, epochs)
+            posterior.begin(steps_per_epoch, epochs, done=done)
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        super().begin_unmeasured(epochs)
+        for posterior in self:
+            posterior.begin_unmeasured(epochs)
 
     def observe(self, optimizer: Optimizer) -> None:
         super().observe(optimizer)
@@ -96,6 +102,10 @@ class Tracked(Posterior):
         for posterior in self:
             if posterior.ready:
                 posterior.store_draw(loader)
+
+    def identity(self) -> dict[str, Any]:
+        posteriors = [posterior.identity() for posterior in self]
+        return {"method": self.name, "class": type(self).__name__, "posteriors": posteriors}
 
     def config(self) -> dict[str, Any]:
         raise TypeError("expected one of the run's posteriors to save, got the run; save them one by one: for p in run")

@@ -1,7 +1,11 @@
 """How sure a measured number is: bootstrap intervals, paired comparisons, McNemar's test.
 
-Examples are resampled with replacement; intervals are percentile intervals (Efron, 1979). Random numbers come from a
-generator of their own on the CPU, seeded by `seed`: the same on every device, and the global generator is not touched.
+Examples are resampled with replacement; the interval of one metric is the percentile interval (Efron, 1979), that of a
+difference inverts its test, so that it holds zero exactly where p ≥ 1 − level. Random numbers come from a generator of
+their own on the CPU, seeded by `seed`: the same on every device, and the global generator is not touched.
+
+Test examples are all that is counted here. Networks trained again from another seed differ, too: `dissensus.report` of
+several seeds counts both.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from dissensus.metrics.checks import fraction, positive_count, same_shape
 
-_CHUNK = 2**22  # indices drawn at once by the vectorised versions: 32 MB
+_CHUNK = 2**21  # draws held at once by the vectorised versions: 32 MB with their counts
 
 
 class Interval(NamedTuple):
@@ -63,7 +67,7 @@ def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000
 
 
 class Comparison(NamedTuple):
-    """First method minus second on the same examples."""
+    """First method minus second on the same examples. `lower` to `upper` holds zero exactly where p ≥ 1 − level."""
 
     difference: float
     lower: float
@@ -83,7 +87,8 @@ def paired_bootstrap(
     """Comparison of metric(*first) − metric(*second); both methods are resampled with the same examples.
 
     p = (1 + #{|d* − d| ≥ |d|}) / (1 + resamples) for the resampled differences d*: their spread around d stands for
-    the spread of the difference around zero.
+    the spread of the difference around zero. The interval d ± h inverts this test: h is the least |d| that would have
+    p ≥ 1 − level. It has no ends where so few resamples could not reach 1 − level.
     """
     n = _examples([*first, *second])
     draws = []
@@ -141,6 +146,13 @@ def _resample(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
         yield torch.randint(n, (n,), generator=generator)
 
 
+def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tensor:
+    """(R, N) how often each of n examples is drawn in each resample, n draws with replacement."""
+    index = torch.randint(n, (resamples, n), generator=generator)
+    one = torch.ones((), dtype=torch.float64)
+    return torch.zeros(resamples, n, dtype=torch.float64).scatter_add_(1, index, one.expand_as(index))
+
+
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     """(R,) means of resampled values (N,): the draws of `_resample`, many at a time."""
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +160,7 @@ def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     n, left, means = len(values), positive_count(resamples, "resamples"), []
     while left > 0:
         rows = min(left, max(1, _CHUNK // n))
-        means.append(values[torch.randint(n, (rows, n), generator=generator).to(values.device)].mean(1))
+        means.append(resample_counts(n, rows, generator).to(values.device) @ values / n)
         left -= rows
     return torch.cat(means)
 
@@ -160,6 +172,11 @@ def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
 
 
 def _comparison(difference: Tensor, draws: Tensor, level: float) -> Comparison:
-    estimate, lower, upper = _interval(difference, draws, level)
-    extreme = ((draws - difference).abs() >= difference.abs()).sum().item()
-    return Comparison(estimate, lower, upper, (1 + extreme) / (1 + len(draws)))
+    beyond = (draws - difference).abs().double()  # (R,) |d* − d|
+    extreme = int((beyond >= difference.abs()).sum())
+    resamples = len(draws)
+    # p < 1 − level needs fewer than (1 − level)(R + 1) − 1 draws at or beyond |d|
+    allowed = math.ceil((1 - fraction(level, "level")) * (resamples + 1) - 1e-9) - 2
+    half = math.inf if allowed < 0 else float(beyond.sort(descending=True).values[min(allowed, resamples - 1)])
+    d = float(difference)
+    return Comparison(d, d - half, d + half, (1 + extreme) / (1 + resamples))

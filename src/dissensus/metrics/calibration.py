@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import distributions, labelled, not_empty, positive_count
+from dissensus.metrics.weights import grouped, weighted
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
     """() Σ_k n_k/n |accuracy_k − confidence_k| over the bins that hold something; confidence = largest probability."""
-    confidence, correct = _top_class(probabilities, y, ignore_index)
-    return ece_from_sums(*bin_sums(confidence, correct, bins))
+    return confidence_ece(*_top_class(probabilities, y, ignore_index), bins=bins)
+
+
+def confidence_ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, weights: Tensor | None = None) -> Tensor:
+    """() or (...) the same of confidences (n,) and correctness (n,); weights (..., n): how often each example counts."""
+    return ece_from_sums(*bin_sums(confidence, correct, bins, weights))
 
 
 def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
@@ -119,20 +124,26 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
     return torch.bucketize(confidence.contiguous(), edges.to(confidence.dtype))
 
 
-def bin_sums(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(K,) count, (K,) sum of confidence and (K,) sum of correctness per bin: all that the ECE depends on."""
+def bin_sums(
+    confidence: Tensor, correct: Tensor, bins: int, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., K) count, sum of confidence and sum of correctness per bin: all that the ECE depends on.
+
+    weights (..., n): how often each example counts; None counts each once, and the first axes are then not there.
+    """
     index = confidence_bin(confidence, positive_count(bins, "bins"))
-    zeros = torch.zeros(bins, dtype=torch.float64, device=confidence.device)
-    return (
-        torch.bincount(index, minlength=bins),
-        zeros.index_add(0, index, confidence.double()),
-        zeros.index_add(0, index, correct.double()),
-    )
+    sums = confidence.double(), correct.double()
+    if weights is None:
+        count = torch.bincount(index, minlength=bins)
+    else:
+        w = weighted(weights, len(confidence))
+        count, sums = grouped(w, index, bins), (w * sums[0], w * sums[1])
+    return count, grouped(sums[0], index, bins), grouped(sums[1], index, bins)
 
 
 def ece_from_sums(counts: Tensor, confidence: Tensor, correct: Tensor) -> Tensor:
-    """() ECE from what `bin_sums` returns: n_k |accuracy_k − confidence_k| is |Σ correct − Σ confidence|."""
-    return (correct - confidence).abs().sum() / counts.sum()
+    """(...) ECE from what `bin_sums` returns: n_k |accuracy_k − confidence_k| is |Σ correct − Σ confidence|."""
+    return (correct - confidence).abs().sum(-1) / counts.sum(-1)
 
 
 def _top_class(probabilities: Tensor, y: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:

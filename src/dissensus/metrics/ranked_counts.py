@@ -1,7 +1,8 @@
 """In-distribution and OOD counts at every distinct score: all that a ranking metric depends on.
 
 Exact metrics count at the distinct scores themselves; streamed ones (`streaming.ScoreHistogram`) count in bins and so
-give the exact metric of the binned scores. Ties are therefore handled in one place: a threshold never splits them.
+give the exact metric of the binned scores; bootstraps count each input as often as it was drawn, all resamples at once.
+Ties are therefore handled in one place: a threshold never splits them.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import fraction
+from dissensus.metrics.weights import grouped, weighted
 
 Rule = Literal["at_least", "nearest"]
+Weights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
 
 
 class RankedCounts(NamedTuple):
-    """Counts in order of falling score; OOD is the positive class."""
+    """Counts in order of falling score; OOD is the positive class. Axes in front, if any, are resamples."""
 
-    in_counts: Tensor  # (K,) in-distribution inputs at the k-th highest score
-    ood_counts: Tensor  # (K,) OOD inputs there
+    in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
+    ood_counts: Tensor  # (..., K) OOD inputs there
 
     def swapped(self) -> RankedCounts:
         """RankedCounts with in-distribution as the positive class and the scores negated."""
-        return RankedCounts(self.ood_counts.flip(0), self.in_counts.flip(0))
+        return RankedCounts(self.ood_counts.flip(-1), self.in_counts.flip(-1))
 
     def rates(self) -> tuple[Tensor, Tensor]:
-        """(K,) false positive rate and (K,) recall when everything down to the k-th score is flagged."""
-        false, true = self.in_counts.cumsum(0), self.ood_counts.cumsum(0)
-        return false / false[-1].double(), true / true[-1].double()
+        """(..., K) false positive rate and (..., K) recall when everything down to the k-th score is flagged."""
+        false, true = self.in_counts.cumsum(-1), self.ood_counts.cumsum(-1)
+        return false / false[..., -1:].double(), true / true[..., -1:].double()
 
     def precision(self, prevalence: float | None = None) -> Tensor:
-        """(K,) share of OOD among the flagged, at the given share of OOD among all (None: the one in the data)."""
+        """(..., K) share of OOD among the flagged, at the given share of OOD among all (None: the one in the data)."""
         if prevalence is None:
-            false, true = self.in_counts.cumsum(0).double(), self.ood_counts.cumsum(0).double()
+            false, true = self.in_counts.cumsum(-1).double(), self.ood_counts.cumsum(-1).double()
         else:
             # precision = π·TPR / (π·TPR + (1 − π)·FPR)
             false, true = self.rates()
@@ -43,18 +46,18 @@ class RankedCounts(NamedTuple):
         return torch.where(true > 0, true / (true + false), 0.0)
 
     def auroc(self) -> Tensor:
-        """() P(score of OOD > score of in-distribution) + ½ P(equal)."""
+        """(...) P(score of OOD > score of in-distribution) + ½ P(equal)."""
         false, true = self.in_counts.double(), self.ood_counts.double()
-        above = true.cumsum(0) - true  # OOD with a strictly higher score
-        return (false * (above + true / 2)).sum() / (false.sum() * true.sum())
+        above = true.cumsum(-1) - true  # OOD with a strictly higher score
+        return (false * (above + true / 2)).sum(-1) / (false.sum(-1) * true.sum(-1))
 
     def aupr(self, prevalence: float | None = None) -> Tensor:
-        """() average precision Σ_k (recall_k − recall_{k−1}) precision_k, without interpolation."""
-        share = self.ood_counts.double() / self.ood_counts.sum()
-        return (share * self.precision(prevalence)).sum()
+        """(...) average precision Σ_k (recall_k − recall_{k−1}) precision_k, without interpolation."""
+        share = self.ood_counts.double() / self.ood_counts.sum(-1, keepdim=True)
+        return (share * self.precision(prevalence)).sum(-1)
 
     def fpr(self, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-        """() share of in-distribution inputs flagged at the threshold where `recall` of OOD is.
+        """(...) share of in-distribution inputs flagged at the threshold where `recall` of OOD is.
 
         "at_least": the highest threshold with that recall or more. "nearest": the recall nearest to it, from above or
         below, as in the released anomaly-segmentation code; of several thresholds with that recall the lowest, unless
@@ -62,19 +65,30 @@ class RankedCounts(NamedTuple):
         """
         fpr, reached = self.rates()
         if rule == "at_least":
-            return fpr[(reached < fraction(recall, "recall")).sum()]
-        if rule == "nearest":
+            place = (reached < fraction(recall, "recall")).sum(-1, keepdim=True)
+        elif rule == "nearest":
             # Thresholds below the first one with full recall only add false positives, and are not looked at.
-            candidates = int((reached < 1).sum()) + 1
-            distance = (reached[:candidates] - fraction(recall, "recall")).abs()
-            return fpr[candidates - 1 - distance.flip(0).argmin()]
-        raise ValueError(f'expected rule "at_least" or "nearest", got {rule!r}; choose one of the two')
+            beyond = (reached >= 1).cumsum(-1) > 1
+            distance = (reached - fraction(recall, "recall")).abs().masked_fill(beyond, torch.inf)
+            place = reached.shape[-1] - 1 - distance.flip(-1).argmin(-1, keepdim=True)
+        else:
+            raise ValueError(f'expected rule "at_least" or "nearest", got {rule!r}; choose one of the two')
+        return fpr.gather(-1, place).squeeze(-1)
 
 
-def ranked_counts(score_in: Tensor, score_ood: Tensor) -> tuple[Tensor, RankedCounts]:
-    """(K,) distinct scores, highest first, and the RankedCounts at them, of two flat tensors of one dtype."""
+def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None = None) -> tuple[Tensor, RankedCounts]:
+    """(K,) distinct scores, highest first, and the RankedCounts at them, of two flat tensors of one dtype.
+
+    weights: how often each input counts; None counts each once.
+    """
     thresholds, group = torch.unique(torch.cat([score_in, score_ood]), return_inverse=True)
-    k = len(thresholds)
-    in_counts = torch.bincount(group[: len(score_in)], minlength=k)
-    ood_counts = torch.bincount(group[len(score_in) :], minlength=k)
-    return thresholds.flip(0), RankedCounts(in_counts.flip(0), ood_counts.flip(0))
+    group = len(thresholds) - 1 - group  # highest first
+    groups = group[: len(score_in)], group[len(score_in) :]
+    if weights is None:
+        counts = [torch.bincount(each, minlength=len(thresholds)) for each in groups]
+    else:
+        named = zip(("in", "ood"), weights, groups, strict=True)
+        counts = [
+            grouped(weighted(w, len(g), f"the weights of score_{name}"), g, len(thresholds)) for name, w, g in named
+        ]
+    return thresholds.flip(0), RankedCounts(counts[0], counts[1])

@@ -3,6 +3,9 @@
 Every function takes (score_in, score_ood), any shapes, higher = more OOD; OOD is the positive class. Thresholds stand
 only at distinct scores, so ties are handled exactly. Rank on `max_probability_score` and its like rather than on
 probabilities: a float32 softmax saturates at 1 and ties.
+
+weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a bootstrap; the result
+then has the axes in front. Inputs that all count once need none.
 """
 
 from __future__ import annotations
@@ -13,44 +16,60 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import no_nan, scores
-from dissensus.metrics.ranked_counts import RankedCounts, Rule, ranked_counts
+from dissensus.metrics.ranked_counts import RankedCounts, Rule, Weights, ranked_counts
 
 
-def auroc(score_in: Tensor, score_ood: Tensor) -> Tensor:
-    """() area under the ROC curve: P(OOD scores higher) + ½ P(equal)."""
-    return _counts(score_in, score_ood).auroc()
+def auroc(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+    """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal)."""
+    return _counts(score_in, score_ood, weights).auroc()
 
 
-def aupr(score_in: Tensor, score_ood: Tensor) -> Tensor:
-    """() average precision with OOD positive; chance level is the share of OOD in the data."""
-    return _counts(score_in, score_ood).aupr()
+def aupr(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+    """() or (...) average precision with OOD positive; chance level is the share of OOD in the data."""
+    return _counts(score_in, score_ood, weights).aupr()
 
 
-def aupr_in(score_in: Tensor, score_ood: Tensor) -> Tensor:
-    """() average precision with in-distribution positive, found by low scores."""
-    return _counts(score_in, score_ood).swapped().aupr()
+def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+    """() or (...) average precision with in-distribution positive, found by low scores."""
+    return _counts(score_in, score_ood, weights).swapped().aupr()
 
 
-def aupr_adjusted(score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5) -> Tensor:
-    """() average precision with OOD positive as it would be if OOD were a share `prevalence` of the data.
+def aupr_adjusted(
+    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: Weights | None = None
+) -> Tensor:
+    """() or (...) average precision with OOD positive as it would be if OOD were a share `prevalence` of the data.
 
     precision = π·TPR / (π·TPR + (1 − π)·FPR). Comparable between sets of different sizes; chance level is `prevalence`.
     """
-    return _counts(score_in, score_ood).aupr(prevalence)
+    return _counts(score_in, score_ood, weights).aupr(prevalence)
 
 
-def fpr95(score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-    """() share of in-distribution inputs flagged when 95 % of OOD inputs are.
+def fpr95(
+    score_in: Tensor,
+    score_ood: Tensor,
+    *,
+    recall: float = 0.95,
+    rule: Rule = "at_least",
+    weights: Weights | None = None,
+) -> Tensor:
+    """() or (...) share of in-distribution inputs flagged when 95 % of OOD inputs are.
 
     rule="at_least": the highest threshold that flags at least 95 % of OOD. rule="nearest": the threshold whose recall
     is nearest to 95 %, above or below, as in the released anomaly-segmentation code (Hendrycks et al., 2019).
     """
-    return _counts(score_in, score_ood).fpr(recall, rule)
+    return _counts(score_in, score_ood, weights).fpr(recall, rule)
 
 
-def fpr95_in(score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-    """() share of OOD inputs accepted when 95 % of in-distribution inputs are; rules as in `fpr95`."""
-    return _counts(score_in, score_ood).swapped().fpr(recall, rule)
+def fpr95_in(
+    score_in: Tensor,
+    score_ood: Tensor,
+    *,
+    recall: float = 0.95,
+    rule: Rule = "at_least",
+    weights: Weights | None = None,
+) -> Tensor:
+    """() or (...) share of OOD inputs accepted when 95 % of in-distribution inputs are; rules as in `fpr95`."""
+    return _counts(score_in, score_ood, weights).swapped().fpr(recall, rule)
 
 
 class RocCurve(NamedTuple):
@@ -127,8 +146,8 @@ def per_image_ood(
     return PerImageOOD(means[0], means[1], means[2], len(results))
 
 
-def _counts(score_in: Tensor, score_ood: Tensor) -> RankedCounts:
-    return ranked_counts(*scores(score_in, score_ood))[1]
+def _counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None = None) -> RankedCounts:
+    return ranked_counts(*scores(score_in, score_ood), weights)[1]
 
 
 def _prepend(value: float, tail: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import same_shape
+from dissensus.metrics.weights import grouped, weighted
 
 
 class RiskCoverage(NamedTuple):
@@ -31,9 +32,26 @@ def risk_coverage(confidence: Tensor, loss: Tensor) -> RiskCoverage:
     return RiskCoverage(taken / len(loss), group_loss[group.sort().values].cumsum(0) / taken)
 
 
-def aurc(confidence: Tensor, loss: Tensor) -> Tensor:
-    """() area under the risk-coverage curve: mean over k of the risk of the k most confident (Geifman et al., 2019)."""
-    return risk_coverage(confidence, loss).risk.mean()
+def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """() or (...) area under the risk-coverage curve: mean over k of the risk of the k most confident (Geifman et al., 2019).
+
+    weights (..., N): how often each example counts, whole numbers; None counts each once. A group of w examples of equal
+    confidence and mean loss l, after W examples of summed loss L, adds Σ_{j=1…w} (L + j l)/(W + j)
+    = w l + (L − l W)(H_{W+w} − H_W), H the harmonic numbers.
+    """
+    confidence, loss = (t.flatten() for t in same_shape(confidence=confidence, loss=loss))
+    counts = torch.ones_like(loss) if weights is None else weighted(weights, len(loss)).to(loss.device)
+    if (counts != counts.round()).any():
+        raise ValueError("expected whole numbers as weights, got others; pass how often each example counts")
+    distinct, group = torch.unique(-confidence, return_inverse=True)
+    taken, lost = (grouped(each, group, len(distinct)) for each in (counts, counts * loss))  # (..., K) w, w l
+    before, lost_before = taken.cumsum(-1) - taken, lost.cumsum(-1) - lost  # W, L
+    total = counts.sum(-1)
+    steps = torch.arange(1, int(total.max()) + 1, dtype=torch.float64, device=loss.device)
+    harmonic = torch.cat([steps.new_zeros(1), (1 / steps).cumsum(0)])
+    rise = harmonic[(before + taken).long()] - harmonic[before.long()]
+    mean_loss = torch.where(taken > 0, lost / taken, 0.0)
+    return (lost + (lost_before - mean_loss * before) * rise).sum(-1) / total
 
 
 def excess_aurc(confidence: Tensor, loss: Tensor) -> Tensor:

@@ -8,8 +8,17 @@ from torch import nn
 from dissensus.nets.blocks import Erf, Residual
 from dissensus.nets.conv import ConvNet
 from dissensus.nets.mlp import MLP
+from dissensus.nets.ntk import NTKLinear
 from dissensus.nets.resnet import ResNet
+from dissensus.nets.vgg import VGG16
+from dissensus.nets.wide_resnet import WideResNet
 
-NETS: dict[str, type[nn.Module]] = {"MLP": MLP, "ConvNet": ConvNet, "ResNet": ResNet}
+NETS: dict[str, type[nn.Module]] = {
+    "MLP": MLP,
+    "ConvNet": ConvNet,
+    "ResNet": ResNet,
+    "VGG16": VGG16,
+    "WideResNet": WideResNet,
+}
 
-__all__ = ["MLP", "NETS", "ConvNet", "Erf", "ResNet", "Residual"]
+__all__ = ["MLP", "NETS", "VGG16", "ConvNet", "Erf", "NTKLinear", "ResNet", "Residual", "WideResNet"]

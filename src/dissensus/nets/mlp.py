@@ -5,6 +5,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from dissensus.nets.ntk import NTKLinear
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
 
@@ -13,6 +15,9 @@ class MLP(nn.Module):
 
     `dropout`: one rate for all hidden layers, or one for each. `init`: "torch", its default; "he", weights
     N(0, 2/fan_in) and biases 0; "normal", all of them N(0, 1), a draw from the prior that is often taken.
+
+    `parameterization`: "standard", or "ntk", where layers are Wx/√fan_in + b with W ~ N(0, `weight_variance`) and b ~
+    N(0, `bias_variance`), 2 and 0 where they are None; `init` is of the standard one.
     """
 
     def __init__(
@@ -25,6 +30,9 @@ class MLP(nn.Module):
         batch_norm: bool = False,
         dropout: float | Sequence[float] = 0.0,
         init: Literal["torch", "he", "normal"] = "torch",
+        parameterization: Literal["standard", "ntk"] = "standard",
+        weight_variance: float | None = None,
+        bias_variance: float | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -33,6 +41,15 @@ class MLP(nn.Module):
             )
         if init not in ("torch", "he", "normal"):
             raise ValueError(f"expected init of torch, he, normal, got {init!r}; torch is torch's own default")
+        if parameterization not in ("standard", "ntk"):
+            raise ValueError(f"expected parameterization of standard, ntk, got {parameterization!r}; name one of them")
+        ntk = parameterization == "ntk"
+        if ntk and init != "torch":
+            raise ValueError(
+                f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance= instead'
+            )
+        if not ntk and (weight_variance is not None or bias_variance is not None):
+            raise ValueError('expected variances with parameterization="ntk" only, got some; pass it, or init= instead')
         rates = (
             [float(dropout)] * len(hidden) if isinstance(dropout, int | float) else [float(rate) for rate in dropout]
         )
@@ -48,18 +65,28 @@ class MLP(nn.Module):
             "batch_norm": batch_norm,
             "dropout": dropout if isinstance(dropout, int | float) else rates,
             "init": init,
+            "parameterization": parameterization,
+            "weight_variance": weight_variance,
+            "bias_variance": bias_variance,
         }
+
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            if not ntk:
+                return nn.Linear(inputs, outputs)
+            variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
+            return NTKLinear(inputs, outputs, **{k: v for k, v in variances.items() if v is not None})
+
         layers: list[nn.Module] = []
         width = inputs
         for units, rate in zip(hidden, rates, strict=True):
-            layers.append(nn.Linear(width, units))
+            layers.append(linear(width, units))
             if batch_norm:
                 layers.append(nn.BatchNorm1d(units))
             layers.append(ACTIVATIONS[activation]())
             if rate:
                 layers.append(nn.Dropout(rate))
             width = units
-        layers.append(nn.Linear(width, outputs))
+        layers.append(linear(width, outputs))
         self.layers = nn.Sequential(*layers)
         if init == "he":
             for layer in layers:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
+from dissensus.nets.ntk import NTKLinear
 from dissensus.theory.activations import activation_of
 from dissensus.theory.budget import check_budget
 from dissensus.theory.covariances import (
@@ -124,7 +125,7 @@ def _steps(network: nn.Module) -> Iterator[nn.Module]:
 
 def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> Units:
     for layer in steps:
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear | NTKLinear):
             units = _linear(layer, units, law, width)
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
@@ -145,9 +146,11 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
     return units
 
 
-def _linear(layer: nn.Linear, units: Units, law: _Law, width: int) -> Units:
+def _linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
     if units.layout != "vector" and not units.flattened:
         raise ValueError("expected Flatten between images and a Linear, got none; a Linear acts on the last axis")
+    if law.standard and isinstance(layer, NTKLinear):
+        raise ValueError("expected parameterization='ntk' for a network of NTKLinear layers, got 'standard'; pass that")
     if layer.in_features != width:
         raise ValueError(f"expected inputs of width {layer.in_features}, got {width}; the first Linear takes those")
     return weighted(flat_mean(units), **_moments(layer, layer.in_features, law))
@@ -164,7 +167,7 @@ def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units
     return weighted(patches(units, layer), **_moments(layer, fan_in, law))
 
 
-def _moments(layer: nn.Linear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
+def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
     trained_bias = layer.bias is not None and layer.bias.requires_grad
     gradient = float(fan_in if law.standard else 1) if layer.weight.requires_grad else 0.0
     return {

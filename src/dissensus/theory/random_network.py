@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.nets.ntk import NTKLinear
 from dissensus.theory.inputs import variance_of
 
 
@@ -42,10 +43,12 @@ def random_network(
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)
     drawn = copy.deepcopy(network)
     for layer in drawn.modules():
-        if not isinstance(layer, nn.Linear | nn.Conv2d):
+        if not isinstance(layer, nn.Linear | nn.Conv2d | NTKLinear):
             continue
+        if isinstance(layer, NTKLinear) and parameterization != "ntk":
+            raise ValueError("expected parameterization='ntk' for NTKLinear layers, got another; pass that")
         scale = 1.0 if parameterization == "ntk" else layer.weight[0].numel() ** -0.5
-        if parameterization == "ntk":
+        if parameterization == "ntk" and not isinstance(layer, NTKLinear):
             # Same tensors and attributes, another forward.
             layer.__class__ = ScaledLinear if isinstance(layer, nn.Linear) else ScaledConv2d
         with torch.no_grad():

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dissensus.nets.ntk import NTKLinear
 from dissensus.theory.budget import check_budget
 
 BLOCK = 1280  # rows of a block: few enough to halve a symmetric kernel, many enough for a fast matrix product
 Layers = list["Layer"]
+Dense = nn.Linear | NTKLinear
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Layer:
 
 def dense_layers(module: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, room: int) -> tuple[Layers, Layers] | str:
     """Layers of both sides, or why the network is not one that has them."""
-    linear = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    linear = [each for each in module.modules() if isinstance(each, nn.Linear | NTKLinear)]
     held = [p for each in linear for p in each.parameters(recurse=False)]
     if len({id(p) for p in held}) != len(held):
         return "layers share weights"
@@ -72,7 +74,7 @@ def contracted(first: Layers, second: Layers, *, outputs: int, symmetric: bool, 
     return theta.permute(0, 2, 1, 3)
 
 
-def _layers(module: nn.Module, x: Tensor, linear: list[nn.Linear], scales: list[float]) -> Layers | str:
+def _layers(module: nn.Module, x: Tensor, linear: list[Dense], scales: list[float]) -> Layers | str:
     """Every trained Linear's inputs and signals for x, or why they cannot be had."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     trouble: list[str] = []
@@ -123,7 +125,7 @@ def _layers(module: nn.Module, x: Tensor, linear: list[nn.Linear], scales: list[
     ]
 
 
-def _scale(layer: nn.Linear) -> float | None:
+def _scale(layer: Dense) -> float | None:
     """s of a layer s·W h + b: 1 for a Linear, 1/√fan_in in NTK form; None where it is not one."""
     if type(layer) is nn.Linear:
         return 1.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dissensus.data.npy import npy_header
 
 ROWS_PER_SEVERITY = 10_000
 
@@ -19,17 +22,23 @@ def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
             f"expected the file {path}, got nothing there; unpack the CIFAR-C archive and pass the folder of .npy files"
         )
     try:
-        array = np.lib.format.open_memmap(path, mode="c")
-    except (ValueError, EOFError, SyntaxError) as error:
+        with path.open("rb") as file:
+            found, fortran, dtype, start = npy_header(file)
+            size = file.seek(0, 2)
+    except ValueError as error:
         raise ValueError(
             f"expected a NumPy array file at {path}, got one that cannot be read ({error}); download it again"
         ) from error
-    if array.shape != shape or array.dtype != np.uint8:
+    if found != shape or dtype != np.uint8 or fortran:
         raise ValueError(
-            f"expected uint8 of shape {shape} in {path}, got {array.dtype} of shape {array.shape}; "
+            f"expected uint8 of shape {shape} in {path}, got {dtype} of shape {found}; "
             "pass the folder of the published CIFAR-10-C or CIFAR-100-C files"
         )
-    return array
+    if size != start + math.prod(shape):
+        raise ValueError(
+            f"expected a NumPy array file at {path} of {start + math.prod(shape)} bytes, got {size}; download it again"
+        )
+    return np.memmap(path, np.uint8, mode="c", offset=start, shape=shape)
 
 
 def read_published(folder: Path, name: str, severity: int | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""What docs/tracking.md shows of results/uci.csv: the table, and what stands out in it for better and for worse."""
+
+from __future__ import annotations
+
+import statistics
+
+from rows import Row, interval, made_by, markdown, paired, summary
+
+PROTEIN = "protein-tertiary-structure"
+ORDER = ("map", "swag", "tradi", "tradi-diagonal", "mc_dropout", "deep_ensemble")
+TITLES = {"rmse": "RMSE", "gaussian_nll": "NLL of one Gaussian", "nll": "NLL of the mixture"}
+FAR = 4  # times the distance of the quartiles
+# Lakshminarayanan et al. 2017, table 1, deep ensembles: (value, error)
+PAPER = {
+    "bostonHousing": {"rmse": (3.28, 1.00), "gaussian_nll": (2.41, 0.25)},
+    "concrete": {"rmse": (6.03, 0.58), "gaussian_nll": (3.06, 0.18)},
+    "naval-propulsion-plant": {"rmse": (0.00, 0.00), "gaussian_nll": (-5.63, 0.05)},
+    "power-plant": {"rmse": (4.11, 0.17), "gaussian_nll": (2.79, 0.04)},
+    PROTEIN: {"rmse": (4.71, 0.06), "gaussian_nll": (2.83, 0.02)},
+    "wine-quality-red": {"rmse": (0.64, 0.04), "gaussian_nll": (0.94, 0.12)},
+}
+
+
+def table(rows: list[Row]) -> str:
+    """Mean ± standard deviation over splits with the 95 % interval of the mean; the paper's deep ensemble last."""
+    lines = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        for method in ORDER:
+            mine = [row for row in rows if row["set"] == name and row["method"] == method]
+            if not mine:
+                continue
+            cells = [name, f"{method} ({len(mine)} splits)"]
+            for column in TITLES:
+                mean, deviation, _ = summary(row[column] for row in mine)
+                low, high = interval(row[column] for row in mine)
+                digits = 5 if column == "rmse" and mean < 0.1 else 3
+                cells.append(f"{mean:.{digits}f} ± {deviation:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
+            lines.append([*cells, f"{summary(row['cost/train_seconds'] for row in mine)[0]:.1f}"])
+        paper = {key: f"{value:.2f} ± {error:.2f}" for key, (value, error) in PAPER[name].items()}
+        lines.append([name, "deep ensemble, published", paper["rmse"], paper["gaussian_nll"], "", ""])
+    return markdown(["set", "method", *TITLES.values(), "training, s"], lines)
+
+
+def verdicts(rows: list[Row]) -> str:
+    """On how many sets our deep ensemble's NLL is within one published error of the published one, or better."""
+    reached = {}
+    for name in dict.fromkeys(row["set"] for row in rows):
+        mine = [row["gaussian_nll"] for row in rows if (row["set"], row["method"]) == (name, "deep_ensemble")]
+        value, error = PAPER[name]["gaussian_nll"]
+        reached[name] = bool(mine) and summary(mine)[0] <= value + error
+    missed = ", ".join(name for name, yes in reached.items() if not yes)
+    return (
+        f"The deep ensemble's NLL is within one published error of the published one, or better, on {sum(reached.values())} of "
+        f"{len(reached)} sets{f' (not on {missed})' if missed else ''}."
+    )
+
+
+def behind(rows: list[Row]) -> list[str]:
+    """Methods that are worse than the single network by more than chance, set by set."""
+    said = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        of = {method: [row for row in rows if (row["set"], row["method"]) == (name, method)] for method in ORDER}
+        for method in ORDER[1:]:
+            worse = []
+            for column, title in TITLES.items():
+                found = paired(of[method], of["map"], column, by="split")
+                if found is not None and found.lower > 0:
+                    worse.append(f"{title} by {found.difference:.3g} ({found.lower:.3g} to {found.upper:.3g})")
+            if worse:
+                said.append(f"- {name}: {method} is behind map in {', '.join(worse)}.")
+    return said
+
+
+def far_splits(rows: list[Row]) -> list[str]:
+    """Splits on which a number lies above the median of all splits by more than FAR times the distance of the quartiles."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name in dict.fromkeys(row["set"] for row in rows):
+        for method in ORDER:
+            for column, title in TITLES.items():
+                by_split = {
+                    int(row["split"]): float(row[column])
+                    for row in rows
+                    if (row["set"], row["method"]) == (name, method)
+                }
+                if len(by_split) < 10:
+                    continue
+                low, middle, high = statistics.quantiles(by_split.values(), n=4)
+                for split, value in by_split.items():
+                    if value - middle > FAR * (high - low):
+                        text = f"{method}'s {title} is {value:.4g} (median {middle:.4g})"
+                        found.setdefault((name, split), []).append(text)
+    return [f"- {name}, split {split}: {'; '.join(texts)}." for (name, split), texts in found.items()]
+
+
+def page(rows: list[Row]) -> str:
+    """The table with a verdict, what stands out for the worse, and where it comes from."""
+    made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
+    parts = [table(rows), verdicts(rows)]
+    if worse := behind(rows):
+        parts += ["Behind the single network by more than chance (95 % interval over splits):", "\n".join(worse)]
+    if far := far_splits(rows):
+        title = f"Splits far from the others, by more than {FAR} times the distance of the quartiles above the median:"
+        parts += [title, "\n".join(far)]
+    return "\n\n".join([*parts, made])

@@ -1,0 +1,55 @@
+"""Settings from a file that fit: their types, from the annotations of what they go to, and one error where they do not."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Types = tuple[type, ...]
+PLAIN: dict[Any, Types] = {int: (int,), float: (int, float), str: (str,), bool: (bool,), type(None): ()}
+LISTS = (list, tuple, Sequence)
+
+
+@functools.cache
+def annotated(function: Callable[..., Any]) -> dict[str, Types]:
+    """Parameter -> the types its TOML value may have; () where the annotation does not say."""
+    try:
+        hints = typing.get_type_hints(
+            vars(function).get("__init__", function) if isinstance(function, type) else function
+        )
+    except (NameError, TypeError):  # an annotation that only a type checker can resolve
+        return {}
+    return {name: _types(hint) or () for name, hint in hints.items()}
+
+
+def _types(hint: Any) -> Types | None:
+    """None for what is no TOML value: then any will do, and what it is given to must look for itself."""
+    if hint in PLAIN:
+        return PLAIN[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return tuple(dict.fromkeys(type(value) for value in arguments))
+    if origin in (typing.Union, types.UnionType):
+        parts = [_types(argument) for argument in arguments]
+        return None if None in parts else tuple(dict.fromkeys(kind for part in parts if part for kind in part))
+    return (list,) if (origin or hint) in LISTS else None
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """What is raised by constructors and functions that settings are handed to becomes one error about the settings."""
+    try:
+        yield
+    except (OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"expected settings that fit {what}, got others ({reason}); correct the task") from error

@@ -1,0 +1,71 @@
+"""Files that are whole or not there: written under a temporary name, then renamed."""
+
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+STRAY_SECONDS = 3600.0
+
+_calls = itertools.count()
+
+
+def write_whole(files: dict[Path, bytes]) -> None:
+    """Writes all files under temporary names, then renames them in order: none is ever half-written."""
+    with ExitStack() as stack:
+        # Closed in reverse order: the first file is entered last, and renamed first.
+        temporary = {path: stack.enter_context(whole(path)) for path in reversed(files)}
+        for path, content in files.items():
+            temporary[path].write_bytes(content)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, renamed to `path` afterwards, or removed where the writing failed."""
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        remove_strays(path)
+
+
+def temporary_name(path: Path) -> Path:
+    """A hidden name beside `path` that no other process, thread or call uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}-{next(_calls)}.tmp")
+
+
+def remove_strays(path: Path) -> None:
+    """Removes temporary files that killed writers of `path` have left."""
+    # Process, thread and call; earlier versions wrote the process alone, and before the name where it was a probe.
+    name = re.escape(path.name)
+    ours = re.compile(rf"\.{name}\.(\d+)(?:-\d+-\d+)?\.tmp|\.(\d+)\.{name}(?:\.\d+\.tmp)?")
+    with suppress(OSError):  # tidying up must not fail what was written
+        for entry in os.scandir(path.parent):
+            found = ours.fullmatch(entry.name) if entry.name.startswith(".") else None
+            if found is not None and _abandoned(entry, int(found[1] or found[2])):
+                os.unlink(entry.path)
+
+
+def _abandoned(entry: os.DirEntry[str], process: int) -> bool:
+    """Whether nobody writes the file any more."""
+    # A process that lives here may be writing it, whatever its age. One that does not live here may still live on another
+    # machine, or in another container, that shares the folder: what such a writer writes is young. Both must speak against it.
+    return not _alive(process) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STRAY_SECONDS
+
+
+def _alive(process: int) -> bool:
+    if os.name != "posix":  # no signal 0 there: asking would end the process
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # somebody else's process
+        return True
+    return True

@@ -1,0 +1,157 @@
+"""What a network can take: inputs of its dtype, with a batch axis, in batches. Looked at once per shape, on the host."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+
+log = logging.getLogger("dissensus")
+
+Run = Callable[[Inputs], Tensor]
+
+
+class Known:
+    """The kinds of inputs that a network was seen to take: shapes but for the number of examples, and dtypes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
+        self.taken: set[tuple[Any, ...]] = set()
+        self.doubted = False  # a doubt is said once
+
+    def output_shape(
+        self, x: Inputs, run: Run, doubt: Callable[[Tensor], str | None], dtype: torch.dtype
+    ) -> torch.Size:
+        """(B, ...) shape of run(x), which is run once per kind of x; `dtype`: of the network, which may be changed."""
+        key = _kind(x, dtype)
+        if key not in self.shapes:
+            outputs = outputs_of(run, x)
+            self.shapes[key] = outputs.shape[1:]
+            if not self.doubted and (word := doubt(outputs)) is not None:
+                log.warning("%s", word)
+                self.doubted = True
+        return torch.Size((batches.size(x), *self.shapes[key]))
+
+    def check(self, x: Inputs, run: Run, dtype: torch.dtype) -> None:
+        """Raises where run cannot take x, or x has no batch axis; one example is enough to see that it has."""
+        key = _kind(x, dtype)
+        if batches.size(x) == 0 or key in self.taken or key in self.shapes:
+            return
+        if not takes_fewer_examples(run, x):
+            outputs_of(run, x)
+        self.taken.add(key)
+
+
+def _kind(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (dtype, *((tuple(tensor.shape[1:]), tensor.dtype) for tensor in batches.tensors(x)))
+
+
+def outputs_of(run: Run, x: Inputs) -> Tensor:
+    """(B, ...) run(x), the batch axis first; a clear error where x has none, which some layers do not mind."""
+    size = batches.size(x)
+    try:
+        outputs = run(x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(x, Tensor) and _answer(run, x[None]) is not None:
+            raise _without_batch_axis(x) from error
+        raise
+    kept = outputs.ndim > 0 and outputs.shape[0] == size
+    # Linear layers take any number of axes in front, convolutions take single images: the numbers of one example are then
+    # read as examples. One that is cut off says so, unless the network runs at one size of batch only.
+    if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
+        alone = _answer(run, x[None])
+        if alone is not None and alone.shape == (1, *outputs.shape):
+            raise _without_batch_axis(x)
+    if not kept:
+        raise ValueError(
+            f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
+            "let the network keep the batch axis"
+        )
+    return outputs
+
+
+def takes_fewer_examples(run: Run, x: Inputs) -> bool:
+    """Whether the first row of x alone gives one row of outputs, or the first two give two (batch norm may need them).
+
+    Only of one tensor: rows of several may hang together.
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return False
+    for few in (1, 2):
+        found = _answer(run, x[:few]) if len(x) >= few else None
+        if found is not None and found.ndim > 0 and found.shape[0] == few:
+            return True
+    return False
+
+
+def _answer(run: Run, x: Inputs) -> Tensor | None:
+    try:
+        return run(x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a network may say in any way that it does not take what was only tried
+        return None
+
+
+def _without_batch_axis(x: Tensor) -> ValueError:
+    return ValueError(
+        f"expected inputs with a batch axis first, got one example of shape {tuple(x.shape)}; pass x[None], and targets so "
+        "too, or let a loader make batches"
+    )
+
+
+@contextmanager
+def of_its_dtype(x: Inputs, network: nn.Module) -> Iterator[None]:
+    """Says what to convert where a network fails for the dtype of its inputs; what it converts itself is its own affair."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not re.search(r"dtype|scalar type|input type", str(error), re.IGNORECASE):
+            raise
+        state = (*network.parameters(), *network.buffers())
+        own = next((tensor.dtype for tensor in state if tensor.is_floating_point()), None)
+        found = [tensor.dtype for tensor in batches.tensors(x)]
+        if "indices" in str(error):
+            wrong = next((dtype for dtype in found if dtype not in (torch.int32, torch.int64)), None)
+            wanted, remedy = "integer inputs for an embedding", "pass x.long()"
+        else:
+            wrong = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
+            wrong = wrong or next((dtype for dtype in found if not dtype.is_floating_point), None)
+            wanted = f"inputs of {own}, as the network's weights"
+            remedy = f"pass x.to({own}), or bring the posterior to theirs with .to(dtype)"
+            if wrong is not None and not wrong.is_floating_point:
+                remedy = f"pass x.to({own}) (pixels: over 255), or convert them in the network's forward"
+        if own is None or wrong is None:
+            raise
+        raise ValueError(f"expected {wanted}, got {wrong}; {remedy}") from error
+
+
+def check_loader(*loaders: Iterable[Any] | None) -> None:
+    """Raises where a Dataset of single examples stands in a loader's place; one that gives whole batches may."""
+    for loader in loaders:
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset) and not _gives_batches(loader):
+            raise TypeError(
+                f"expected a loader of batches, got {type(loader).__name__}, a Dataset of single examples; pass "
+                "DataLoader(dataset, batch_size=...) or ds.data.Batches(x, y, batch_size=...)"
+            )
+
+
+def _gives_batches(dataset: Dataset[Any]) -> bool:
+    try:
+        x, y, _ = batches.unpack(dataset[0])
+        return y.ndim > 0 and len(y) == batches.size(x)
+    except (TypeError, ValueError):
+        return False
+    except (IndexError, KeyError):  # empty, or not numbered from 0: left to the loop that reads it
+        return True

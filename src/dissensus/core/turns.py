@@ -1,0 +1,99 @@
+"""Turns: one thread at a time runs a network.
+
+A member runs by putting its tensors into a template whose modes, hooks and forwards are changed on the way: two threads in
+one template would see each other's weights. So every run of a network takes that network's lock. The locks are kept beside
+the networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
+"""
+
+import platform
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+
+import torch
+from torch import nn
+
+# For what torch has once per process: switches of its backends, and the capture of CUDA graphs. A thread that needs this one
+# and a network's takes this one first; a capture, which no other run of its network waits for, is the exception.
+PROCESS = threading.RLock()
+
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def has_attention(network: nn.Module) -> bool:
+    """Whether the network holds torch's own attention, whose inference fast path is a switch of the whole process."""
+    return any(isinstance(part, ATTENTION) for part in network.modules())
+
+
+class _Turn:
+    """One network's lock, and the thread that trains it, if one does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.lock = threading.RLock()
+        self.trainer: int | None = None
+        # On Arm oneDNN is switched off for small products (core.products): what others compute meanwhile would change.
+        arm = platform.machine().lower() in ("aarch64", "arm64")
+        self.alone = arm or has_attention(network)
+
+    def __enter__(self) -> None:
+        if self.alone:
+            PROCESS.acquire()
+        self.lock.acquire()
+        if self.trainer not in (None, threading.get_ident()):
+            self.__exit__()
+            raise ValueError(
+                "expected a network that no other thread trains, got one in the middle of fit; wait until fit returns, or "
+                "use a copy made before: copy.deepcopy(posterior)"
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        self.lock.release()
+        if self.alone:
+            PROCESS.release()
+
+
+_turns: dict[int, _Turn] = {}  # by id of the network, for as long as it lives
+_making = threading.Lock()
+
+
+def _turn_of(network: nn.Module) -> _Turn:
+    found = _turns.get(id(network))
+    if found is None:
+        with _making:
+            found = _turns.get(id(network))
+            if found is None:
+                found = _Turn(network)
+                _turns[id(network)] = found
+                weakref.finalize(network, _turns.pop, id(network), None).atexit = False
+    return found
+
+
+def turn(*networks: nn.Module) -> AbstractContextManager[object]:
+    """Inside, no other thread runs these networks. Nothing inside compiled code, which is called within a turn."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if len(networks) == 1:
+        return _turn_of(networks[0])
+    stack = ExitStack()
+    for network in networks:
+        stack.enter_context(_turn_of(network))
+    return stack
+
+
+@contextmanager
+def training(network: nn.Module) -> Iterator[None]:
+    """Inside, use of the network by another thread is an error; between two steps it would see half-trained weights."""
+    mine = _turn_of(network)
+    with mine:
+        before, mine.trainer = mine.trainer, threading.get_ident()
+    try:
+        yield
+    finally:
+        mine.trainer = before

@@ -1,0 +1,26 @@
+"""Example weights: how often each example counts. With ones everywhere a weighted metric is the plain one.
+
+Axes in front of the examples are resamples: a bootstrap is a metric with a table of weights (R, N), without a loop.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
+    """The weights (..., N) in float64: one for each of so many examples, none below zero, not all of a row zero."""
+    if weights.ndim == 0 or weights.shape[-1] != count:
+        raise ValueError(
+            f"expected {name} of shape (..., {count}), got {tuple(weights.shape)}; give each example its weight"
+        )
+    weights = weights.detach().double()
+    total = weights.sum(-1)
+    if not (weights.amin() >= 0) or not ((total > 0) & total.isfinite()).all():
+        raise ValueError(f"expected {name} of at least zero with a positive sum, got others; pass counts")
+    return weights
+
+
+def grouped(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """(..., K) sums of values (..., n) by group (n,)."""
+    return values.new_zeros(*values.shape[:-1], groups).scatter_add_(-1, group.expand_as(values), values)

@@ -1,0 +1,33 @@
+"""A linear layer in the NTK parameterization (Jacot, Gabriel & Hongler, NeurIPS 2018): 1/√fan_in outside the weights."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class NTKLinear(nn.Module):
+    """(..., inputs) -> (..., outputs): x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
+
+    At the start it is the function of a linear layer with W ~ N(0, weight_variance / inputs); trained, each weight moves by
+    1/√inputs of what it would there, so that learning rates need not follow the width. No `nn.Linear`: what replaces those
+    or puts priors on them would leave the factor out.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, weight_variance: float = 2.0, bias_variance: float = 0.0) -> None:
+        super().__init__()
+        if not weight_variance > 0 or not bias_variance >= 0:
+            raise ValueError(
+                f"expected a positive weight_variance and a bias_variance of at least 0, got {weight_variance} and "
+                f"{bias_variance}; 2 and 0 keep the size of ReLU activations"
+            )
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(weight_variance**0.5 * torch.randn(outputs, inputs))
+        self.bias = nn.Parameter(bias_variance**0.5 * torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x / math.sqrt(self.in_features), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,115 @@
+"""Tasks and results that somebody else wrote: wrong values are one clear error before anything is trained."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import dissensus as ds
+from dissensus.bench import build, cli
+from dissensus.bench.config import load_task, run_config
+from dissensus.bench.jobs import report_runs
+from dissensus.bench.records import read_evaluation, write_evaluation
+from dissensus.bench.results import results_of_evaluations
+from dissensus.bench.run import Run
+from dissensus.bench.sets import task_data
+
+TASK = """
+methods = ["map"]
+[data]
+name = "two_moons"
+count = 40
+validation = 10
+[network]
+name = "MLP"
+hidden = [6]
+[training]
+epochs = 1
+batch_size = 20
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A function that writes the task with one text in place of another, and gives its path."""
+
+    def write(old: str = "", new: str = "", *, more: str = "") -> str:
+        assert old in TASK
+        (tmp_path / "mine.toml").write_text(TASK.replace(old, new, 1) + more)
+        return str(tmp_path / "mine.toml")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"old": '["map"]', "new": '[["map"]]'}, "expected a list of names, got"),
+        ({"old": '["map"]', "new": "[3]"}, "expected a list of names, got 3"),
+        ({"old": '["map"]', "new": "3"}, "expected list or str for .*methods, got 3"),
+        ({"more": "[method]\nmap = 3"}, r"expected a table \[method.map\]"),
+        ({"more": "[method.map]\ntraining = 3"}, r"expected a table \[method.map.training\]"),
+        ({"more": "[method]\n[size]\nsmoke = 3"}, r"expected a table \[size.smoke\]"),
+        ({"old": "methods", "new": "size = 3\nmethods"}, r"expected a table \[size\]"),
+        ({"old": '"MLP"', "new": '["MLP"]'}, "expected str for .*network.name"),
+        ({"old": '"two_moons"', "new": "{}"}, "expected str for .*data.name"),
+        ({"old": "[6]", "new": '"six"'}, "expected list for .*network.hidden, got 'six'"),
+        ({"old": "count = 40", "new": "count = [4]"}, "expected int for .*data.count"),
+        ({"more": '[method.deep_ensemble]\nmembers = "3"'}, "expected int for .*method.deep_ensemble.members"),
+        ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
+        ({"more": "[likelihood]\nname = 3"}, "expected str for .*likelihood.name"),
+        ({"old": "epochs = 1\n", "new": ""}, "expected training.epochs for map, got none"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(task, change, text):
+    path = task(**change)
+    with pytest.raises(ValueError, match=text):
+        run_config(load_task(path, size="smoke"), "map", 0)
+
+
+@pytest.mark.parametrize("hidden", ['["a"]', "[-1]", f"[{10**30}]", "[[]]"])
+def test_settings_that_a_network_cannot_take_are_an_error_about_the_task(task, hidden):
+    config = run_config(load_task(task("[6]", hidden), size="smoke"), "map", 0)
+    with pytest.raises(
+        ValueError, match=r"expected settings that fit the network MLP, got others .*; correct the task"
+    ):
+        build.network(config, task_data(config.data))
+
+
+def test_settings_that_a_data_set_cannot_take_are_an_error_about_the_task(task):
+    config = run_config(load_task(task("count = 40", "count = -40"), size="smoke"), "map", 0)
+    with pytest.raises(ValueError, match="expected"):
+        task_data(config.data)
+
+
+def test_a_task_that_is_no_text_is_one_clear_error(task):
+    path = task()
+    with open(path, "ab") as file:
+        file.write(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"expected TOML in .*, got a file that is not"):
+        load_task(path)
+
+
+@pytest.mark.parametrize("title", ["[/wide]", "[bold]", "[link=", "\\", "a\\[/b]"])
+def test_a_title_that_looks_like_markup_is_printed_as_it_stands(title, capsys):
+    posterior = ds.MAP(ds.nets.MLP(2, 2, hidden=(3,)))
+    evaluation = ds.evaluate(posterior, [(torch.randn(6, 2), torch.arange(6) % 2)])
+    cli._print_results(results_of_evaluations({"[/red]": evaluation}, title))
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].strip() == title
+    assert "[/red]" in printed
+
+
+def test_results_that_do_not_belong_together_are_one_clear_error(task, tmp_path):
+    run = Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0))
+    run.begin()
+    run.train()
+    run.evaluate()
+    report_runs([run.folder], tmp_path / "report")
+    evaluation = read_evaluation(run.folder)
+    arrays = {name: array for name, array in evaluation.arrays.items() if name != "reliability/edges"}
+    write_evaluation(run.folder, dataclasses.replace(evaluation, arrays=arrays))
+    with pytest.raises(
+        ValueError, match=r"expected metrics.json and arrays.safetensors that belong together in .*map-seed0"
+    ):
+        report_runs([run.folder], tmp_path / "report")

@@ -1,0 +1,303 @@
+"""What a network cannot take is said in our words; what it can take is left to it."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import dissensus as ds
+import tiny
+
+
+def convolutions(outputs=3):
+    """Takes (B, 3, H, W) and, as torch's convolutions do, single images (3, H, W)."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
+
+
+class Uses:
+    """The ways inputs reach a posterior."""
+
+    @staticmethod
+    def fit(posterior, x, y):
+        ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+
+    @staticmethod
+    def backward(posterior, x, y):
+        posterior.backward(x, y)
+
+    @staticmethod
+    def predict(posterior, x, y):
+        posterior.predict(x)
+
+    @staticmethod
+    def predict_loader(posterior, x, y):
+        ds.predict(posterior, [(x, y)])
+
+    @staticmethod
+    def evaluate(posterior, x, y):
+        ds.evaluate(posterior, [(x, y)])
+
+    @staticmethod
+    def temperature(posterior, x, y):
+        ds.temperature_scale(posterior, [(x, y)])
+
+
+USES = [value.__func__ for name, value in vars(Uses).items() if isinstance(value, staticmethod)]
+
+
+def every_use(test):
+    return pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)(test)
+
+
+# ---------------------------------------------------------------------------------------------------- dtype
+
+
+@every_use
+@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, tiny.mlp()])], ids=["map", "ensemble"])
+def test_double_inputs_of_a_single_network_are_a_clear_error(use, build):
+    x, y = tiny.points()
+    with pytest.raises(
+        ValueError, match=r"expected inputs of torch.float32, as the network's weights, got torch.float64;"
+    ):
+        use(build(tiny.mlp()), x, y)
+    use(build(tiny.mlp()), x.float(), y)
+
+
+def test_a_posterior_that_changed_its_dtype_is_asked_again():
+    posterior, (x, _) = ds.MAP(tiny.mlp()), tiny.points()
+    posterior.predict(x.float())
+    posterior.double()
+    with pytest.raises(
+        ValueError, match=r"expected inputs of torch.float64, as the network's weights, got torch.float32"
+    ):
+        posterior.predict(x.float())
+
+
+def test_images_as_bytes_are_an_error_only_where_the_network_does_not_convert_them():
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
+
+        def forward(self, x):
+            return self.net(x.float() / 255)
+
+    x, y = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6) % 2
+    for use in USES:
+        use(ds.MAP(Converts()), x, y)
+        with pytest.raises(ValueError, match=r"got torch.uint8; pass x.to\(torch.float32\) \(pixels: over 255\)"):
+            use(ds.MAP(Converts().net), x, y)
+
+
+def test_indices_are_for_embeddings():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.embedding(x).mean(1))
+
+    x, y = torch.randint(7, (6, 5)), torch.arange(6) % 3
+    for use in USES:
+        use(ds.MAP(Words()), x, y)
+        with pytest.raises(
+            ValueError, match=r"expected integer inputs for an embedding, got torch.float32; pass x.long"
+        ):
+            use(ds.MAP(Words()), x.float(), y)
+
+
+def test_other_failures_of_a_network_stay_its_own():
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        ds.MAP(nn.Linear(4, 3)).predict(torch.zeros(5, 9))
+
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ds.MAP(Fails(4, 3)).predict(torch.zeros(5, 4))
+
+
+# ---------------------------------------------------------------------------------------------------- the batch axis
+
+
+@every_use
+def test_one_example_without_a_batch_axis_is_a_clear_error(use):
+    """Of four numbers into four classes the outputs have the shape of a batch of four."""
+    for x, network, y in (
+        (torch.randn(4), nn.Linear(4, 3), torch.tensor(1)),
+        (torch.randn(4), nn.Linear(4, 4), torch.zeros(4).long()),
+        (torch.randn(3, 8, 8), convolutions(3), torch.zeros(3, 8).long()),
+        (torch.randn(3, 8, 8), convolutions(5), torch.zeros(8, 8).long()),
+        (torch.randn(1, 8, 8), nn.Conv2d(1, 5, 3), torch.zeros(8, 8).long()),
+        (torch.randn(3, 8, 8), ds.nets.ResNet(20), torch.tensor(1)),
+    ):
+        with pytest.raises(ValueError, match=r"expected inputs with a batch axis first, got one example of shape \("):
+            use(ds.MAP(network), x, y)
+
+
+@every_use
+def test_a_regression_from_vectors_to_vectors_is_not_read_as_a_batch_of_numbers(use):
+    x = torch.randn(4)
+    posterior = ds.MAP(nn.Linear(4, 4), likelihood=ds.Regression(noise=1.0))
+    with pytest.raises(ValueError, match=r"expected inputs with a batch axis first, got one example of shape \(4,\)"):
+        use(posterior, x, x)
+    use(posterior, x[None].repeat(2, 1), x[None].repeat(2, 1))
+
+
+class Squeezes(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
+class OfNumbers(nn.Module):
+    """(B,) -> (B,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.slope * x
+
+
+class OneSize(nn.Linear):
+    """Runs with batches of six only."""
+
+    def forward(self, x):
+        assert len(x) == 6
+        return super().forward(x.reshape(6, -1))
+
+
+@pytest.mark.parametrize(
+    ("network", "x", "y"),
+    [
+        (Squeezes(4, 1), torch.randn(6, 4), torch.randn(6)),
+        (OfNumbers(), torch.randn(6), torch.randn(6)),
+        (OneSize(4, 2), torch.randn(6, 4), torch.randn(6, 2)),
+        (nn.Linear(4, 4), torch.randn(1, 4), torch.randn(1, 4)),
+        (nn.Conv2d(3, 3, 1), torch.randn(6, 3, 5, 5), torch.randn(6, 3, 5, 5)),
+    ],
+    ids=["squeezed", "numbers", "one size", "a batch of one", "images"],
+)
+@pytest.mark.parametrize("use", [Uses.fit, Uses.backward, Uses.predict, Uses.predict_loader, Uses.temperature])
+def test_networks_that_are_unusual_are_left_alone(use, network, x, y):
+    use(ds.MAP(copy.deepcopy(network), likelihood=ds.Regression(noise=1.0)), x, y)
+
+
+def test_predicting_tries_one_example_once_for_each_kind_of_inputs():
+    sizes = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            sizes.append(len(x))
+            return super().forward(x)
+
+    posterior, x = ds.MAP(Watched(4, 3)), torch.randn(50, 4)
+    posterior.predict(x)
+    posterior.predict(x[:20])
+    assert sizes == [1, 50, 20]
+
+
+def test_an_empty_batch_predicts_nothing():
+    assert len(ds.MAP(nn.Linear(4, 3)).predict(torch.zeros(0, 4))) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- loaders
+
+
+class Integers(Dataset):
+    """As torchvision's sets: labels are numbers of Python."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index >= 12:
+            raise IndexError
+        return torch.zeros(4), index % 3
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(tiny.points()[0].float(), tiny.points()[1]), Integers()])
+def test_a_dataset_in_a_loaders_place_is_a_clear_error(dataset):
+    posterior, good = ds.SWAG(tiny.mlp(), samples=2), DataLoader(dataset, batch_size=6)
+    ds.fit(posterior, good, epochs=1, progress=False)
+    message = (
+        rf"expected a loader of batches, got {type(dataset).__name__}, a Dataset of single examples; pass DataLoader"
+    )
+    for use in (
+        lambda: ds.fit(posterior, dataset, epochs=1, progress=False),
+        lambda: ds.fit(posterior, good, epochs=1, validation=dataset, progress=False),
+        lambda: ds.predict(posterior, dataset),
+        lambda: ds.summarise(posterior, dataset),
+        lambda: ds.evaluate(posterior, dataset),
+        lambda: ds.evaluate(posterior, good, ood={"far": dataset}),
+        lambda: ds.temperature_scale(posterior, dataset),
+        lambda: ds.refresh(posterior, dataset),
+    ):
+        with pytest.raises(TypeError, match=message):
+            use()
+
+
+def test_datasets_that_give_batches_are_loaders():
+    x, y = tiny.points()
+
+    class Whole(Dataset):
+        def __getitem__(self, index):
+            if index > 1:
+                raise IndexError
+            return x, y
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(x, y)])
+
+    for loader in (Whole(), Stream()):
+        posterior = ds.MAP(tiny.mlp().double())
+        ds.fit(posterior, loader, epochs=1, progress=False)
+        assert len(ds.predict(posterior, loader)[1]) % len(y) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- a last softmax
+
+
+class Functional(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), True),
+        (Functional(4, 3), True),
+        (nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), False),
+        (nn.Linear(4, 3), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()), False),
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU()), False),
+    ],
+    ids=["softmax", "functional", "log-softmax", "logits", "sigmoid", "relu"],
+)
+def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplog):
+    posterior, (x, y) = ds.MAP(copy.deepcopy(network).double()), tiny.points()
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        ds.fit(posterior, [(x, y), (x.float().double()[:5], y[:5])], epochs=2, progress=False)
+        ds.evaluate(posterior, [(x, y)])
+        posterior.float().backward(x.float(), y)  # another kind of inputs
+    warned = [record.message for record in caplog.records if "seems to end in a softmax" in record.message]
+    assert len(warned) == said
+    assert all("take the last softmax out, or return log-probabilities" in message for message in warned)
+
+
+def test_pixels_that_end_in_a_softmax_are_warned_of_and_regressions_are_not(caplog):
+    image = torch.randn(2, 3, 5, 5)
+    net = nn.Sequential(convolutions(), nn.Softmax(1))
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        ds.MAP(net, likelihood=ds.Regression(noise=1.0)).backward(image, torch.randn(2, 3, 5, 5))
+        assert not caplog.records
+        ds.MAP(net.half().bfloat16()).backward(image.bfloat16(), torch.zeros(2, 5, 5).long())
+    assert len(caplog.records) == 1

@@ -1,0 +1,283 @@
+"""Divergence: a bad batch costs nothing but the error, on the host at once and on a device without waiting for it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dissensus as ds
+import tiny
+from dissensus.engine.eager import EagerStep
+from dissensus.engine.guard import Guard
+
+NAN = float("nan")
+QUIET = {"epochs": 1, "progress": False}
+X, Y = tiny.points(12)
+
+
+def poisoned(member: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), Marked(member), nn.Linear(6, 3))
+
+
+class Marked(nn.Module):
+    """Features of one member whose value or slope is NaN while the class says so."""
+
+    mode: str | None = None
+
+    def __init__(self, member: int) -> None:
+        super().__init__()
+        self.register_buffer("bad", torch.tensor(float(member == 1)))
+
+    def forward(self, features: Tensor) -> Tensor:
+        if Marked.mode == "loss":
+            return features + torch.where(self.bad > 0, NAN, 0.0)
+        if Marked.mode == "gradient":  # √0 has an infinite slope, which times 0 is NaN: the value is fine
+            return features + torch.sqrt((1.0 - self.bad) + 0.0 * features) - torch.sqrt(1.0 - self.bad)
+        return features
+
+
+@pytest.fixture(autouse=True)
+def healthy():
+    yield
+    Marked.mode = None
+
+
+def networks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [poisoned(i).double() for i in range(3)]
+
+
+METHODS = {
+    "deep_ensemble": lambda: ds.DeepEnsemble(networks()),
+    "weight_rde": lambda: ds.WeightRDE(networks(), data_size=12),
+    "function_rde": lambda: ds.FunctionRDE(networks(), data_size=12, score="spectral_stein"),
+    "feature_rde": lambda: ds.FeatureRDE(networks(), layer="2", head="4"),
+    "forde": lambda: ds.FoRDE(networks()),
+    "svgd": lambda: ds.SVGD(networks(), data_size=12),
+    "svgd, functions": lambda: ds.SVGD(networks(), data_size=12, space="function"),
+    "map": lambda: ds.MAP(networks()[1]),
+    "swag": lambda: ds.SWAG(networks()[1], rank=2, start=0, every=1),
+    "tradi": lambda: ds.TRADI(networks()[1]),
+}
+OPTIMISERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def everything(posterior: ds.Posterior, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors of the posterior and the optimiser, copied."""
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    moments = {f"{i}/{key}": torch.as_tensor(value) for i, each in state.items() for key, value in each.items()}
+    return tiny.state(posterior) | moments
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+class GoesBad(list):
+    """Batches, of which one is bad."""
+
+    def __init__(self, batches, *, at: int, mode: str, before) -> None:
+        super().__init__(batches)
+        self.at, self.mode, self.before = at, mode, before
+
+    def __iter__(self):
+        for i, batch in enumerate(super().__iter__()):
+            Marked.mode = self.mode if i == self.at else None
+            if i == self.at:
+                self.before()
+            yield batch
+
+
+def diverges(posterior, optimizer, mode, *, at=3, **settings) -> tuple[ds.Diverged, dict, dict]:
+    """(the error, the state before the bad batch, the state after the error)."""
+    seen = {}
+    loader = GoesBad([(X, Y)] * 5, at=at, mode=mode, before=lambda: seen.update(everything(posterior, optimizer)))
+    with pytest.raises(ds.Diverged) as error:
+        ds.fit(posterior, loader, optimizer=optimizer, **QUIET, **settings)
+    return error.value, seen, everything(posterior, optimizer)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("mode", ["loss", "gradient"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bad_batch_changes_nothing(method: str, mode: str, at: int) -> None:
+    posterior = METHODS[method]()
+    optimizer = OPTIMISERS["sgd"](posterior.parameters())
+    error, before, after = diverges(posterior, optimizer, mode, at=at, clip=1.0)
+    assert_same(after, before)
+    assert error.step == at + 1
+    assert error.what == mode
+    assert all(p.grad is None for p in posterior.parameters())
+    if mode == "loss" or method in ("deep_ensemble", "weight_rde", "svgd"):
+        assert error.members == ([0] if posterior.particles.members == 1 else [1])
+    else:  # members that act on each other by what goes through the bad layer
+        assert 1 in error.members or posterior.particles.members == 1
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_a_bad_batch_changes_nothing_whatever_the_optimiser_and_the_engine(optimiser: str, how: str) -> None:
+    posterior = METHODS["deep_ensemble"]()
+    optimizer = OPTIMISERS[optimiser](posterior.parameters())
+    error, before, after = diverges(posterior, optimizer, "gradient", engine=how)
+    assert_same(after, before)
+    assert error.members == [1]
+    assert "expected finite gradients, got a gradient that is not finite in member 1 at step 4; lower" in str(error)
+
+
+@pytest.mark.parametrize("mode", ["loss", "gradient"])
+@pytest.mark.parametrize("at", [2, 3, 4])  # the first and the second batch of a step, and the only one of the last
+def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode: str) -> None:
+    posterior = METHODS["deep_ensemble"]()
+    optimizer = OPTIMISERS["adamw"](posterior.parameters())
+    twin = copy.deepcopy(posterior)
+    ds.fit(twin, [(X, Y)] * (at - at % 2), optimizer=OPTIMISERS["adamw"](twin.parameters()), accumulate=2, **QUIET)
+    error, _, after = diverges(posterior, optimizer, mode, at=at, accumulate=2)
+    expected = tiny.state(twin)
+    assert_same({name: after[name] for name in expected}, expected)
+    assert error.step == at // 2 + 1
+    assert error.members == [1]
+
+
+@pytest.mark.parametrize("method", ["deep_ensemble", "svgd", "feature_rde", "swag", "map"])
+@pytest.mark.parametrize("mode", ["loss", "gradient"])
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode: str, optimiser: str) -> None:
+    posterior = METHODS[method]()
+    optimizer = OPTIMISERS[optimiser](posterior.parameters())
+    step = EagerStep(posterior.train(), optimizer, clip=1.0)
+    step.guard = Guard(posterior, optimizer, host=False)
+    for _ in range(3):
+        step(X, Y)
+    before = everything(posterior, optimizer)
+    Marked.mode = mode
+    step(X, Y)
+    assert not step.guard.reads
+    Marked.mode = None
+    step(X, Y)  # a good batch after it does not move them either: they stay as they were
+    step.finish()
+    after = everything(posterior, optimizer)
+    watches = ("mean_vector", "square_sum", "deviations", "snapshots")  # counted on the host
+    for name, tensor in before.items():
+        if not name.startswith(watches):
+            assert torch.equal(after[name], tensor), name
+        assert after[name].isfinite().all()
+    with pytest.raises(ds.Diverged, match="at step 4; lower") as error:
+        step.check()
+    assert error.value.what == mode
+    if method != "feature_rde" or mode == "loss":  # whose bad gradient has reached all by the features
+        assert error.value.members == ([1] if posterior.particles.members > 1 else [0])
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("mode", ["loss", "gradient"])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_flag_on_the_device_forgets_gathered_batches(at: int, mode: str) -> None:
+    posterior = METHODS["deep_ensemble"]()
+    optimizer = OPTIMISERS["adamw"](posterior.parameters())
+    step = EagerStep(posterior.train(), optimizer, accumulate=2)
+    step.guard = Guard(posterior, optimizer, host=False)
+    states = []
+    for i in range(5):
+        if i % 2 == 0:
+            states.append(everything(posterior, optimizer))
+        Marked.mode = mode if i == at else None
+        step(X, Y)
+    Marked.mode = None
+    step.finish()
+    assert_same(everything(posterior, optimizer), states[at // 2])
+    with pytest.raises(ds.Diverged, match=f"in member 1 at step {at // 2 + 1};"):
+        step.check()
+
+
+def test_a_flag_on_the_device_leaves_good_training_as_it_is() -> None:
+    results = []
+    for host in (True, False):
+        posterior = METHODS["deep_ensemble"]()
+        optimizer = OPTIMISERS["sgd"](posterior.parameters())
+        step = EagerStep(posterior.train(), optimizer, clip=1.0)
+        step.guard = Guard(posterior, optimizer, host=host)
+        for _ in range(4):
+            step(X, Y)
+        step.check()
+        results.append(everything(posterior, optimizer))
+    assert_same(*results)
+
+
+def test_an_optimiser_that_cannot_skip_is_read_at_every_step() -> None:
+    posterior = METHODS["deep_ensemble"]()
+    optimizer = OPTIMISERS["rmsprop"](posterior.parameters())
+    step = EagerStep(posterior.train(), optimizer)
+    step.guard = Guard(posterior, optimizer, host=False)
+    step(X, Y)
+    before = everything(posterior, optimizer)
+    Marked.mode = "loss"
+    with pytest.raises(ds.Diverged, match="a loss that is not finite in member 1 at step 2"):
+        step(X, Y)
+    assert_same(everything(posterior, optimizer), before)
+
+
+def test_the_first_step_of_a_run_is_read_since_it_makes_the_optimisers_state() -> None:
+    posterior = METHODS["deep_ensemble"]()
+    optimizer = OPTIMISERS["sgd"](posterior.parameters())
+    step = EagerStep(posterior.train(), optimizer)
+    step.guard = Guard(posterior, optimizer, host=False)
+    Marked.mode = "gradient"
+    with pytest.raises(ds.Diverged, match="member 1 at step 1"):
+        step(X, Y)
+    assert not optimizer.state
+
+
+# ---------------------------------------------------------------------------------------------------- after the step
+
+
+def test_a_last_step_that_explodes_is_seen() -> None:
+    posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(3)], likelihood=ds.Regression(noise=1.0))
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.bias"][2] = 1e15
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1e30)
+    with pytest.raises(
+        ds.Diverged, match="expected finite weights, got a weight that is not finite in member 2 at step 1"
+    ):
+        ds.fit(posterior, [(X.float(), torch.zeros(12, 1))], optimizer=optimizer, **QUIET)
+
+
+def test_moments_that_overflow_are_seen_where_the_weights_would_just_stop(tmp_path) -> None:
+    posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression(noise=1.0))
+    x = 1e4 * X.float()
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=1e-3)
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.bias"][1] = 1e18
+    with pytest.raises(ds.Diverged, match="got a moment that is not finite in member 1 at step 1"):
+        ds.fit(posterior, [(x, torch.zeros(12, 1))], optimizer=optimizer, checkpoint=tmp_path / "c.pt", **QUIET)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_masks_of_minus_infinity_are_no_divergence() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -torch.inf]))
+            self.fixed = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.exp() * self.mask.exp())
+
+    posterior = ds.DeepEnsemble([Masked() for _ in range(2)])
+    ds.fit(posterior, [(X.float(), Y)], epochs=2, progress=False)
+    assert int(posterior.steps) == 2
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(ds.Diverged([1, 2], 7, "gradient")))
+    assert (error.members, error.step, error.what) == ([1, 2], 7, "gradient")
+    assert str(error) == str(ds.Diverged([1, 2], 7, "gradient"))

@@ -1,0 +1,61 @@
+"""Tables in README.md and docs/ are those that benchmarks/tables.py makes of the committed CSV files."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:  # `tables`, `rows` and others are nobody else's names
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == ROOT / "benchmarks":
+            del sys.modules[name]
+
+
+def test_every_generated_table_is_up_to_date(benchmarks):
+    from tables import filled, tables
+
+    made = list(tables())
+    stale = [
+        f"{path.name}: {name}"
+        for path, name, table in made
+        if filled(path.read_text(), name, table) != path.read_text()
+    ]
+    assert stale == [], "run `python benchmarks/tables.py` and commit what it writes"
+    # and no block between marks is written by hand
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    marked = {(page, name) for page in pages for name in re.findall(r"<!-- /([\w-]+) -->", page.read_text())}
+    assert marked == {(path, name) for path, name, _ in made}
+
+
+def test_rows_with_other_seeds_say_so(benchmarks):
+    import tables
+    from rows import paired, seeds_of
+
+    origin = {"commit": "c", "torch": "t", "device": "d"}
+    rows = [
+        {"method": m, "seed": str(s), "nll": str(n), **origin}
+        for m, s, n in [("a", 0, 1.0), ("a", 1, 2.0), ("b", 1, 1.5)]
+    ]
+    text = tables.seed_table(rows, "method", {"nll": "NLL"}, where="d", command="x")
+    assert "| a (2 seeds) |" in text
+    assert "seeds 0, 1 (b: 1 only)" in text
+    assert seeds_of(rows[:2], {}) == "2 seeds"
+    assert paired(rows[:2], rows[2:], "nll") is None  # one seed in common
+    found = paired(rows[:2], [{**rows[0], "nll": "0.5"}, {**rows[1], "nll": "1.5"}], "nll")
+    assert (found.difference, found.above, found.count) == (0.5, 2, 2)
+
+
+def test_marks_that_are_missing_are_an_error(benchmarks):
+    from tables import filled
+
+    assert filled("a\n<!-- t -->\nold\n<!-- /t -->\nb", "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb"
+    with pytest.raises(SystemExit, match="expected <!-- other -->"):
+        filled("a", "other", "new")

@@ -1,0 +1,52 @@
+"""fit in a distributed group: several ranks are refused unless each is to have a model of its own."""
+
+import pytest
+import torch
+import torch.distributed as distributed
+import torch.multiprocessing as multiprocessing
+
+import dissensus as ds
+import tiny
+
+
+def rank(number: int, store: str, results: str) -> None:
+    """One process of a group of two: what fit says, and the loss of an independent run."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    torch.manual_seed(number)
+    posterior, loader = ds.MAP(tiny.mlp().double()), [tiny.points()]
+    try:
+        ds.fit(posterior, loader, epochs=1, progress=False)
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    steps = int(posterior.steps)
+    history = ds.fit(posterior, loader, epochs=1, progress=False, ranks="independent")
+    torch.save([said, steps, history[0].loss], f"{results}{number}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
+def test_two_ranks_are_refused_unless_they_are_to_be_independent(tmp_path):
+    multiprocessing.spawn(rank, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=2)
+    found = [torch.load(tmp_path / f"rank{i}.pt") for i in range(2)]
+    for i, (said, steps, _) in enumerate(found):
+        assert said.startswith(f"expected one process, got rank {i} of 2: fit does not share gradients or members")
+        assert 'ranks="independent"' in said
+        assert steps == 0
+    assert found[0][2] != found[1][2]  # two seeds, two models
+
+
+def test_a_group_of_one_and_no_group_train_as_ever(tmp_path):
+    ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        history = ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False)
+    finally:
+        distributed.destroy_process_group()
+    assert len(history) == 1
+
+
+def test_ranks_have_one_word():
+    with pytest.raises(ValueError, match="expected ranks of None or \"independent\", got 'all'"):
+        ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False, ranks="all")
