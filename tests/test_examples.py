@@ -109,3 +109,12 @@ def test_more_members_from_disk_lower_the_loss_and_not_what_is_read_at_a_time(ru
     assert many[2] == few[2] == pytest.approx(few[1] / 2, abs=0.06)
     assert many[4] < few[4]
     assert sorted(folder.name for folder in (tmp_path / "kept").iterdir()) == ["group0", "group1"]
+
+
+def test_signs_make_members_independent_and_training_goes_as_computed(run, tmp_path):
+    table = dict(run("wide_limit", "--out", "figure.png"))
+    independent, collective = table["independent"], table["collective"]
+    assert independent[:2] == [0.0, 0.0]
+    assert 0.4 < min(collective[:2]) < 1
+    assert max(independent[3], collective[3]) < 25  # per cent, at width 300
+    assert (tmp_path / "figure.png").read_bytes().startswith(PNG)

@@ -22,7 +22,8 @@ ALLOWED = {
     "version": set(),
     "engine": {"core", "engine"},
     "methods": {"core", "engine", "methods"},
-    "theory": {"core", "theory"},
+    "surgery": {"core", "surgery"},
+    "theory": {"core", "nets", "surgery", "theory"},
     "sealed": set(),
     "skeletons": {"core", "methods", "nets", "sealed"},  # a posterior is built again when it is loaded
     "storage": {"core", "nets", "sealed", "skeletons"},
@@ -49,19 +50,23 @@ HEAVY_ALLOWED = {
     ("metrics/modular.py", "torchmetrics"),
     ("bench/cli.py", "typer"),
     ("bench/cli.py", "rich"),
+    ("bench/theory_cli.py", "typer"),
     ("bench/report.py", "jinja2"),
-    *((f"bench/{name}.py", "matplotlib") for name in ("plots", "curves", "panels", "scenes", "figures")),
+    *(
+        (f"bench/{name}.py", "matplotlib")
+        for name in ("plots", "curves", "panels", "scenes", "figures", "theory_figures")
+    ),
 }
 
 # the floors of bench: a file may import from its own and from those below
 FLOORS = {
     "tools": "names files toml units geometry choice provenance resampling spread",
     "what is to be run": "variants arguments sources schema fitting config sets loaders build",
-    "runs": "records grid watch splits together run results",
+    "runs": "records grid watch splits sharing together run results theory_runs",
     "numbers": "measures statistics tables sweep claims sentences reference",
-    "pictures": "plots curves panels scenes figures",
+    "pictures": "plots curves panels scenes figures theory_figures",
     "the page": "report",
-    "the doors": "jobs cli",
+    "the doors": "jobs theory_cli cli",
 }
 FLOOR = {name: height for height, names in enumerate(FLOORS.values()) for name in names.split()}
 
@@ -228,7 +233,7 @@ def test_import_is_quick_and_light():
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         assert not {name.split(".")[0] for name in found["loaded"]} & HEAVY
-        assert not any(name.startswith("dissensus.bench") for name in found["loaded"])
+        assert not any(name.startswith(("dissensus.bench", "dissensus.theory")) for name in found["loaded"])
         best = min(best, found["seconds"])
         if best < 0.4:
             return

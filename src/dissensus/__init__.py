@@ -1,5 +1,8 @@
 """dissensus: turn any network into a distribution over networks, and say how sure it is."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dissensus import data, metrics, nets
 from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
@@ -35,9 +38,13 @@ from dissensus.methods import (
 from dissensus.predict import predict, predict_batches, summarise
 from dissensus.report import report
 from dissensus.storage import load, save
+from dissensus.surgery.modulation import Modulation
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from dissensus import theory
 
 __all__ = [
     "LIT",
@@ -67,6 +74,7 @@ __all__ = [
     "Likelihood",
     "MCDropout",
     "MemberDistances",
+    "Modulation",
     "Posterior",
     "Predictive",
     "Regression",
@@ -90,5 +98,13 @@ __all__ = [
     "save",
     "summarise",
     "temperature_scale",
+    "theory",
     "track",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ds.theory`, imported when it is first asked for: few programs do."""
+    if name == "theory":
+        return import_module("dissensus.theory")
+    raise AttributeError(f"module 'dissensus' has no attribute {name!r}")

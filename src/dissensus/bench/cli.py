@@ -24,6 +24,7 @@ from dissensus.bench.run import Run
 from dissensus.bench.sets import LastData
 from dissensus.bench.sources import SETS, present
 from dissensus.bench.tables import Table, draws_of, main_table
+from dissensus.bench.theory_cli import app as theory
 from dissensus.methods import METHODS
 
 app = typer.Typer(
@@ -32,6 +33,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(theory, name="theory")
 
 STOPPED = 130  # by the user, as shells have it
 

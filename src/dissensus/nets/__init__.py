@@ -5,6 +5,7 @@ Each keeps the arguments it was built with in `.config`, so that a saved posteri
 
 from torch import nn
 
+from dissensus.nets.blocks import Erf, Residual
 from dissensus.nets.conv import ConvNet
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
@@ -20,4 +21,4 @@ NETS: dict[str, type[nn.Module]] = {
     "WideResNet": WideResNet,
 }
 
-__all__ = ["MLP", "NETS", "VGG16", "ConvNet", "NTKLinear", "ResNet", "WideResNet"]
+__all__ = ["MLP", "NETS", "VGG16", "ConvNet", "Erf", "NTKLinear", "ResNet", "Residual", "WideResNet"]

@@ -1,0 +1,166 @@
+"""Modulations: the random factors u, v by which members of an embedded ensemble differ.
+
+A member multiplies what it shares with the others by factors of its own (BatchEnsemble, Wen et al. 2020; fixed dropout masks).
+Only a few moments of their law decide what a wide ensemble does: U₁ = E u, U₂ = E u², and for kinked activations E max(±v, 0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAWS: dict[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "sign": ("p",),
+    "normal": ("mean", "std"),
+    "bernoulli": ("keep", "scale"),
+}
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """The law of independent, equally distributed factors; made by one of the functions below."""
+
+    law: str
+    parameters: tuple[float, ...]
+
+    @staticmethod
+    def constant(value: float = 1.0) -> Modulation:
+        """The same factor for all: members do not differ by it."""
+        return Modulation("constant", (_finite("value", value),))
+
+    @staticmethod
+    def sign(p: float = 0.5) -> Modulation:
+        """+1 with probability p, else −1. At p = ½ wide members are independent."""
+        return Modulation("sign", (_probability("p", p),))
+
+    @staticmethod
+    def normal(mean: float, std: float) -> Modulation:
+        """N(mean, std²)."""
+        if not std >= 0:
+            raise ValueError(f"expected a std of at least 0, got {std}; pass a deviation, not a variance with a sign")
+        return Modulation("normal", (_finite("mean", mean), _finite("std", std)))
+
+    @staticmethod
+    def bernoulli(keep: float, scale: float = 1.0) -> Modulation:
+        """`scale` with probability keep, else 0: dropout's masks; scale = 1/keep is inverted dropout."""
+        return Modulation("bernoulli", (_probability("keep", keep), _finite("scale", scale)))
+
+    @staticmethod
+    def between(p: float) -> Modulation:
+        """p + √(1 − p²) N(0, 1), of second moment 1: from independent members (p = 0) to equal ones (p = 1)."""
+        if not -1 <= p <= 1:
+            raise ValueError(f"expected p from −1 to 1, got {p}; p² is the collectivity")
+        return Modulation.normal(p, math.sqrt(1 - p**2))
+
+    @property
+    def mean(self) -> float:
+        """U₁ = E u."""
+        return sum(value * weight for value, weight in self.atoms()) if self.discrete else self.parameters[0]
+
+    @property
+    def second_moment(self) -> float:
+        """U₂ = E u²."""
+        if self.discrete:
+            return sum(value**2 * weight for value, weight in self.atoms())
+        mean, std = self.parameters
+        return mean**2 + std**2
+
+    @property
+    def collectivity(self) -> float:
+        """ρ = U₁²/U₂, from 0 (members independent in the wide limit) to 1 (members equal); 0 where u is always 0."""
+        return self.mean**2 / self.second_moment if self.second_moment else 0.0
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """(E max(u, 0), E max(−u, 0))."""
+        if self.discrete:
+            positive = sum(max(value, 0.0) * weight for value, weight in self.atoms())
+        else:
+            # m₊ = m Φ(m/s) + s φ(m/s)
+            mean, std = self.parameters
+            at = mean / std
+            positive = mean * 0.5 * math.erfc(-at / math.sqrt(2)) + std * math.exp(-(at**2) / 2) / math.sqrt(
+                2 * math.pi
+            )
+        return positive, positive - self.mean
+
+    @property
+    def discrete(self) -> bool:
+        """Whether the law has atoms only."""
+        return self.law != "normal" or self.parameters[1] == 0
+
+    def atoms(self) -> list[tuple[float, float]]:
+        """(value, probability) of a discrete law, values of probability 0 left out."""
+        if not self.discrete:
+            raise TypeError(f"expected a law with atoms, got {self}; a normal law has a density")
+        first, *rest = self.parameters
+        if self.law == "sign":
+            found = [(1.0, first), (-1.0, 1 - first)]
+        elif self.law == "bernoulli":
+            found = [(rest[0], first), (0.0, 1 - first)]
+        else:
+            found = [(first, 1.0)]
+        return [(value, weight) for value, weight in found if weight > 0]
+
+    def sample(
+        self,
+        shape: Sequence[int],
+        generator: torch.Generator | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """A tensor of independent factors, on the generator's device unless one is named."""
+        if device is None and generator is not None:
+            device = generator.device
+        size, first = tuple(shape), self.parameters[0]
+        if self.law == "constant":
+            return torch.full(size, first, dtype=dtype or torch.get_default_dtype(), device=device)
+        if self.law == "normal":
+            drawn = torch.randn(size, generator=generator, dtype=dtype, device=device)
+            return first + self.parameters[1] * drawn
+        hit = (torch.rand(size, generator=generator, dtype=torch.float64, device=device) < first).to(
+            dtype or torch.get_default_dtype()
+        )
+        return 2 * hit - 1 if self.law == "sign" else self.parameters[1] * hit
+
+    def config(self) -> dict[str, Any]:
+        """{"law": …, its parameters by name}: JSON, and `from_config` makes the same of it."""
+        return {"law": self.law, **dict(zip(LAWS[self.law], self.parameters, strict=True))}
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> Modulation:
+        """The modulation that `config` described."""
+        law = config.get("law")
+        if law not in LAWS:
+            raise ValueError(f"expected a law of {', '.join(LAWS)}, got {law!r}; take what .config() gave")
+        given = {key: float(value) for key, value in config.items() if key != "law"}
+        if sorted(given) != sorted(LAWS[law]):
+            raise ValueError(
+                f"expected {', '.join(LAWS[law])} for {law}, got {', '.join(given) or 'nothing'}; "
+                "take what .config() gave"
+            )
+        made: Modulation = getattr(Modulation, law)(**given)
+        return made
+
+    def __str__(self) -> str:
+        named = zip(LAWS[self.law], self.parameters, strict=True)
+        return f"{self.law}({', '.join(f'{name}={value:g}' for name, value in named)})"
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"expected a finite {name}, got {value}; pass a number")
+    return float(value)
+
+
+def _probability(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"expected {name} from 0 to 1, got {value}; it is a probability")
+    return float(value)

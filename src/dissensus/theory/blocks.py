@@ -1,0 +1,91 @@
+"""Tangent kernels between members of an embedded ensemble as it is: shared weights, modulations of each member's own.
+
+Written against a function f(params, x) of one member's tensors: any network cut into shared and own parts can be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dissensus.theory.budget import check_budget
+from dissensus.theory.jacobians import Function, Params, contract, rows
+
+
+@dataclass(frozen=True)
+class EnsembleBlocks:
+    """Empirical counterparts of `EmbeddedKernels`: M members, N1 and N2 inputs, O outputs."""
+
+    common: Tensor  # (M, M, N1, N2, O, O) ⟨∂f_α/∂w, ∂f_β/∂w⟩
+    individual: Tensor  # (M, N1, N2, O, O) ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩
+
+    def total(self, gamma: float) -> Tensor:
+        """(M·N1·O, M·N2·O): (γ/M) Θ^com + Θ^ind on the diagonal, rows member by member, then input, then output."""
+        members = len(self.common)
+        theta = gamma / members * self.common
+        own = torch.arange(members)
+        theta[own, own] += self.individual
+        _, _, n, m, o, q = theta.shape
+        return theta.permute(0, 2, 4, 1, 3, 5).reshape(members * n * o, members * m * q)
+
+    @property
+    def same(self) -> Tensor:
+        """(N1, N2, O, O) mean over members of Θ^com within a member."""
+        own = torch.arange(len(self.common))
+        return self.common[own, own].mean(0)
+
+    @property
+    def cross(self) -> Tensor:
+        """(N1, N2, O, O) mean over pairs of different members."""
+        members = len(self.common)
+        return (self.common.sum((0, 1)) - members * self.same) / (members * (members - 1))
+
+
+def ensemble_blocks(
+    function: Callable[[Params, Tensor], Tensor],
+    shared: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    x1: Tensor,
+    x2: Tensor | None = None,
+    *,
+    memory: int = 2**30,
+) -> EnsembleBlocks:
+    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O); `own` tensors have the member axis first."""
+    second = x1 if x2 is None else x2
+    lengths = {len(tensor) for tensor in own.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"expected own tensors with one member axis first, got lengths {sorted(lengths)}; stack them")
+    (members,) = lengths
+    weights = {name: tensor.detach() for name, tensor in shared.items()}
+    each = [{name: tensor[m].detach() for name, tensor in own.items()} for m in range(members)]
+    with torch.no_grad():
+        outputs = function({**weights, **each[0]}, x1[:1]).numel()
+    some = next(iter(weights.values()))
+    size = some.element_size()
+    count = sum(p.numel() for p in weights.values()) + sum(p.numel() for p in each[0].values())
+    row = 3 * outputs * count * size
+    sides = 1 if x2 is None else 2
+    needed = members * sides * max(len(x1), len(second)) * row
+    result = (members + 1) * members * len(x1) * len(second) * outputs**2 * size
+    check_budget(needed + result, memory, "gradients of all members and their kernel", "pass fewer inputs at a time")
+
+    def common(m: int) -> Function:
+        return lambda params, x: function({**params, **each[m]}, x[None]).reshape(-1)
+
+    def individual(params: Params, x: Tensor) -> Tensor:
+        return function({**weights, **params}, x[None]).reshape(-1)
+
+    left = [rows(common(m), weights, x1) for m in range(members)]
+    right = left
+    if x2 is not None:
+        right = [rows(common(m), weights, x2) for m in range(members)]
+    theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
+    inner = []
+    for m in range(members):
+        one = rows(individual, each[m], x1)
+        two = one if x2 is None else rows(individual, each[m], x2)
+        inner.append(contract(one, two).permute(0, 2, 1, 3))
+    return EnsembleBlocks(theta, torch.stack(inner))

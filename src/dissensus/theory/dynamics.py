@@ -1,0 +1,136 @@
+"""Training of a wide embedded ensemble, computed: members' mean and what they differ by move independently.
+
+Members are exchangeable, so their kernel over members and inputs has two eigenspaces over members. With targets y for all,
+f̄ follows Θ_mean towards y and differences δf_α = f_α − f̄ follow Θ_diff towards 0:
+
+    Θ_mean = (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind        Θ_diff = (γ/M)(Θ_d − Θ_o) + Θ_ind
+    f̄(x, t) = f̄₀(x) + A_mean(t) (y − f̄₀(X))          δf_α(x, t) = δf_α₀(x) − A_diff(t) δf_α₀(X)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.theory.descent import Descent, Mode, as_times
+from dissensus.theory.embedded import EmbeddedKernels
+
+KernelFunction = Callable[..., EmbeddedKernels]
+
+
+class EnsembleLaw(NamedTuple):
+    """Over random initialisations, at T times and n points."""
+
+    mean: Tensor  # (T, n, …) E f̄
+    variance: Tensor  # (T, n) Var f̄, for each output
+    spread: Tensor  # (T, n) E (1/M) Σ_α δf_α²
+
+
+class EnsembleDynamics:
+    """What gradient descent does to M members on x, y, at the points; made by `ensemble_dynamics`."""
+
+    def __init__(
+        self,
+        train: EmbeddedKernels,
+        towards: EmbeddedKernels,
+        points: EmbeddedKernels,
+        targets: Tensor,
+        *,
+        members: int,
+        gamma: float,
+    ) -> None:
+        self.members_count, self.gamma = members, gamma
+        self._targets = targets.to(torch.float64)
+        self._kernels = (train, towards, points)
+        self._mean = Mode(train.mean_mode(members, gamma), towards.mean_mode(members, gamma))
+        self._difference = Mode(train.difference_mode(members, gamma), towards.difference_mode(members, gamma))
+
+    @property
+    def mean_eigenvalues(self) -> Tensor:
+        """(B,) of Θ_mean(X, X), ascending."""
+        return self._mean.eigenvalues
+
+    @property
+    def difference_eigenvalues(self) -> Tensor:
+        """(B,) of Θ_diff(X, X), ascending; they count M − 1 times, not at all for one member."""
+        return self._difference.eigenvalues
+
+    @property
+    def largest_rate(self) -> float:
+        """2B/λ_max: steps with a larger learning rate diverge."""
+        largest = float(self.mean_eigenvalues[-1])
+        if self.members_count > 1:
+            largest = max(largest, float(self.difference_eigenvalues[-1]))
+        return 2 * len(self._targets) / largest
+
+    def members(
+        self,
+        initial: Tensor,
+        times: Sequence[float] | Tensor,
+        *,
+        learning_rate: float,
+        at_points: Tensor | None = None,
+        descent: Descent = "flow",
+    ) -> Tensor:
+        """(T, M, n, …) outputs from those at the start: (M, B, …) on x and `at_points` (M, n, …), those on x where None."""
+        expected = (self.members_count, *self._targets.shape)
+        if initial.shape != expected:
+            raise ValueError(f"expected initial outputs of shape {expected}, got {tuple(initial.shape)}; members first")
+        on_train = initial.to(torch.float64)
+        on_points = on_train if at_points is None else at_points.to(torch.float64)
+        n = self._kernels[1].gp_same.shape[0]
+        if on_points.shape[1] != n:
+            raise ValueError(f"expected initial outputs at {n} points, got {on_points.shape[1]}; pass at_points")
+        when = as_times(times, on_train)
+        centre, centre_points = on_train.mean(0), on_points.mean(0)
+        mean = centre_points + self._mean.moved(self._targets - centre, when, learning_rate, descent)  # (T, n, …)
+        apart = (on_train - centre).movedim(0, -1)  # (B, …, M)
+        gone = self._difference.moved(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
+        return mean[:, None] + (on_points - centre_points) - gone
+
+    def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
+        """Mean, variance of the members' mean and spread of members at the points, over initialisations."""
+        when = as_times(times, self._targets)
+        mean = torch.tensordot(self._mean.answers(when, learning_rate, descent), self._targets, 1)
+        count = self.members_count
+        # K' = K_o + (K_d − K_o)/M
+        centre = [k.gp_cross + (k.gp_same - k.gp_cross) / count for k in self._kernels]
+        apart = [k.gp_same - k.gp_cross for k in self._kernels]
+        variance = _conditioned(self._mean.answers(when, learning_rate, descent), *centre)
+        spread = (1 - 1 / count) * _conditioned(self._difference.answers(when, learning_rate, descent), *apart)
+        return EnsembleLaw(mean, variance, spread)
+
+
+def ensemble_dynamics(
+    x: Tensor,
+    y: Tensor,
+    points: Tensor | None = None,
+    *,
+    kernels: KernelFunction,
+    members: int,
+    gamma: float,
+) -> EnsembleDynamics:
+    """`EnsembleDynamics` of squared-error descent on x, y (B, …), seen at the points (n, D); at x where None.
+
+    `kernels(x1, x2)` gives `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …). `gamma`: M trains shared
+    weights with the sum of the members' gradients (independent regime), 1 with their mean (collective regime).
+    """
+    if members < 1:
+        raise ValueError(f"expected at least one member, got {members}")
+    if not gamma > 0:
+        raise ValueError(f"expected gamma above 0, got {gamma}; M for the independent regime, 1 for the collective one")
+    if len(y) != len(x) or y.ndim < 1:
+        raise ValueError(f"expected targets for {len(x)} inputs, got {tuple(y.shape)}; pass one row each")
+    train = kernels(x, None)
+    towards, own = (train, train) if points is None else (kernels(points, x), kernels(points, None))
+    return EnsembleDynamics(train, towards, own, y, members=members, gamma=gamma)
+
+
+def _conditioned(answers: Tensor, train: Tensor, towards: Tensor, points: Tensor) -> Tensor:
+    """(T, n) diagonal of K − A K(X, ·) − (A K(X, ·))ᵀ + A K(X, X) Aᵀ."""
+    crossed = torch.einsum("tnb,nb->tn", answers, towards)
+    square = torch.einsum("tnb,bc,tnc->tn", answers, train, answers)
+    return points.diagonal() - 2 * crossed + square

@@ -1,0 +1,103 @@
+"""Kernels of embedded ensembles at infinite width: members that share weights and differ by modulations.
+
+Layers l = 1…L in NTK form, members α: z_α = x_α W/√N + b, x_α ← u_α φ(v_α z_α), f_α = x_α W/√N; W and b are shared. As
+widths grow, {f_α} is a Gaussian process with covariance K_d within a member and K_o between two, and gradient descent follows
+fixed kernels: Θ_d and Θ_o from the shared weights, Θ_ind from a member's own modulations (Velikanov et al., arXiv 2202.12297,
+theorems 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.surgery.modulation import Modulation
+from dissensus.theory.activations import Activation, activation_of
+from dissensus.theory.inputs import input_moments, variance_of
+
+
+@dataclass(frozen=True)
+class EmbeddedKernels:
+    """(N1, N2) each, float64."""
+
+    gp_same: Tensor  # K_d = E f_α(x) f_α(x')
+    gp_cross: Tensor  # K_o = E f_α(x) f_β(x'), α ≠ β
+    common_same: Tensor  # Θ_d = ⟨∂f_α/∂w, ∂f_α/∂w⟩, w all that is shared
+    common_cross: Tensor  # Θ_o = ⟨∂f_α/∂w, ∂f_β/∂w⟩
+    individual: Tensor  # Θ_ind = ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩ over the modulations that are trained
+
+    def mean_mode(self, members: int, gamma: float) -> Tensor:
+        """Tangent kernel of the members' mean: (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind."""
+        return gamma / members * (self.common_same + (members - 1) * self.common_cross) + self.individual
+
+    def difference_mode(self, members: int, gamma: float) -> Tensor:
+        """Tangent kernel of what members differ by: (γ/M)(Θ_d − Θ_o) + Θ_ind."""
+        return gamma / members * (self.common_same - self.common_cross) + self.individual
+
+
+def embedded_kernels(
+    x1: Tensor,
+    x2: Tensor | None = None,
+    *,
+    depth: int,
+    activation: str | nn.Module | Activation,
+    u: Modulation | Sequence[Modulation],
+    v: Modulation | Sequence[Modulation],
+    weight_variance: float,
+    bias_variance: float = 0.0,
+    trained: Literal["both", "u", "v", "none"] = "both",
+) -> EmbeddedKernels:
+    """`EmbeddedKernels` of inputs (N1, D) and (N2, D), or of x1 with itself, for `depth` hidden layers.
+
+    Weights ~ N(0, weight_variance). bias_variance > 0 means shared hidden biases that are trained (+1 a layer in the tangent
+    kernel); there is never an output bias, which would tie members whatever their modulations. `u` and `v`: one law, or one for
+    each hidden layer. `trained`: which modulations count in `individual` (dropout's masks: "none").
+    """
+    if trained not in ("both", "u", "v", "none"):
+        raise ValueError(f"expected trained of both, u, v, none, got {trained!r}; say which modulations learn")
+    if depth < 1:
+        raise ValueError(f"expected a depth of at least 1 hidden layer, got {depth}; members differ in hidden layers")
+    phi = activation_of(activation)
+    laws = list(zip(_each(u, depth, "u"), _each(v, depth, "v"), strict=True))
+    variance = variance_of("weight_variance", weight_variance)
+    bias = variance_of("bias_variance", bias_variance)
+    inner, norm1, norm2 = input_moments(x1, x2)
+    trained_bias = 1.0 if bias > 0 else 0.0
+    a, b = (variance * norm + bias for norm in (norm1, norm2))  # K_d(x, x), K_d(x', x')
+    same = cross = variance * inner + bias
+    theta_same = theta_cross = inner + trained_bias
+    individual = torch.zeros_like(inner)
+    for layer, (law_u, law_v) in enumerate(laws, start=1):
+        within, between = phi.within(a, b, same, law_v), phi.between(a, b, cross, law_v)
+        second, first_squared = law_u.second_moment, law_u.mean**2  # m_d = U₂, m_o = U₁²
+        hidden = layer < depth
+        output_bias, output_trained = (bias, trained_bias) if hidden else (0.0, 0.0)
+        # Θ_ind ← σ_w² (C_d [u] + U₂ Z [v] + U₂ D_d Θ_ind)
+        individual = second * within.slope * individual
+        if trained in ("both", "u"):
+            individual = individual + within.value
+        if trained in ("both", "v"):
+            assert within.product is not None
+            individual = individual + second * within.product
+        individual = variance * individual
+        # Θ ← m C + 1_b + σ_w² m D Θ
+        theta_same = second * (within.value + variance * within.slope * theta_same) + output_trained
+        theta_cross = first_squared * (between.value + variance * between.slope * theta_cross) + output_trained
+        same = variance * second * within.value + output_bias
+        cross = variance * first_squared * between.value + output_bias
+        if hidden:
+            a, b = (variance * second * phi.within(q, q, q, law_v).value + bias for q in (a, b))
+    return EmbeddedKernels(same, cross, theta_same, theta_cross, individual)
+
+
+def _each(laws: Modulation | Sequence[Modulation], depth: int, name: str) -> list[Modulation]:
+    given = [laws] * depth if isinstance(laws, Modulation) else list(laws)
+    if len(given) != depth or not all(isinstance(law, Modulation) for law in given):
+        raise ValueError(
+            f"expected one Modulation or {depth} for {name}, got {len(given)}; give one for each hidden layer"
+        )
+    return given

@@ -1,0 +1,152 @@
+"""A dense embedded ensemble of finite width as plain tensors: what `embedded_kernels` describes, to hold against it.
+
+    z_α^l = x_α^{l−1} W^l/√N_{l−1} + b^l,   x_α^l = u_α^l φ(v_α^l z_α^l),   f_α = x_α^L W^{L+1}/√N_L
+
+W, b are shared by all members, u and v a member's own; inputs and outputs are not modulated and there is no output bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dissensus.surgery.modulation import Modulation
+from dissensus.theory.blocks import EnsembleBlocks
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "erf": torch.erf,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "identity": lambda z: z,
+}
+
+
+@dataclass(frozen=True)
+class EmbeddedNetwork:
+    """Shared tensors "weight1"… (N_in, N_out), "bias1"…; own tensors "u1"…, "v1"… (M, N)."""
+
+    shared: dict[str, Tensor]
+    own: dict[str, Tensor]
+    activation: str = "relu"
+
+    @staticmethod
+    def draw(
+        inputs: int,
+        *,
+        width: int | Sequence[int],
+        depth: int,
+        members: int,
+        activation: str = "relu",
+        u: Modulation,
+        v: Modulation,
+        weight_variance: float,
+        bias_variance: float = 0.0,
+        outputs: int = 1,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str | None = None,
+    ) -> EmbeddedNetwork:
+        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
+        if activation not in FUNCTIONS:
+            raise ValueError(f"expected an activation of {', '.join(FUNCTIONS)}, got {activation!r}; name one of them")
+        hidden = [width] * depth if isinstance(width, int) else list(width)
+        widths = [inputs, *hidden, outputs]
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        shared, own = {}, {}
+        for l in range(1, depth + 2):
+            shared[f"weight{l}"] = weight_variance**0.5 * normal(widths[l - 1], widths[l])
+            if l <= depth:
+                if bias_variance > 0:
+                    shared[f"bias{l}"] = bias_variance**0.5 * normal(widths[l])
+                own[f"u{l}"] = u.sample((members, widths[l]), generator, dtype=dtype, device=device)
+                own[f"v{l}"] = v.sample((members, widths[l]), generator, dtype=dtype, device=device)
+        return EmbeddedNetwork(shared, own, activation)
+
+    @property
+    def depth(self) -> int:
+        """Hidden layers."""
+        return len(self.own) // 2
+
+    @property
+    def members(self) -> int:
+        """M."""
+        return len(self.own["u1"])
+
+    def member(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        """(B, O) of one member, whose own tensors in `params` have no member axis: what `ensemble_blocks` takes."""
+        for l in range(1, self.depth + 1):
+            z = x @ params[f"weight{l}"] / x.shape[-1] ** 0.5 + params.get(f"bias{l}", 0.0)
+            x = params[f"u{l}"] * FUNCTIONS[self.activation](params[f"v{l}"] * z)
+        outputs: Tensor = x @ params[f"weight{self.depth + 1}"] / x.shape[-1] ** 0.5
+        return outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(M, B, O)."""
+        return self.outputs(self.shared, self.own, x)
+
+    def outputs(self, shared: dict[str, Tensor], own: dict[str, Tensor], x: Tensor) -> Tensor:
+        """(M, B, O) with these tensors in place of its own."""
+        # (M, 1, N): a factor for each unit, the same for every input
+        return self.member({**shared, **{name: tensor[:, None] for name, tensor in own.items()}}, x)
+
+    def blocks(self, x1: Tensor, x2: Tensor | None = None) -> EnsembleBlocks:
+        """The same as `ensemble_blocks`, from activations and signals alone:
+
+        Θ^com_αβ = ⟨x^L, x'^L⟩/N_L + Σ_l ⟨δ^l, δ'^l⟩ (⟨x^{l−1}, x'^{l−1}⟩/N_{l−1} + 1_b)
+        Θ^ind_α  = Σ_l ⟨∂f/∂u, ∂f/∂u'⟩ + ⟨∂f/∂v, ∂f/∂v'⟩
+        """
+        first = self._signals(x1)
+        second = first if x2 is None else self._signals(x2)
+        common: Tensor = torch.zeros(())
+        individual: Tensor = torch.zeros(())
+        for l, (one, two) in enumerate(zip(first, second, strict=True), start=1):
+            gram = torch.einsum("anw,bmw->abnm", one.inputs, two.inputs) / one.inputs.shape[-1]
+            gram = gram + float(f"bias{l}" in self.shared)
+            common = common + torch.einsum("anow,bmpw->abnmop", one.delta, two.delta) * gram[..., None, None]
+            for left, right in zip(one.own, two.own, strict=True):
+                individual = individual + torch.einsum("anow,ampw->anmop", left, right)
+        return EnsembleBlocks(common, individual)
+
+    def _signals(self, x: Tensor) -> list[_Signals]:
+        """Layer by layer: inputs (M, B, N), ∂f/∂z and ∂f/∂(u, v) (M, B, O, N) of every input by itself."""
+        members, batch = self.members, len(x)
+        own = {
+            name: tensor[:, None].expand(members, batch, -1).detach().clone().requires_grad_()
+            for name, tensor in self.own.items()
+        }
+        inputs, zs = [], []
+        h = x.expand(members, *x.shape)
+        with torch.enable_grad():
+            for l in range(1, self.depth + 2):
+                inputs.append(h.detach())
+                z = h @ self.shared[f"weight{l}"] / h.shape[-1] ** 0.5 + self.shared.get(f"bias{l}", 0.0)
+                zs.append(z.requires_grad_())
+                if l <= self.depth:
+                    h = own[f"u{l}"] * FUNCTIONS[self.activation](own[f"v{l}"] * z)
+            f = zs[-1]
+            found = [
+                torch.autograd.grad(f[..., o].sum(), [*zs, *own.values()], retain_graph=True)
+                for o in range(f.shape[-1])
+            ]
+        stacked = [torch.stack(each, 2) for each in zip(*found, strict=True)]  # (M, B, O, N)
+        factors = dict(zip(own, stacked[len(zs) :], strict=True))
+        return [
+            _Signals(inputs[l], stacked[l], [factors[f"u{l + 1}"], factors[f"v{l + 1}"]] if l < self.depth else [])
+            for l in range(len(zs))
+        ]
+
+
+@dataclass(frozen=True)
+class _Signals:
+    inputs: Tensor
+    delta: Tensor
+    own: list[Tensor]

@@ -1,0 +1,46 @@
+"""Inputs of analytic kernels: checked, in float64, as normalised inner products."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(x·x'/D (N1, N2), x·x/D (N1, 1), x'·x'/D (1, N2)) of vectors (N1, D) and (N2, D); x2 = x1 where None."""
+    first, second = checked_pair(x1, x2)
+    if first.ndim != 2:
+        raise ValueError(f"expected inputs of shape (N, D), got {tuple(first.shape)}; flatten them first")
+    width = first.shape[1]
+    norm1, norm2 = first.square().sum(1)[:, None] / width, second.square().sum(1)[None] / width
+    return first @ second.T / width, norm1, norm2
+
+
+def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both in float64; raises where an example has another shape in one than in the other."""
+    second = x1 if x2 is None else x2
+    for x in (x1, second):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected inputs as a tensor, got {type(x).__name__}; convert with torch.as_tensor")
+        if x.ndim < 2:
+            raise ValueError(
+                f"expected inputs of shape (N, D) or (N, C, H, W), got {tuple(x.shape)}; keep a batch axis"
+            )
+        if not bool(x.isfinite().all()):  # a kernel of −∞, which masks may hold elsewhere, is none
+            row = int((~x.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
+    if x1.shape[1:] != second.shape[1:]:
+        raise ValueError(
+            f"expected examples of one shape, got {tuple(x1.shape[1:])} and {tuple(second.shape[1:])}; "
+            "pass inputs of the same width"
+        )
+    return x1.detach().to(torch.float64), second.detach().to(torch.float64)
+
+
+def variance_of(name: str, value: float) -> float:
+    """A variance as a float; raises where it cannot be one."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"expected a {name} of at least 0, got {value}; pass a variance")
+    return float(value)

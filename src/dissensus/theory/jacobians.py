@@ -1,0 +1,75 @@
+"""Tangent kernels of any function f(params, x) by derivatives of whole networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, jvp, vjp, vmap
+
+from dissensus.theory.budget import check_budget
+
+Params = dict[str, Tensor]
+Function = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
+
+
+def contraction(
+    function: Function, params: Params, x1: Tensor, x2: Tensor, *, outputs: int, room: int, symmetric: bool
+) -> Tensor:
+    """(N1, N2, O, O): gradients of all outputs of a block of inputs, contracted with another's."""
+    size = sum(p.numel() * p.element_size() for p in params.values())
+    row = 3 * outputs * size  # gradients, and what torch holds while it makes them
+    check_budget(2 * row, room, "gradients of two inputs beside the kernel", "use method='products'")
+    block = max(1, room // (2 * row))
+    first = next(iter(params.values()))
+    theta = first.new_empty(len(x1), outputs, len(x2), outputs)
+    for i in range(0, len(x1), block):
+        left = rows(function, params, x1[i : i + block])
+        for j in range(i if symmetric else 0, len(x2), block):
+            right = left if symmetric and i == j else rows(function, params, x2[j : j + block])
+            found = contract(left, right)
+            theta[i : i + block, :, j : j + block] = found
+            if symmetric and i != j:
+                theta[j : j + block, :, i : i + block] = found.permute(2, 3, 0, 1)
+    return theta.permute(0, 2, 1, 3)
+
+
+def rows(function: Function, params: Params, x: Tensor) -> list[Tensor]:
+    """(N, O, P_k) gradients of every output for every input, one tensor a parameter."""
+    found = vmap(jacrev(function), (None, 0))(params, x)
+    return [each.flatten(2) for each in found.values()]
+
+
+def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    """(N1, O, N2, O) inner products of gradients."""
+    (n, o), (m, q) = left[0].shape[:2], right[0].shape[:2]
+    total = left[0].new_zeros(n * o, m * q)
+    for one, two in zip(left, right, strict=True):
+        total.addmm_(one.flatten(0, 1), two.flatten(0, 1).T)
+    return total.view(n, o, m, q)
+
+
+def products(
+    function: Function, params: Params, x1: Tensor, x2: Tensor, *, outputs: int, room: int, symmetric: bool
+) -> Tensor:
+    """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'); nothing is contracted."""
+    del symmetric  # every column is whole
+    size = sum(p.numel() * p.element_size() for p in params.values())
+    check_budget(4 * size, room, "one gradient and what moves along it beside the kernel", "give it more")
+    chunk = max(1, room // (4 * size))
+    first = next(iter(params.values()))
+    units = torch.eye(outputs, dtype=first.dtype, device=first.device)
+
+    def column(x: Tensor, unit: Tensor, inputs: Tensor) -> Tensor:
+        gradient = vjp(lambda p: function(p, x), params)[1](unit)[0]
+        moved: Tensor = jvp(lambda p: vmap(function, (None, 0))(p, inputs), (params,), (gradient,))[1]
+        return moved  # (n, O)
+
+    theta = first.new_empty(len(x1), len(x2), outputs, outputs)
+    every = vmap(vmap(column, (None, 0, None), chunk_size=chunk), (0, None, None), chunk_size=max(1, chunk // outputs))
+    block = max(1, min(len(x1), 64))
+    for i in range(0, len(x1), block):
+        found = every(x2, units, x1[i : i + block])  # (N2, O', n, O)
+        theta[i : i + block] = found.permute(2, 0, 3, 1)
+    return theta

@@ -1,0 +1,224 @@
+"""Kernels of one wide network: its Gaussian process at initialisation and its tangent kernel in training.
+
+As widths (channels) grow, a random network's outputs become a Gaussian process (NNGP; Neal 1996, Lee et al. 2018), and gradient
+descent on it kernel regression with the neural tangent kernel (Jacot et al. 2018; convolutions: Arora et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.nets.blocks import Residual
+from dissensus.nets.mlp import MLP
+from dissensus.nets.ntk import NTKLinear
+from dissensus.theory.activations import activation_of
+from dissensus.theory.budget import check_budget
+from dissensus.theory.covariances import (
+    Layout,
+    Units,
+    activated,
+    flat_mean,
+    of_inputs,
+    patches,
+    pooled,
+    weighted,
+)
+from dissensus.theory.inputs import checked_pair, variance_of
+
+KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
+TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """(N1, N2) each, float64: of one output; outputs are independent of one another."""
+
+    nngp: Tensor  # E f(x) f(x')
+    ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩
+
+
+@dataclass(frozen=True)
+class _Law:
+    variance: float
+    bias: float
+    standard: bool
+
+
+def kernel(
+    network: nn.Module,
+    x1: Tensor,
+    x2: Tensor | None = None,
+    *,
+    weight_variance: float,
+    bias_variance: float = 0.0,
+    parameterization: Literal["ntk", "standard"] = "ntk",
+    memory: int = 2**31,
+) -> Kernels:
+    """`Kernels` (N1, N2) of an `nn.Sequential` (or `nets.MLP`) at infinite width, for x1 and x2 or for x1 with itself.
+
+    The network is read as a description; its weights are not looked at. A layer with a bias has one of variance bias_variance
+    that is trained, parameters with requires_grad=False are not trained. parameterization "ntk": layers Wx/√fan_in + b with
+    W ~ N(0, weight_variance); "standard": W ~ N(0, weight_variance/fan_in), whose tangent kernel grows with the network's own
+    widths. `memory`: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
+    """
+    if parameterization not in ("ntk", "standard"):
+        raise ValueError(f"expected parameterization of ntk, standard, got {parameterization!r}; name one of them")
+    law = _Law(
+        variance_of("weight_variance", weight_variance),
+        variance_of("bias_variance", bias_variance),
+        parameterization == "standard",
+    )
+    steps = list(_steps(network))
+    first, second = checked_pair(x1, x2)
+    if steps and isinstance(steps[0], nn.Flatten):
+        first, second = first.flatten(1), second.flatten(1)
+    if x2 is None:
+        second = first
+    pools = any(isinstance(m, nn.AvgPool2d | nn.AdaptiveAvgPool2d) for m in network.modules())
+    layout: Layout = "vector" if first.ndim == 2 else "pairs" if pools else "diagonal"
+    if first.ndim not in (2, 4):
+        raise ValueError(f"expected inputs (N, D) or (N, C, H, W), got {tuple(first.shape)}; flatten others first")
+    positions = first[0, 0].numel() if layout != "vector" else 1
+    each = 8 * TEMPORARIES * (positions**2 if layout == "pairs" else positions)
+    check_budget(each, memory, "covariances of all positions of one pair of inputs", "use smaller images")
+    return _blocks(steps, first, second, law, layout, each, memory)
+
+
+def _blocks(
+    steps: list[nn.Module], x1: Tensor, x2: Tensor, law: _Law, layout: Layout, each: int, memory: int
+) -> Kernels:
+    """The kernels, halving the longer side until one block fits the budget."""
+    if each * len(x1) * len(x2) <= memory or len(x1) == len(x2) == 1:
+        units = of_inputs(x1, x2, layout)
+        units = _through(steps, units, law, width=x1.shape[1])
+        if not units.gaussian:
+            raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
+        units = flat_mean(units) if units.flattened else units
+        if units.layout != "vector":
+            raise ValueError("expected a network with one vector of outputs, got images; end in Flatten and Linear")
+        return Kernels(units.cross, units.tangent)
+    dim = 0 if len(x1) >= len(x2) else 1
+    longer = (x1, x2)[dim]
+    parts = []
+    for half in longer.tensor_split(2):
+        pair = (half, x2) if dim == 0 else (x1, half)
+        parts.append(_blocks(steps, *pair, law, layout, each, memory))
+    return Kernels(*(torch.cat([getattr(part, name) for part in parts], dim) for name in ("nngp", "ntk")))
+
+
+def _steps(network: nn.Module) -> Iterator[nn.Module]:
+    """The network's layers in order, nested sequences opened."""
+    if isinstance(network, MLP):
+        yield nn.Flatten()
+        network = network.layers
+    if isinstance(network, nn.Sequential):
+        for child in network:
+            yield from _steps(child)
+    elif not isinstance(network, nn.Identity):
+        yield network
+
+
+def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> Units:
+    for layer in steps:
+        if isinstance(layer, nn.Linear | NTKLinear):
+            units = _linear(layer, units, law, width)
+            width = layer.out_features
+        elif isinstance(layer, nn.Conv2d):
+            units = _convolution(layer, units, law, width)
+            width = layer.out_channels
+        elif isinstance(layer, nn.Flatten):
+            if layer.start_dim != 1 or layer.end_dim != -1:
+                raise ValueError(f"expected Flatten from axis 1 to the last, got {layer}; keep the batch axis alone")
+            if units.layout != "vector":
+                width *= units.cross.shape[-1] * units.cross.shape[-2]
+                units = replace(units, flattened=True)
+        elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+            units = _pool(layer, units)
+        elif isinstance(layer, Residual):
+            units = _residual(layer, units, law, width)
+        else:
+            units = _activation(layer, units)
+    return units
+
+
+def _linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
+    if units.layout != "vector" and not units.flattened:
+        raise ValueError("expected Flatten between images and a Linear, got none; a Linear acts on the last axis")
+    if law.standard and isinstance(layer, NTKLinear):
+        raise ValueError("expected parameterization='ntk' for a network of NTKLinear layers, got 'standard'; pass that")
+    if layer.in_features != width:
+        raise ValueError(f"expected inputs of width {layer.in_features}, got {width}; the first Linear takes those")
+    return weighted(flat_mean(units), **_moments(layer, layer.in_features, law))
+
+
+def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units:
+    if units.layout == "vector" or units.flattened:
+        raise ValueError("expected images (N, C, H, W) for a Conv2d, got vectors; put it before Flatten")
+    if layer.in_channels != width:
+        raise ValueError(f"expected images of {layer.in_channels} channels, got {width}; the Conv2d takes those")
+    if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        raise ValueError(f"expected a Conv2d with groups=1 and zeros padded, a number of them, got {layer}")
+    fan_in = layer.in_channels * layer.kernel_size[0] * layer.kernel_size[1]
+    return weighted(patches(units, layer), **_moments(layer, fan_in, law))
+
+
+def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
+    trained_bias = layer.bias is not None and layer.bias.requires_grad
+    gradient = float(fan_in if law.standard else 1) if layer.weight.requires_grad else 0.0
+    return {
+        "variance": law.variance,
+        "bias": law.bias if layer.bias is not None else 0.0,
+        "weight_gradient": gradient,
+        "bias_gradient": float(trained_bias),
+    }
+
+
+def _pool(layer: nn.AvgPool2d | nn.AdaptiveAvgPool2d, units: Units) -> Units:
+    if units.layout == "vector" or units.flattened:
+        raise ValueError("expected images (N, C, H, W) to pool, got vectors; put it before Flatten")
+    if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
+        raise ValueError(f"expected global average pooling, AdaptiveAvgPool2d(1), got {layer}; use AvgPool2d")
+    return pooled(units, layer)
+
+
+def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
+    if not units.weighted:
+        raise ValueError("expected a Linear or Conv2d before a Residual, got inputs; inputs are not random")
+    branch = _through(list(_steps(layer.branch)), units, law, width=width)
+    if branch.weighted == units.weighted or not branch.gaussian:
+        raise ValueError(
+            "expected a Residual whose branch ends in Linear or Conv2d, got another last layer; "
+            "only fresh weights make the branch independent of what it is added to"
+        )
+    if branch.cross.shape != units.cross.shape:
+        raise ValueError(
+            f"expected a branch that keeps the image's size, got {tuple(branch.cross.shape[2:])} from "
+            f"{tuple(units.cross.shape[2:])}; pad its convolutions"
+        )
+    first = units.first + branch.first
+    return replace(
+        units,
+        cross=units.cross + branch.cross,
+        first=first,
+        second=first if units.second is units.first else units.second + branch.second,
+        tangent=units.tangent + branch.tangent,
+        weighted=branch.weighted,
+    )
+
+
+def _activation(layer: nn.Module, units: Units) -> Units:
+    try:
+        activation = activation_of(layer)
+    except ValueError as error:
+        raise ValueError(f"{error}. Layers that are known: {KNOWN}") from None
+    if not units.gaussian:
+        raise ValueError(
+            f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; "
+            "the expectations are those of Gaussian units"
+        )
+    return activated(units, activation)

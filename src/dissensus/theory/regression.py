@@ -1,0 +1,64 @@
+"""Regression with the kernels of wide networks: what an infinitely wide ensemble predicts, without training one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dissensus.core.summary import RegressionSummary
+from dissensus.theory.kernel import Kernels
+
+
+def gp_predict(
+    kernel: Callable[..., Kernels],
+    x: Tensor,
+    y: Tensor,
+    points: Tensor,
+    *,
+    noise: float,
+    kind: Literal["nngp", "ntk"] = "nngp",
+    jitter: float = 0.0,
+) -> RegressionSummary:
+    """A `SummaryPredictive` at the points (n, …) from x, y (B,) or (B, D); `noise` is a standard deviation, σ.
+
+    kind "nngp": the Bayesian posterior of a wide network, A = K(·, X)(K + σ²I)⁻¹. "ntk": wide networks trained by gradient
+    descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹; epistemic is their variance over initialisations. Nothing is added to a
+    kernel but `jitter`; one that cannot be factorised is refused with what would do.
+    """
+    if kind not in ("nngp", "ntk"):
+        raise ValueError(f"expected kind of nngp, ntk, got {kind!r}; name one of them")
+    if not noise >= 0:
+        raise ValueError(f"expected a noise of at least 0, got {noise}; it is a standard deviation")
+    if len(y) != len(x) or y.ndim not in (1, 2):
+        raise ValueError(f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}")
+    targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
+    train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
+    solved, cross = (train.nngp, towards.nngp) if kind == "nngp" else (train.ntk, towards.ntk)
+    factor = _cholesky(solved, noise**2 + jitter)
+    answers = torch.cholesky_solve(cross.T, factor).T  # A (n, B)
+    mean = answers @ targets
+    variance = own.nngp.diagonal() - (answers * towards.nngp).sum(1)
+    if kind == "ntk":
+        # K** − A K(X, ·) − (A K(X, ·))ᵀ + A K(X, X) Aᵀ
+        variance += ((answers @ train.nngp - towards.nngp) * answers).sum(1)
+    epistemic = variance.clamp(min=0)[:, None].expand_as(mean)
+    return RegressionSummary(mean[None], torch.full_like(mean, noise**2)[None], epistemic[None].clone())
+
+
+def _cholesky(matrix: Tensor, ridge: float) -> Tensor:
+    """The lower factor of matrix + ridge·I; raises with the jitter that would make it possible."""
+    shifted = matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    factor: Tensor
+    factor, trouble = torch.linalg.cholesky_ex(shifted)
+    smallest = float(torch.linalg.eigvalsh(shifted)[0])
+    scale = float(matrix.diagonal().mean())
+    if int(trouble) or smallest <= 1e-14 * scale:
+        suggested = 1e-8 * scale + max(0.0, -smallest)
+        raise ValueError(
+            f"expected a positive definite kernel, got a smallest eigenvalue of {smallest:.2g} with {ridge:.2g} on the "
+            f"diagonal; pass jitter={suggested:.1g}, a noise above 0, or inputs that differ"
+        )
+    return factor

@@ -1,0 +1,87 @@
+"""A linear model of an embedded ensemble that can be solved: how many members, and when they act as one.
+
+f = U w/√N with weights w ~ N(0, I_N) trained and modulations U (M, N) = p + √(1 − p²) G fixed; all members' target is 1. With
+A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time in units of 1/λ_max:
+
+    L_ind = Σ_i q_i e^{−2tr_i} + (1/M) Σ_i λ_i e^{−2tr_i}                   a member's loss
+    L_ens = E (Σ_i q_i e^{−tr_i})² + (1/M) E Σ_i q_i λ_i e^{−2tr_i}         that of the members' mean: bias² + variance
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.surgery.modulation import Modulation
+
+
+class ToyLosses(NamedTuple):
+    """(T,) each, averaged over draws of U and exactly over w."""
+
+    individual: Tensor
+    ensemble: Tensor
+
+
+def toy_losses(
+    members: int,
+    width: int,
+    times: Tensor,
+    *,
+    p: float = 0.0,
+    draws: int = 20,
+    generator: torch.Generator | None = None,
+) -> ToyLosses:
+    """Losses of a member and of the members' mean at the times."""
+    individual, ensemble = torch.zeros_like(times), torch.zeros_like(times)
+    for values, overlaps in _spectra(members, width, p, draws, generator):
+        share = torch.exp(-times[:, None] * values / values[-1])  # (T, M)
+        individual += (share**2 * overlaps).sum(1) + (share**2 * values).sum(1) / members
+        ensemble += (share * overlaps).sum(1) ** 2 + (share**2 * overlaps * values).sum(1) / members
+    return ToyLosses(individual / draws, ensemble / draws)
+
+
+def toy_spectrum(
+    members: int, width: int, *, p: float, draws: int = 20, generator: torch.Generator | None = None
+) -> tuple[float, float]:
+    """(λ_max, overlap (e_max·1)²/M of its eigenvector with the ones): means over draws."""
+    found = [(float(values[-1]), float(q[-1])) for values, q in _spectra(members, width, p, draws, generator)]
+    largest, overlap = zip(*found, strict=True)
+    return sum(largest) / draws, sum(overlap) / draws
+
+
+def optimal_members(width: int, time: float) -> float:
+    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help (t > 0)."""
+    if not time > 0:
+        raise ValueError(f"expected a time above 0, got {time}; untrained, more members always help")
+    return float((width / (4 * time**2)) ** (1 / 3))
+
+
+def transition(members: int, width: int) -> float:
+    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does."""
+    return float((1 + (members * width) ** 0.5) ** -0.5)
+
+
+def largest_eigenvalue(members: int, width: int, p: float) -> float:
+    """λ_max of A for large M and N: a spike θ = p√(M/(1 − p²)) outside the bulk (1 ± √c)² once θ > c^{1/4}, c = M/N."""
+    if abs(p) >= 1:
+        return float(members)
+    ratio, noise = members / width, 1 - p**2
+    spike = p**2 * members / noise  # θ²
+    if spike <= ratio**0.5:
+        return float(noise * (1 + ratio**0.5) ** 2)
+    return float(noise * (1 + spike) * (ratio + spike) / spike)
+
+
+def _spectra(
+    members: int, width: int, p: float, draws: int, generator: torch.Generator | None
+) -> list[tuple[Tensor, Tensor]]:
+    """(λ (M,) ascending, q (M,)) of every draw."""
+    law = Modulation.between(p)
+    found = []
+    for _ in range(draws):
+        u = law.sample((members, width), generator, dtype=torch.float64)
+        values, vectors = torch.linalg.eigh(u @ u.T / width)
+        found.append((values.clamp(min=0), vectors.sum(0) ** 2 / members))
+    return found

@@ -1,0 +1,176 @@
+"""Kernels of one wide network: against neural-tangents, against the embedded recursion, and what is refused."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+from dissensus import Modulation, theory
+from dissensus.nets import Erf, Residual
+
+# Made by benchmarks/make_kernel_vectors.py
+VECTORS = json.loads((Path(__file__).parent / "neural_tangents.json").read_text())
+WIDTH = VECTORS["width"]
+ACTIVATIONS = {
+    "relu": nn.ReLU, "leaky_relu": partial(nn.LeakyReLU, 0.2), "erf": Erf, "gelu": nn.GELU, "tanh": nn.Tanh,
+    "identity": nn.Identity,
+}  # fmt: skip
+
+
+def network(name: str, activation: str) -> nn.Sequential:
+    """The same layers as in the script."""
+    phi, wide = ACTIVATIONS[activation], partial(nn.Linear, WIDTH)
+    conv = partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1)
+    start = nn.Conv2d(3, WIDTH, 3, padding=1)
+    if name == "dense":
+        return nn.Sequential(nn.Linear(5, WIDTH), phi(), wide(WIDTH), phi(), wide(WIDTH), phi(), wide(1))
+    if name == "dense-residual":
+        return nn.Sequential(nn.Linear(5, WIDTH), Residual(nn.Sequential(phi(), wide(WIDTH))), phi(), wide(1))
+    if name == "conv-flatten":
+        return nn.Sequential(start, phi(), conv(), phi(), nn.Flatten(), nn.Linear(WIDTH * 24, 1))
+    if name == "conv-pool":
+        return nn.Sequential(start, phi(), conv(), phi(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), wide(1))
+    branch = nn.Sequential(phi(), conv(), phi(), conv())
+    return nn.Sequential(
+        start,
+        Residual(branch),
+        nn.AvgPool2d(2),
+        phi(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        wide(WIDTH),
+        phi(),
+        wide(1),
+    )
+
+
+@pytest.mark.parametrize(
+    "row", VECTORS["rows"], ids=lambda row: f"{row['network']}-{row['activation']}-{row['parameterization']}"
+)
+def test_kernels_are_those_of_neural_tangents(row):
+    x = torch.tensor(VECTORS["images" if row["network"].startswith("conv") else "vectors"], dtype=torch.float64)
+    found = theory.kernel(
+        network(row["network"], row["activation"]),
+        x,
+        weight_variance=row["weight_variance"],
+        bias_variance=row["bias_variance"],
+        parameterization=row["parameterization"],
+    )
+    for mine, theirs in ((found.nngp, row["nngp"]), (found.ntk, row["ntk"])):
+        reference = torch.tensor(theirs, dtype=torch.float64)
+        assert torch.allclose(mine, reference, rtol=0, atol=1e-6 * float(reference.abs().max()))
+
+
+def test_an_expansion_is_the_integral():
+    a, b, c = 5.3, 2.0, 1.1
+    root = torch.linalg.cholesky(torch.tensor([[a, c], [c, b]], dtype=torch.float64))
+    grid = torch.linspace(-12, 12, 1201, dtype=torch.float64)  # the trapezoidal rule is exact to rounding here
+    g, h = torch.meshgrid(grid, grid, indexing="ij")
+    density = torch.exp(-(g**2 + h**2) / 2) * (grid[1] - grid[0]) ** 2 / (2 * torch.pi)
+    expected = (torch.tanh(root[0, 0] * g) * torch.tanh(root[1, 0] * g + root[1, 1] * h) * density).sum()
+    at = (torch.tensor([[q]], dtype=torch.float64) for q in (a, b, c))
+    assert theory.activation_of("tanh").within(*at).value.item() == pytest.approx(float(expected), abs=1e-11)
+
+
+def test_a_network_without_modulations_is_one_member():
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 1, bias=False))
+    found = theory.kernel(layers, x, y, weight_variance=1.5, bias_variance=0.2)
+    one = Modulation.constant(1.0)
+    embedded = theory.embedded_kernels(
+        x, y, depth=2, activation="relu", u=one, v=one, weight_variance=1.5, bias_variance=0.2
+    )
+    assert torch.allclose(found.nngp, embedded.gp_same, atol=1e-12)
+    assert torch.allclose(found.ntk, embedded.common_same, atol=1e-12)
+
+
+def test_blocks_within_a_budget_give_the_same():
+    x = torch.randn(5, 3, 4, 6, dtype=torch.float64)
+    pool = network("conv-pool", "relu")
+    whole, parts = (
+        theory.kernel(pool, x, x[:3], weight_variance=2.0, memory=memory) for memory in (2**31, 8 * 8 * 24**2 * 4)
+    )
+    assert torch.allclose(whole.ntk, parts.ntk, atol=1e-12)
+    assert torch.allclose(whole.nngp, parts.nngp, atol=1e-12)
+    with pytest.raises(ValueError, match=r"expected covariances .* within 1000 bytes, got 36 KiB; use smaller images"):
+        theory.kernel(pool, x, weight_variance=2.0, memory=1000)
+
+
+def test_strides_dilation_and_pooling_match_random_networks():
+    """A strided, dilated convolution and average pooling, against the second moments of 400 small random networks."""
+    generator, n, width = torch.Generator().manual_seed(0), 400, 64
+    x = torch.randn(2, 2, 7, 7, generator=generator, dtype=torch.float64)
+    layers = nn.Sequential(
+        nn.Conv2d(2, width, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.AvgPool2d(2, stride=1),
+        nn.Conv2d(width, width, 2, dilation=2, bias=False), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(width, width, bias=False),
+    ).double()  # fmt: skip
+    expected = theory.kernel(layers, x, weight_variance=2.0).nngp
+    found = []
+    for _ in range(n):
+        for weight in layers.parameters():
+            drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight.data = drawn * (2.0 / weight[0].numel()) ** 0.5
+        with torch.no_grad():
+            f = layers(x)
+        found.append(f @ f.T / width)
+    each = torch.stack(found)
+    # The bias of order 1/width is far below the standard error here.
+    assert ((each.mean(0) - expected).abs() < 4 * each.std(0) / n**0.5).all()
+
+
+def test_frozen_parameters_are_not_in_the_tangent_kernel():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
+    for parameter in layers[0].parameters():
+        parameter.requires_grad_(False)
+    found = theory.kernel(layers, x, weight_variance=2.0)
+    assert torch.allclose(found.ntk, found.nngp / 2.0)  # random features: the last layer alone
+
+
+def test_an_mlp_of_ours_is_read_too():
+    x = torch.randn(3, 2, 2, dtype=torch.float64)
+    mlp = ds.nets.MLP(4, 1, hidden=(8, 8), activation="gelu")
+    given = partial(theory.kernel, weight_variance=1.3, bias_variance=0.1)
+    assert torch.equal(given(mlp, x).ntk, given(mlp.layers, x.flatten(1)).ntk)
+
+
+def test_an_mlp_in_ntk_form_has_the_kernel_of_its_layers():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    form = ds.nets.MLP(4, 1, hidden=(1024,), parameterization="ntk").double()
+    plain = ds.nets.MLP(4, 1, hidden=(1024,))
+    expected = theory.kernel(plain, x, weight_variance=2.0)
+    assert torch.equal(theory.kernel(form, x, weight_variance=2.0).ntk, expected.ntk)
+    found = theory.empirical_ntk(form, x, method="structured")
+    assert torch.allclose(found, theory.empirical_ntk(form, x, method="jacobian"), atol=1e-10)
+    assert float((found[..., 0, 0] - expected.ntk).norm() / expected.ntk.norm()) < 0.2  # one draw of 1024 units
+    with pytest.raises(ValueError, match="expected parameterization='ntk' for a network of NTKLinear layers"):
+        theory.kernel(form, x, weight_variance=2.0, parameterization="standard")
+
+
+def test_what_the_theory_does_not_hold_for_is_refused():
+    x, image = torch.randn(3, 4), torch.randn(2, 3, 4, 4)
+    given = partial(theory.kernel, weight_variance=2.0)
+    end = nn.Linear(8, 1)
+    for layers, inputs, message in (
+        ((nn.Linear(4, 8), nn.Hardtanh(), end), x, r"expected an activation of relu, .*tanh.*, got Hardtanh"),
+        ((nn.Linear(4, 8), nn.BatchNorm1d(8), end), x, r"got BatchNorm1d.* Layers that are known: Linear, Conv2d"),
+        ((nn.Linear(5, 8), nn.ReLU(), end), x, "expected inputs of width 5, got 4"),
+        ((nn.ReLU(), nn.Linear(4, 8), end), x, "expected a Linear or Conv2d right before ReLU, got none"),
+        ((nn.Linear(4, 8), nn.ReLU(), nn.ReLU(), end), x, "right before ReLU, got none"),
+        ((nn.Linear(4, 8), nn.ReLU()), x, "expected a network that ends in Linear or Conv2d"),
+        ((Residual(nn.Linear(4, 4)), nn.Linear(4, 1)), x, "expected a Linear or Conv2d before a Residual"),
+        ((nn.Linear(4, 8), Residual(nn.ReLU()), end), x, "expected a Residual whose branch ends in Linear"),
+        ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Linear(8, 1)), image, "expected Flatten between images and a Linear"),
+        ((nn.Conv2d(2, 8, 3), nn.Flatten(), end), image, "expected images of 2 channels, got 3"),
+        ((nn.Conv2d(3, 8, 3, groups=1, padding="same"), nn.Flatten(), end), image, "expected a Conv2d with groups=1"),
+        ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 1)), image, "expected a network with one vector of outputs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            given(nn.Sequential(*layers), inputs)
+    with pytest.raises(ValueError, match="expected parameterization of ntk, standard, got 'mup'"):
+        given(nn.Sequential(end), torch.randn(2, 8), parameterization="mup")
