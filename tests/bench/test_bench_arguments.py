@@ -5,7 +5,7 @@ import torch
 
 import dissensus as ds
 from dissensus.bench import jobs
-from dissensus.bench.arguments import first_layer_prior, resolved
+from dissensus.bench.arguments import resolved
 from dissensus.bench.build import optimizer, posterior
 from dissensus.bench.config import load_task, run_config
 from dissensus.bench.run import Run
@@ -44,10 +44,26 @@ def test_other_methods_and_wrong_values_are_errors():
     with pytest.raises(ValueError, match=r"a key of \[method.deep_ensemble\]"):
         load_task("toy-classification", size="smoke", overrides=["method.deep_ensemble.alpha=0.1"])
     with pytest.raises(ValueError, match="expected lengthscales of identity, pca, got 'pcs'; did you mean 'pca'"):
-        resolved({"lengthscales": "pcs"}, [])
+        resolved({"lengthscales": "pcs"}, ["lengthscales"])
     with pytest.raises(ValueError, match='expected lengthscales = "pca" with alpha'):
-        resolved({"alpha": 0.1}, [])
+        resolved({"alpha": 0.1}, ["lengthscales"])
     assert resolved({"members": 3}, []) == {"members": 3}
+    assert resolved({"alpha": 0.1}, ["alpha"]) == {"alpha": 0.1}  # a method's own
+
+
+def test_an_argument_in_an_object_and_beside_it_is_an_error():
+    with pytest.raises(ValueError, match="expected alpha once, got it in lengthscales and beside it"):
+        resolved({"lengthscales": {"pca": {"alpha": 0.2}}, "alpha": 0.1}, ["lengthscales"])
+
+
+@pytest.mark.parametrize(
+    "written", ["{pca = [0.4]}", "{pca = 0.4}", "{pca = {alpha = 0.4}}", '{name = "pca", alpha = 0.4}']
+)
+def test_every_way_to_write_lengthscales_gives_the_same(written):
+    found = scales("forde", f"method.forde.lengthscales={written}")
+    expected = scales("forde", "method.forde.lengthscales=pca", "method.forde.alpha=0.4")
+    assert torch.equal(found.precision, expected.precision)
+    assert torch.equal(found.eigenvectors, expected.eigenvectors)
 
 
 def test_lengthscales_of_a_run_survive_saving_and_loading(tmp_path):
@@ -88,11 +104,15 @@ def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("layers.0", "expected empcov = { layer"), ({"layer": "layers.0", "alfa": 1}, "did you mean 'alpha'")],
+    [
+        ("{alpha = 1.0}", "expected the argument layer of empcov, got none; write empcov = { layer = … }"),
+        ('{layer = "layers.0", alfa = 1}', "did you mean 'alpha'"),
+        ('{layer = "layers.0", data_size = 1}', "expected an argument of empcov of alpha, epsilon, layer"),
+    ],
 )
 def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message):
     with pytest.raises(ValueError, match=message):
-        first_layer_prior(value, torch.nn.Linear(2, 2), [], data_size=1)
+        run_config(load_task("lengthscales", size="smoke", overrides=[f"method.map.empcov={value}"]), "map", 0)
 
 
 def test_repulsion_by_the_number_of_data_is_told_it():

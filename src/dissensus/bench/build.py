@@ -4,50 +4,51 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from dissensus.bench.arguments import EMPCOV, first_layer_prior, resolved
+from dissensus.bench.arguments import EMPCOV, resolved
 from dissensus.bench.config import RunConfig
 from dissensus.bench.fitting import fitting
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.names import unknown
+from dissensus.bench.objects import written
 from dissensus.bench.schema import takes_several
 from dissensus.bench.sets import TaskData
 from dissensus.bench.variants import base_name
+from dissensus.bench.weights import load_weights, located, sha256
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
-from dissensus.storage import LIKELIHOODS
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
 
 
-def posterior(config: RunConfig, data: TaskData) -> Posterior:
+def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> Posterior:
     """The posterior of a run, freshly initialised from torch's generator.
 
-    A method whose first parameter is called `modules` is given `members` networks, any other one.
+    A method whose first parameter is called `modules` is given `members` networks, any other one. `folders`: where files
+    that the task names are looked for.
     """
-    settings = arguments(config, data)
-    first = settings.pop(EMPCOV, None)
-    networks: Any
-    if takes_several(METHODS[base_name(config.method)]):
-        networks = [network(config, data) for _ in range(settings.pop("members", MEMBERS))]
-    else:
-        networks = network(config, data)
+    several = takes_several(METHODS[base_name(config.method)])
+    count = config.settings.get("members", MEMBERS) if several else 1
+    networks = [network(config, data, folders=folders) for _ in range(count)]
+    settings = arguments(config, data, next(iter(networks), None))
+    if several:
+        settings.pop("members", None)
+    first_layer_prior = settings.pop(EMPCOV, None)
     with fitting(f"the method {config.method}"):
-        built = around(config, settings)(networks, likelihood=likelihood(config))
-    if first is not None:
-        inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
-        one = networks[0] if isinstance(networks, list) else networks
-        built.use_first_layer_prior(first_layer_prior(first, one, inputs, data_size=len(data.train.y)))
+        built = around(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
+    if first_layer_prior is not None:
+        built.use_first_layer_prior(first_layer_prior)
     return built
 
 
@@ -77,10 +78,11 @@ def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",
         )
 
 
-def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
+def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
-    settings = resolved(config.settings, StandardisedBatches(data.train, data.standardiser, batch_size=1000))
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
+    inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
+    settings = resolved(config.settings, parameters, inputs=inputs, network=network, data_size=len(data.train.y))
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
     size = parameters.get("data_size")
@@ -92,23 +94,45 @@ def arguments(config: RunConfig, data: TaskData) -> dict[str, Any]:
 
 def likelihood(config: RunConfig) -> Likelihood:
     """What the outputs of a run's networks mean."""
-    made = LIKELIHOODS[config.likelihood.get("name", "Classification")]
-    with fitting(f"the likelihood {made.__name__}"):
-        return made(**{key: value for key, value in config.likelihood.items() if key != "name"})
+    with fitting("the likelihood"):
+        made: Likelihood = written("likelihood", config.likelihood or "classification").made()
+    return made
 
 
-def network(config: RunConfig, data: TaskData) -> nn.Module:
-    """One network; what its settings leave open of inputs, outputs, channels and size is taken from the data."""
+def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> nn.Module:
+    """One network; what its settings leave open of inputs, outputs, channels and size is taken from the data.
+
+    `weights`: a file, in one of the folders, with the state to start from.
+    """
     settings = dict(config.network)
-    make = NETS[settings.pop("name")]
+    make, weights = NETS[settings.pop("name")], settings.pop("weights", None)
     outputs = len(data.classes) if data.classes else data.train.y.shape[1]
-    doubled = config.likelihood.get("name") == HeteroscedasticRegression.__name__  # a mean and a variance each
+    doubled = isinstance(likelihood(config), HeteroscedasticRegression)  # a mean and a variance each
     known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs * (2 if doubled else 1)}
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
     accepted = inspect.signature(make).parameters
     with fitting(f"the network {make.__name__}"):
-        return make(**{key: value for key, value in known.items() if key in accepted} | settings)
+        made = make(**{key: value for key, value in known.items() if key in accepted} | settings)
+    if weights is not None:
+        load_weights(made, located(weights, folders))
+    return made
+
+
+def check_weights(config: RunConfig) -> None:
+    """An error where a run's method has several networks and all would start, and stay, at the same weights."""
+    members = config.settings.get("members", MEMBERS)
+    if takes_several(METHODS[base_name(config.method)]) and members > 1:
+        raise ValueError(
+            f"expected a method of one network with network.weights, got {config.method}, whose {members} members would all "
+            "start at them and learn the same; leave weights out, or the method"
+        )
+
+
+def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:
+    """The checksum of the file of weights that a run starts from, for its provenance; nothing where there is none."""
+    weights = config.network.get("weights")
+    return {} if weights is None else {"weights_sha256": sha256(located(weights, folders))}
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:

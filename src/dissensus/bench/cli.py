@@ -109,7 +109,7 @@ def train(
     loaded = load_task(task, size=size, overrides=set_)
     config = run_config(loaded, method, seed)
     folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
-    run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data))
+    run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data), beside=loaded.folder)
     run.begin()
     run.train(progress=not quiet)
     print(run.folder)

@@ -10,9 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dissensus.bench.arguments import check_objects
 from dissensus.bench.files import damaged
 from dissensus.bench.names import listed, unknown
-from dissensus.bench.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys
+from dissensus.bench.objects import open_objects, takes_place
+from dissensus.bench.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
 from dissensus.bench.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
 
@@ -27,6 +29,7 @@ class Task:
     name: str
     size: str
     settings: Settings
+    folder: Path | None = None  # of the task file, where it is one of the user's
 
     @property
     def methods(self) -> list[str]:
@@ -50,7 +53,7 @@ class RunConfig:
     baseline: str
     data: Settings
     network: Settings
-    likelihood: Settings
+    likelihood: Settings | str
     settings: Settings  # of the method
     training: Settings
     evaluation: Settings
@@ -85,7 +88,7 @@ def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) 
     if not listed(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
     check_methods(listed(settings["methods"]), settings)
-    return Task(Path(name).stem, size, settings)
+    return Task(Path(name).stem, size, settings, Path(name).parent if name.endswith(".toml") else None)
 
 
 def read_task(name: str) -> Settings:
@@ -115,6 +118,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
+    check_objects(settings, set(typed(METHODS[base_name(method)])))
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -178,6 +182,7 @@ def overridden(settings: Settings, override: str) -> Settings:
     if path[0] == "method" and len(path) > 2 and "-" in path[1]:  # a variant may be made on the command line
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
+    open_objects(changed, path[:-1])
     known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
     if section == "method" and key not in METHODS:
@@ -189,7 +194,7 @@ def overridden(settings: Settings, override: str) -> Settings:
         for each in takers:
             changed.setdefault("method", {}).setdefault(each, {})[key] = value
         return changed
-    allowed = {**known, "": TOP}
+    allowed = {**known, "": TOP | {"likelihood": ()}}
     if key not in allowed.get(section, {}):
         every = [f"{s}.{k}" if s else k for s, keys in allowed.items() for k in keys]
         what = f"a key of [{section}]" if section in allowed else "a key"
@@ -215,6 +220,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        both = both and not takes_place(key, result[key], value)
         result[key] = merged(result[key], value) if both else copy.deepcopy(value)
     return result
 

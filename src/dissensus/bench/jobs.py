@@ -71,7 +71,9 @@ def run_all(
     load = LastData(source)
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
     load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
-    runs = [Run(out / f"{config.method}-seed{config.seed}", config, load=load) for config in configs]
+    runs = [
+        Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs
+    ]
     for run in runs:  # all of them before the first folder
         run.check()
     checked_folder(out)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from dissensus.bench.arguments import value_of
 from dissensus.bench.names import unknown
 from dissensus.bench.run import Run
 from dissensus.evaluate import Evaluation
@@ -76,7 +77,8 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
-    values = {run.config.method: float(run.config.settings[key]) for run in runs if key in run.config.settings}
+    found = {run.config.method: value_of(run.config.settings, key) for run in runs} if key else {}
+    values = {method: float(value) for method, value in found.items() if value is not None}
     return Results(
         title=first.title,
         description=first.description,

@@ -30,14 +30,17 @@ from dissensus.bench.grid import with_grid
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.provenance import provenance
 from dissensus.bench.records import read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.same import check_same, check_same_weights
 from dissensus.bench.sets import LastData, TaskData
 from dissensus.bench.sources import SETS, Kind, Rows
 from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_of, split_names, write_split
+from dissensus.bench.threads import threads
 from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
 from dissensus.bench.watch import ROWS, watcher, with_distances
 from dissensus.core.posterior import Posterior
 from dissensus.core.randomness import same_random_state
+from dissensus.data.locate import data_folder
 from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
 from dissensus.evaluation.functions import drawn_once
 from dissensus.history import Epoch
@@ -52,12 +55,18 @@ def silent(text: str) -> None:
 
 
 class Run:
-    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
+    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one.
 
-    def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
+    `beside`: the folder of the task file, where files that it names may lie.
+    """
+
+    def __init__(
+        self, folder: Path, config: RunConfig, *, load: LastData | None = None, beside: Path | None = None
+    ) -> None:
         self.folder = folder
         self.config = config
         self.load = load or LastData()
+        self.beside = beside
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
@@ -75,6 +84,10 @@ class Run:
             corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
+        if "weights" in self.config.network:
+            build.check_weights(self.config)
+            with same_random_state(self.device):
+                build.network(self.config, self.data, folders=self.folders)
         if EMPCOV in self.config.settings and shares(self.config):
             raise ValueError(
                 f"expected no {EMPCOV} for {self.config.method}, which trains together with others, got one; set "
@@ -86,17 +99,11 @@ class Run:
         self.check()
         path = self.folder / "config.toml"
         if not path.is_file():
-            made = provenance(self.device)
+            made = provenance(self.device) | build.weights_digest(self.config, self.folders)
             write_text(path, toml(self.config.table() | {"provenance": made}))
             return
-        there = Run.open(self.folder).config
-        if there != self.config:
-            mine, other = _leaves(self.config.table()), _leaves(there.table())
-            key = next(k for k in {**mine, **other} if mine.get(k) != other.get(k))
-            raise ValueError(
-                f"expected {self.folder} to hold a run with {key} = {mine.get(key)!r}, got one with {other.get(key)!r}; "
-                "choose another --out, or delete that folder"
-            )
+        check_same(self.folder, self.config, Run.open(self.folder).config)
+        check_same_weights(self.folder, build.weights_digest(self.config, self.folders), self.provenance)
 
     @property
     def data(self) -> TaskData:
@@ -105,6 +112,11 @@ class Run:
     @property
     def kind(self) -> Kind:
         return SETS[self.config.data["name"]].kind
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where files that the task names are looked for, in this order."""
+        return [folder for folder in (data_folder(self.load.folder), self.beside) if folder is not None]
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +155,7 @@ class Run:
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
         with self.prepared():
-            posterior = build.posterior(self.config, self.data).to(self.device)
+            posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
                 posterior,
@@ -168,7 +180,7 @@ class Run:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """The run's seed and threads; torch's own are put back afterwards."""
-        with same_random_state(self.device), _threads(self.config.training.get("threads")):
+        with same_random_state(self.device), threads(self.config.training.get("threads")):
             torch.manual_seed(self.config.seed)
             yield
 
@@ -217,7 +229,7 @@ class Run:
         wanted = self._splits()
         if all(path.is_file() for path in wanted.values()):
             return
-        with _threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
+        with threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
             for split, path in wanted.items():
                 if not path.is_file():
                     write_split(path, split, self.config, self.data, functions, self.loader, tell)
@@ -275,22 +287,3 @@ class Run:
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """torch's number of processor threads, put back afterwards."""
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

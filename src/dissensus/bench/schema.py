@@ -9,11 +9,11 @@ from typing import Any
 from dissensus.bench.arguments import further_keys
 from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed, unknown
+from dissensus.bench.objects import OBJECTS, argument_names, written
 from dissensus.bench.sources import SETS
 from dissensus.bench.variants import base_name, variants_of
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
-from dissensus.storage import LIKELIHOODS
 
 SEED = "seed"  # as a value in [data]: the seed of the run
 TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
@@ -73,6 +73,8 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that does not belong, or whose value has the wrong type."""
     check_tables(settings, where)
     for section, known in known_keys(settings).items():
+        if section.rpartition(".")[2] in OBJECTS:
+            continue  # written in one of several forms, checked as such
         table = settings
         for part in section.split("."):
             table = table.get(part, {})
@@ -83,8 +85,13 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
                 raise unknown(f"a key of [{section}]", key, known)
             if known[key] and not (section == "data" and value == SEED):
                 check_type(value, known[key], f"{where}: {section}.{key}")
-    for name in settings.get("method", {}):
+    for name, table in settings.get("method", {}).items():
         base_name(name)
+        if "-" not in name:  # a variant may say only what is different in an object; `run_config` checks the whole
+            for key in table.keys() & OBJECTS.keys():
+                written(key, table[key])
+    if settings.get("likelihood"):
+        written("likelihood", settings["likelihood"]).check()
     check_reference(settings.get("reference", {}), where)
 
 
@@ -95,7 +102,7 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
             check_type(value, TOP[key], f"{where}: {key}")
         elif key not in SECTIONS:
             raise unknown(f"a key of the task {where}", key, [*TOP, *SECTIONS])
-        else:
+        elif key not in OBJECTS:  # those are written in one of several forms, checked as such
             check_table(value, key, where)
     for section in ("method", "size"):
         for name, value in settings.get(section, {}).items():
@@ -103,7 +110,7 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
             if section == "method":
                 check_table(value.get("training", {}), f"{section}.{name}.training", where)
     listed(settings.get("methods", []))
-    for section in ("data", "network", "likelihood"):
+    for section in ("data", "network"):
         if "name" in settings.get(section, {}):
             check_type(settings[section]["name"], TEXT, f"{where}: {section}.name")
 
@@ -135,18 +142,15 @@ def check_reference(reference: Mapping[str, Any], where: str) -> None:
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
     """Section -> key -> types () where any will do: what a task with this data set, network and methods may hold."""
     data, network = settings.get("data", {}).get("name"), settings.get("network", {}).get("name")
-    likelihood = settings.get("likelihood", {}).get("name")
     for what, name, table in (("data set", data, SETS), ("network", network, NETS)):
         if name is None:
             raise ValueError(f"expected a {what} in the task, got none; set {what.split()[0]}.name")
         if name not in table:
             raise unknown(f"a {what}", name, table)
-    if likelihood is not None and likelihood not in LIKELIHOODS:
-        raise unknown("a likelihood", likelihood, LIKELIHOODS)
-    found = {
+    found: dict[str, dict[str, Types]] = {
         "data": typed(SETS[data].make, "folder") | DATA,
-        "network": {"name": TEXT} | typed(NETS[network]),
-        "likelihood": {"name": TEXT} | (typed(LIKELIHOODS[likelihood]) if likelihood else {}),
+        "network": {"name": TEXT, "weights": TEXT} | typed(NETS[network]),
+        "likelihood": {"name": TEXT} | dict.fromkeys(argument_names("likelihood", settings.get("likelihood")), ()),
         "training": TRAINING,
         "evaluation": EVALUATION,
     }
@@ -154,8 +158,12 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
         method = METHODS[base_name(name)]
         several: dict[str, Types] = {"members": WHOLE} if takes_several(method) else {}
         named = typed(method, "likelihood", "module", "modules")
-        found[f"method.{name}"] = named | several | dict.fromkeys(further_keys(named), ())
+        found[f"method.{name}"] = named | several | dict.fromkeys((*further_keys(named), *named.keys() & OBJECTS), ())
         found[f"method.{name}.training"] = TRAINING
+        own = settings.get("method", {}).get(name, {})
+        for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
+            if isinstance(own[key], Mapping) and "name" in own[key]:  # opened, so that one argument can be set
+                found[f"method.{name}.{key}"] = {"name": TEXT} | dict.fromkeys(argument_names(key, own[key]), ())
     return found
 
 

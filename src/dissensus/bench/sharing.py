@@ -30,6 +30,9 @@ class SharingRun(Protocol):
     def data(self) -> TaskData: ...
 
     @property
+    def folders(self) -> Sequence[Path]: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

@@ -150,11 +150,12 @@ def _branch(
     training, watchers = first.config.training, Watchers(runs)
     loader = first.loader(data.train, shuffle=True)
     head = min(max(1, round(training.get("branch_at", TAIL) * training["epochs"])), training["epochs"] - 1)
+    network = build.network(first.config, data, folders=first.folders)
     methods = []
     for run in runs:
-        settings = build.arguments(run.config, data)
+        settings = build.arguments(run.config, data, network)
         methods.append(build.around(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
-    watched = Watched(build.network(first.config, data), methods, **_prior(first.config, data))
+    watched = Watched(network, methods, **_prior(first.config, data))
     watched.to(first.device)
     optimizer, scheduler = build.optimizer(watched, training)
     settings = {
