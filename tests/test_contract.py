@@ -495,9 +495,11 @@ def test_temperature_one_leaves_predictions_alone(build):
 PLAIN = [1.0] * 6 + [1 - 0.99 * (t - 0.5) / 0.4 for t in (0.6, 0.7, 0.8)] + [0.01]
 # Maddox et al. 2019: before the last quarter constant for half the time, linear to one half at 90 % of it
 TAIL = [1.0] * 4 + [1 - 0.5 * (t / 0.75 - 0.5) / 0.4 for t in (0.4, 0.5, 0.6)] + [0.5] * 3
+# TRADI's, to one tenth
+LIVING = [1.0] * 4 + [1 - 0.9 * (t / 0.75 - 0.5) / 0.4 for t in (0.4, 0.5, 0.6)] + [0.1] * 3
 # Huang et al. 2017, eq. (2): a cosine from 1 to 0 in each of three parts
 CYCLES = [0.5 + 0.5 * math.cos(math.pi * t) for t in (0, 0.3, 0.6, 0.9, 0.2, 0.5, 0.8, 0.1, 0.4, 0.7)]
-SCHEDULES = {"swag": TAIL, "swa": TAIL, "snapshot_ensemble": CYCLES}
+SCHEDULES = {"swag": TAIL, "swa": TAIL, "snapshot_ensemble": CYCLES, "tradi": LIVING}
 
 
 def test_the_default_optimizer_and_schedule_fit(build):

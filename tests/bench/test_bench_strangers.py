@@ -57,7 +57,7 @@ def task(tmp_path):
         ({"old": "count = 40", "new": "count = [4]"}, "expected int for .*data.count"),
         ({"more": '[method.deep_ensemble]\nmembers = "3"'}, "expected int for .*method.deep_ensemble.members"),
         ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
-        ({"more": "[likelihood]\nname = 3"}, "expected str for .*likelihood.name"),
+        ({"more": "[likelihood]\nname = 3"}, "expected likelihood by name, got 3"),
         ({"old": "epochs = 1\n", "new": ""}, "expected training.epochs for map, got none"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 from dissensus.bench.arguments import check_objects
 from dissensus.bench.files import damaged
 from dissensus.bench.names import listed, unknown
-from dissensus.bench.objects import open_objects, takes_place
+from dissensus.bench.objects import OBJECTS, open_objects, takes_place
 from dissensus.bench.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
 from dissensus.bench.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
@@ -143,7 +143,8 @@ def run_config_of(table: Settings, where: str) -> RunConfig:
     for key, value in table.items():
         if key not in known:
             raise damaged(Path(where), f"with {key}")
-        check_type(value, {"str": (str,), "int": (int,)}.get(str(known[key].type), (dict,)), f"{where}: {key}")
+        written = (str, dict) if key in OBJECTS else (dict,)
+        check_type(value, {"str": (str,), "int": (int,)}.get(str(known[key].type), written), f"{where}: {key}")
     for key, each in known.items():
         if key not in table and each.default_factory is MISSING:
             raise damaged(Path(where), f"without {key}")
