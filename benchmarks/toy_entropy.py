@@ -30,6 +30,7 @@ from dissensus.bench.files import write_text
 from dissensus.bench.provenance import provenance
 from dissensus.bench.run import Run
 from dissensus.bench.splits import geometry_of
+from dissensus.core.errors import Diverged
 from dissensus.history import Epoch
 from dissensus.train import fit
 
@@ -126,7 +127,7 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
     folder = folder_of(out, case, seed)
     name, finished = f"{case.name}, seed {seed}", folder / "finished"
     if finished.is_file():
-        return name, True
+        return f"{name}{finished.read_text()}", True
     if time.time() >= until:
         return name, False
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,18 +156,22 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
                     file.write(json.dumps(row) + "\n")
             return time.time() >= until
 
-        fit(
-            posterior,
-            run.loader(run.data.train, shuffle=True),
-            epochs=epochs,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            precision=training["precision"],
-            callback=after,
-            progress=False,
-            checkpoint=folder / "checkpoint.pt",
-            checkpoint_seconds=20.0,
-        )
+        try:
+            fit(
+                posterior,
+                run.loader(run.data.train, shuffle=True),
+                epochs=epochs,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                precision=training["precision"],
+                callback=after,
+                progress=False,
+                checkpoint=folder / "checkpoint.pt",
+                checkpoint_seconds=20.0,
+            )
+        except Diverged as error:  # a result, too: said, and its rows end there
+            write_text(finished, f": diverged at step {error.step}")
+            return f"{name}: diverged at step {error.step}", True
     rows = read_looks(folder)
     if not rows or rows[-1]["steps"] < steps:
         return name, False
@@ -208,16 +213,20 @@ def said(rows: list[Row], key: str) -> str:
     if not rows:
         return "–"
     mean, deviation, _ = summary(row[key] for row in rows)
-    return f"{mean:.3g} ± {deviation:.2g}"
+    return f"{mean:.3g} ± {deviation:.2g}" if len(rows) > 1 else f"{mean:.3g}"
 
 
 def page(rows: list[Row]) -> str:
     """The table, its figure and where they come from."""
     seeds = len({row["seed"] for row in rows})
-    made = made_by(f"python benchmarks/toy_entropy.py --seeds {seeds}", rows, f"{seeds} seeds")
+    made = made_by(
+        f"python benchmarks/toy_entropy.py --seeds {seeds}", rows, f"{seeds} seeds" if seeds > 1 else "one seed"
+    )
     picture = "![Entropy off the data over steps](figures/toy-entropy.png)"
     shown = [picture] if (ROOT / "docs" / "figures" / "toy-entropy.png").exists() else []
-    return "\n\n".join([table(rows), made.replace(" (95 % interval of the mean)", ""), *shown])
+    spread = ", mean ± standard deviation (95 % interval of the mean)"
+    said_so = made.replace(spread, ", mean ± standard deviation" if seeds > 1 else "")
+    return "\n\n".join([table(rows), said_so, *shown])
 
 
 def figure(rows: list[Row]) -> Any:
