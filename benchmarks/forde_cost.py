@@ -37,6 +37,9 @@ METHODS: dict[str, Callable[..., ds.Posterior]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument(
+        "--engine", default="auto", help="as of ds.fit; the same for all methods makes ratios comparable"
+    )
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
@@ -105,7 +108,7 @@ def stepper(
     posterior.begin(steps_per_epoch=500, epochs=30)
     # A small rate: gradients stay of ordinary size on one batch for thousands of steps.
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-5, momentum=0.9)
-    step, plan = build_step("auto", posterior, optimizer, (x, y, None), steps=15_000, precision=None)
+    step, plan = build_step(given.engine, posterior, optimizer, (x, y, None), steps=15_000, precision=None)
 
     def run() -> None:
         for _ in range(given.steps):
