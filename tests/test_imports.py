@@ -60,8 +60,8 @@ HEAVY_ALLOWED = {
 
 # the floors of bench: a file may import from its own and from those below
 FLOORS = {
-    "tools": "names files toml units geometry choice provenance resampling spread",
-    "what is to be run": "variants arguments sources schema fitting config sets loaders build",
+    "tools": "names files toml units geometry choice provenance spread threads",
+    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build",
     "runs": "records grid watch splits sharing together run results theory_runs",
     "numbers": "measures statistics tables sweep claims sentences reference",
     "pictures": "plots curves panels scenes figures theory_figures",

@@ -16,6 +16,7 @@ from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
+from saved_files import make_earlier
 
 STRATEGIES = {
     "vectorised": strategies.vectorised,
@@ -346,6 +347,7 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
     loaded = ds.load(tmp_path, plain())
     assert (loaded.strength.repulsion, loaded.strength.batch_size) == ("1/N", 12)
     assert loaded.config() == saved.config()
+    make_earlier(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for key in ("repulsion", "batch_size"):  # what folders of before do not say

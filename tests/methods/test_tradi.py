@@ -13,6 +13,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.kalman import kalman
 from dissensus.methods import TRADI
+from saved_files import make_earlier
 
 # ---------------------------------------------------------------------------------------------------- gains
 
@@ -443,6 +444,7 @@ def test_what_is_correlated_is_saved_and_older_files_mean_tensors(tmp_path):
     posterior = TRADI(network(), correlation="layer", samples=2)
     ds.save(posterior, tmp_path)
     assert ds.load(tmp_path, network()).correlation == "layer"
+    make_earlier(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["arguments"]["correlation"]
     (tmp_path / "config.json").write_text(json.dumps(config))
