@@ -11,7 +11,7 @@ import argparse
 import csv
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -31,8 +31,10 @@ NETWORKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1, help="that torch computes with")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     rows = [measured(name, arguments.repeats) | provenance(torch.device("cpu")) for name in NETWORKS]
     for row in rows:
         print({key: row[key] for key in ("network", "alone_ms", "in_turn_ms", "ratio", "one_thread", "eight_threads")})
@@ -50,7 +52,7 @@ def measured(name: str, repeats: int) -> dict[str, object]:
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * repeats + 10):
         in_turn = i % 2 == 0
-        without = mock.patch.object(turns, "_turn_of", return_value=nullcontext())
+        without = mock.patch.object(turns, "_turn_of", new=nobodys_turn)
         with nullcontext() if in_turn else without:
             start = time.perf_counter()
             posterior.predict(x)
@@ -66,6 +68,10 @@ def measured(name: str, repeats: int) -> dict[str, object]:
         "one_thread": round(per_second(posterior, x, 1, repeats), 1),
         "eight_threads": round(per_second(posterior, x, 8, repeats), 1),
     }
+
+
+def nobodys_turn(network: torch.nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def per_second(posterior: ds.Posterior, x: torch.Tensor, threads: int, calls: int) -> float:

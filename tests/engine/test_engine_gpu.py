@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -461,3 +462,23 @@ def test_nan_on_a_gpu_is_refused_in_inputs_and_named_in_predictions() -> None:
     for call in calls:
         with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
             call()
+
+
+@pytest.mark.parametrize("net", [lambda: ds.nets.ConvNet(1, 3, size=8, width=4, hidden=8), lambda: ds.nets.MLP(64, 3)])
+def test_predictions_from_many_threads_are_those_of_one(net):
+    """Graphs are captured and replayed in one thread while others launch, capture and replay theirs."""
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([net() for _ in range(3)]).cuda()
+    shape = (1, 8, 8) if isinstance(posterior.member(0), ds.nets.ConvNet) else (64,)
+    loader = [(torch.randn(5, *shape), torch.zeros(5, dtype=torch.int64)) for _ in range(8)]
+    expected = ds.predict(posterior, loader)[0].members
+
+    def one(i: int) -> bool:
+        if i % 2:
+            found = ds.predict(posterior, loader)[0].members
+        else:
+            found = torch.cat([posterior.predict(x).members for x, _ in loader], 1)
+        return torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(24)))
