@@ -112,7 +112,7 @@ def stepper(
 
     def run() -> None:
         for _ in range(given.steps):
-            posterior.check_batch(x, y)  # as fit does before each step; `every` is decided there
+            posterior.before_step(x, y, None)  # as fit does; `every` is decided there
             step(x, y, None)
         if device.type == "cuda":
             torch.cuda.synchronize()

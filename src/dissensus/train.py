@@ -97,7 +97,7 @@ def fit(
             raise ValueError("expected an optimizer with the scheduler, got none; pass both")
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    check_optimizer(posterior.parameters(), optimizer)
+    check_optimizer(posterior, optimizer)
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
@@ -182,6 +182,7 @@ class _Run:
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
             y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
+            posterior.before_step(x, y, weight)
             with enough_examples(x):
                 step = self.step or self._build(x, y, weight)
                 losses = step(x, y, weight)

@@ -6,11 +6,14 @@ import pickle
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
 
 import dissensus as ds
 import tiny
+from dissensus.bench import build
 from dissensus.core import optimisation
+from dissensus.core.optimisation import Group
 
 MESSAGE = (
     "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks"
@@ -81,3 +84,84 @@ def test_a_compiled_step_may_observe():
     observe()
     observe()
     assert int(posterior.steps) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- groups of parameters
+
+
+class Scaled(ds.MAP):
+    """A method that learns one tensor more and lets its last layer train slower, without decay and prior."""
+
+    def __init__(self, module, **keywords):
+        super().__init__(module, **keywords)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def groups(self):
+        head = {name: p for name, p in self.particles.shared_parameters().items() if name.startswith("network.3.")}
+        slow = Group("head", head, factor=0.1, decay=False, prior=False)
+        return [*super().groups(), slow, Group("scales", {"scale": self.scale}, rate=0.5, decay=False)]
+
+
+def test_a_method_adds_groups_with_rates_and_decay_of_their_own():
+    posterior = Scaled(tiny.mlp().double())
+    head = [posterior.particles.template.network[3].weight, posterior.particles.template.network[3].bias]
+    network, slow, scales = posterior.parameter_groups(lr=0.2, weight_decay=0.03)
+    assert [id(p) for p in slow["params"]] == [id(p) for p in head]
+    assert (network["lr"], slow["lr"], scales["lr"]) == (0.2, 0.2 * 0.1, 0.5)
+    assert (network["weight_decay"], slow["weight_decay"], scales["weight_decay"]) == (0.03, 0.0, 0.0)
+    assert [group["lr"] for group in posterior.default_optimizer().param_groups] == [1e-3, 1e-3 * 0.1, 0.5]
+    held = [id(p) for group in (network, slow, scales) for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in posterior.parameters())
+
+
+def test_the_weight_prior_follows_the_groups():
+    network = tiny.mlp().double()
+    posterior = Scaled(network, weight_prior_std=0.5, data_size=12)
+    expected = sum(p.square().sum() for p in network[0].parameters()) / (2 * 12 * 0.25)  # neither norm layer nor head
+    torch.testing.assert_close(posterior.penalty(posterior.particles.shared_parameters()), expected, rtol=0, atol=1e-12)
+
+
+def test_a_trained_parameter_in_no_group_is_an_error():
+    posterior = Scaled(tiny.mlp().double())
+    posterior.groups = lambda: [Group("scales", {"scale": posterior.scale})]
+    with pytest.raises(
+        ValueError, match=r"expected every trained parameter in a group, got particles.shared.network.0"
+    ):
+        posterior.parameter_groups(lr=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of optimisers
+
+
+class Stepper(ds.MAP):
+    """A method that only SGD may train."""
+
+    optimizers = (SGD,)
+
+    def default_optimizer(self):
+        return SGD(self.parameter_groups(0.25))
+
+
+REFUSED = "expected an optimizer of kind SGD for Stepper, got Adam"
+
+
+@pytest.mark.parametrize("method", [Stepper, lambda m: ds.track(m, [ds.SWAG, Stepper])])
+def test_an_optimizer_that_a_method_does_not_accept_is_refused(method):
+    posterior, (x, y) = method(tiny.mlp().double()), tiny.points()
+    with pytest.raises(TypeError, match=REFUSED):
+        step(posterior, Adam(posterior.parameters()))
+    with pytest.raises(TypeError, match=REFUSED):
+        ds.fit(posterior, [(x, y)], epochs=1, optimizer=Adam(posterior.parameters()), progress=False)
+    assert int(posterior.steps) == 0
+    step(posterior, SGD(posterior.parameters(), lr=0.1))
+    assert ds.fit(posterior, [(x, y)], epochs=1, progress=False)[0].lr == 0.25  # its own
+
+
+@pytest.mark.parametrize("method", [Stepper, lambda m: ds.track(m, [Stepper])])
+def test_the_bench_takes_the_methods_own_optimizer_where_adamw_is_not_accepted(method):
+    posterior = method(tiny.mlp().double())
+    assert build.optimizer(posterior, {"epochs": 2}) == (None, None)
+    assert isinstance(build.optimizer(posterior, {"epochs": 2, "optimizer": "sgd"})[0], SGD)
+    with pytest.raises(ValueError, match=f'{REFUSED}; write optimizer = "default"'):
+        build.optimizer(posterior, {"epochs": 2, "optimizer": "adam"})
+    assert isinstance(build.optimizer(ds.MAP(tiny.mlp()), {"epochs": 2})[0], AdamW)

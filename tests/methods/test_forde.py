@@ -238,7 +238,7 @@ def test_the_clock_of_every_goes_on_after_loading(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain()).train()
-    loaded.check_batch(x, y)
+    loaded.before_step(x, y, None)
     assert not loaded.repels
 
 

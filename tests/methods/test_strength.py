@@ -8,8 +8,9 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.methods import FoRDE, FunctionRDE, WeightRDE
+from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
+from dissensus.train import mixture_nll
 
 
 def test_the_three_kinds():
@@ -45,6 +46,30 @@ def test_a_batch_without_weight_moves_nobody():
     posterior = FoRDE(nets)
     posterior.backward(x, y, torch.zeros(len(y), dtype=torch.float64))
     assert all(float(parameter.grad.abs().max()) == 0 for parameter in posterior.parameters())
+
+
+REPELLED = {
+    "weight_rde": lambda nets: WeightRDE(nets, data_size=12, repulsion="1/B"),
+    "function_rde": lambda nets: FunctionRDE(nets, data_size=12, repulsion="1/B"),
+    "feature_rde": lambda nets: FeatureRDE(nets, layer="2", head="3"),
+    "forde": lambda nets: FoRDE(nets, every=2),
+}
+
+
+@pytest.mark.parametrize("method", REPELLED)
+def test_evaluation_is_not_taken_for_a_batch_of_training(method):
+    posterior, (x, y) = REPELLED[method]([tiny.mlp().double() for _ in range(3)]), tiny.points()
+    posterior.backward(x[:5], y[:5])
+    posterior.steps += 1
+    ds.evaluation.distances.member_distances(posterior, x, y)
+    ds.temperature_scale(posterior, [(x, y)])
+    mixture_nll(posterior, [(x, y)])
+    posterior.check_batch(x, y)
+    assert (posterior.strength.last, posterior.strength.largest) == (5, 5)
+    assert getattr(posterior, "repels", True)  # as the step before left it
+    posterior.eval().loss(x, y)
+    assert (posterior.strength.last, posterior.strength.largest) == (12, 5)
+    assert getattr(posterior, "repels", False) is False
 
 
 @pytest.mark.parametrize("method", [WeightRDE, FunctionRDE])

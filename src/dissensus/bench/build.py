@@ -24,7 +24,7 @@ from dissensus.bench.sets import TaskData
 from dissensus.bench.variants import base_name
 from dissensus.bench.weights import load_weights, located, sha256
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
-from dissensus.core.optimisation import plateau_linear
+from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
@@ -136,9 +136,12 @@ def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """The optimiser and its schedule, by epochs, of a task's [training] section; None and None for the method's own."""
+    """The optimiser and its schedule, by epochs, of a task's [training] section; None and None for the method's own.
+
+    The method's own too where the task names none and the method does not accept AdamW.
+    """
     name, schedule, epochs = training.get("optimizer", "adamw"), training.get("schedule", "plateau"), training["epochs"]
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    makers: dict[str, type[torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
@@ -158,8 +161,12 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         raise unknown("an optimizer", name, ["default", *makers])
     if schedule not in factors:
         raise unknown("a schedule", schedule, factors)
+    if (refused := refusal(posterior, makers[name])) is not None:
+        if "optimizer" not in training:
+            return None, None
+        raise ValueError(f'{refused}; write optimizer = "default" below [training], or leave it out')
     groups = posterior.parameter_groups(lr=training.get("lr", 1e-3), weight_decay=training.get("weight_decay", 0.0))
     momentum = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
-    extra = momentum if name == "sgd" else {}
+    extra: dict[str, Any] = momentum if name == "sgd" else {}
     made = makers[name](groups, **extra)
     return made, LambdaLR(made, lambda epoch: factors[schedule](epoch / epochs))

@@ -18,6 +18,11 @@ class Clock(nn.Module):
         self.began = 0  # the step at which the run began
         self.batches_per_step = 1  # whose gradients are gathered; `fit` tells
 
+    @property
+    def run_length(self) -> int | None:
+        """Optimiser steps of the whole run, where `begin` has told."""
+        return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
+
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
         """Tells the method how long the whole run is, and how many steps of it are done, so that its schedules know."""
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs

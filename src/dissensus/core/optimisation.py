@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,29 +15,49 @@ from torch.optim import Optimizer
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 
 
-def grouped(
-    parameters: Iterable[Tensor],
-    named: Mapping[str, Tensor],
-    *,
-    first: str | None,
-    rates: tuple[float, float | None],
-    weight_decay: float,
-) -> list[dict[str, Any]]:
-    """Trainable parameters in groups: the network; weights with a prior of their own; a likelihood's learned noise.
+@dataclass(frozen=True)
+class Group:
+    """Parameters by name that train alike."""
 
-    `named`: members' parameters by name, of which `first` has that prior. `rates`: of the network and of the noise.
-    """
-    lr, noise_lr = rates
-    prior = [each for name, each in named.items() if name == first and each.requires_grad]
-    noise = [each for name, each in named.items() if name.startswith("likelihood.") and each.requires_grad]
-    apart = {id(each) for each in (*prior, *noise)}
-    network = [each for each in parameters if each.requires_grad and id(each) not in apart]
-    groups = [
-        {"params": network, "lr": lr, "weight_decay": weight_decay},
-        {"params": prior, "lr": lr, "weight_decay": 0.0},
-        {"params": noise, "lr": lr if noise_lr is None else noise_lr, "weight_decay": 0.0},
+    name: str
+    parameters: Mapping[str, Tensor]
+    factor: float = 1.0  # of the optimiser's rate
+    rate: float | None = None  # one of its own, in place of that
+    decay: bool = True  # whether weight decay draws them to 0
+    prior: bool = True  # whether the weight prior does, of those that are members' and of no norm layer
+
+
+def disjoint(groups: Iterable[Group]) -> list[Group]:
+    """The groups, each parameter left in the last one that holds it."""
+    taken: set[int] = set()
+    found: list[Group] = []
+    for group in reversed(list(groups)):
+        mine = {name: each for name, each in group.parameters.items() if id(each) not in taken}
+        taken |= {id(each) for each in mine.values()}
+        found.insert(0, replace(group, parameters=mine))
+    return found
+
+
+def optimizer_groups(
+    module: nn.Module, groups: Iterable[Group], *, lr: float, weight_decay: float, rates: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """What an optimiser over the module's trained parameters is built on. `rates`: of groups by name, before their own."""
+    apart = disjoint(groups)
+    held = {id(each) for group in apart for each in group.parameters.values()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise ValueError(
+                f"expected every trained parameter in a group, got {name} in none; begin groups() with super().groups()"
+            )
+    made = [
+        {
+            "params": [each for each in group.parameters.values() if each.requires_grad],
+            "lr": rates.get(group.name, lr * group.factor if group.rate is None else group.rate),
+            "weight_decay": weight_decay if group.decay else 0.0,
+        }
+        for group in apart
     ]
-    return [group for group in groups if group["params"]] or groups[:1]
+    return [group for group in made if group["params"]] or made[:1]
 
 
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
@@ -44,10 +65,23 @@ def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: flo
     return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
 
 
-def check_optimizer(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Raises where the optimiser holds none of a posterior's parameters: it would train nothing, without a word."""
+def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
+    """What is wrong with this kind of optimiser for a posterior, or for one that watches its run; None: nothing."""
+    for each in posterior.modules():
+        accepted: tuple[type[Optimizer], ...] | None = getattr(each, "optimizers", None)
+        if accepted is not None and not issubclass(kind, accepted):
+            kinds = " or ".join(one.__name__ for one in accepted)
+            return f"expected an optimizer of kind {kinds} for {type(each).__name__}, got {kind.__name__}"
+    return None
+
+
+def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
+    """Raises where the optimiser is of no kind that the posterior accepts, or holds none of its parameters: it would train
+    nothing, without a word."""
+    if (refused := refusal(posterior, type(optimizer))) is not None:
+        raise TypeError(f"{refused}; build one, or take posterior.default_optimizer()")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for parameter in parameters):
+    if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
         raise ValueError(
             "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
             "they are given: build the optimizer on posterior.parameters()"
@@ -60,5 +94,5 @@ def check_once(posterior: nn.Module, optimizer: Optimizer) -> None:
         return
     known = _checked.get(posterior)
     if known is None or known() is not optimizer:
-        check_optimizer(posterior.parameters(), optimizer)
+        check_optimizer(posterior, optimizer)
         _checked[posterior] = weakref.ref(optimizer)

@@ -8,7 +8,7 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -18,43 +18,31 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
-from dissensus.core.clock import Clock
 from dissensus.core.drawn import Drawn
-from dissensus.core.empcov import EmpCov
 from dissensus.core.finite import check_predictions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.optimisation import grouped, plateau_linear
 from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.predictive import Predictive
-from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 from dissensus.core.randomness import Watch, looking_ahead, same_random_state
+from dissensus.core.trained import Trained
 
 
-class Posterior(Clock, ABC):
+class Posterior(Trained, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
-    capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
-    keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
 
     temperature: Tensor
 
     def __init__(
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
     ) -> None:
-        super().__init__()
-        check_prior(weight_prior_std, data_size)
-        self.particles = particles
-        self.weight_prior_std = weight_prior_std
-        self.data_size = data_size
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.training = particles.training
-        norms = norm_parameters(particles.template.network)
-        self._without_prior = {f"network.{name}" for name in norms}
-        self.first_layer_prior: EmpCov | None = None
         self._known = inputs.Known()
         self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
 
@@ -70,20 +58,6 @@ class Posterior(Clock, ABC):
 
         value, buffers = self.particles.call(nll, params, buffers)
         return value + self.penalty(params), (), buffers
-
-    def penalty(self, params: Tensors) -> Tensor | float:
-        """() −log prior of one member over N. Shared tensors count 1/M, so that over members they count once."""
-        first: Tensor | float = 0.0 if self.first_layer_prior is None else self.first_layer_prior(params)
-        if self.weight_prior_std is None or self.data_size is None:
-            return first
-        # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
-        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
-        weights = {
-            name: params[name] / self.particles.members**0.5 if name in shared else params[name]
-            for name, stored in {**shared, **own}.items()
-            if name.startswith("network.") and name not in self._without_prior and stored.requires_grad
-        }
-        return first + negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else first
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
@@ -158,18 +132,6 @@ class Posterior(Clock, ABC):
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
 
-    def use_first_layer_prior(self, prior: EmpCov) -> None:
-        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.
-
-        Optimisers made afterwards, by `parameter_groups` or by `fit`, do not decay those weights.
-        """
-        if not isinstance(prior, EmpCov):
-            raise TypeError(f"expected an EmpCov, got {type(prior).__name__}; build one from the training inputs")
-        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
-        prior.check_fits({name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()})
-        self.first_layer_prior = prior
-        self._without_prior.add(prior.parameter)
-
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
@@ -179,6 +141,7 @@ class Posterior(Clock, ABC):
         batches.check_finite(x)
         batches.check_weight(weight)
         self.check_batch(x, y)
+        self.before_step(x, y, weight)
         return seam.loss(self, x, y, weight)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -186,6 +149,7 @@ class Posterior(Clock, ABC):
         batches.check_finite(x)
         batches.check_weight(weight)
         self.check_batch(x, y)
+        self.before_step(x, y, weight)
         return seam.backward(self, x, y, weight)
 
     def forward(self, x: Inputs) -> Tensor:
@@ -232,31 +196,6 @@ class Posterior(Clock, ABC):
     def member(self, index: int) -> nn.Module:
         """One drawn function as an ordinary module that shares nothing with the posterior."""
         return self.draw().member(index)
-
-    def parameter_groups(
-        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
-    ) -> list[dict[str, Any]]:
-        """Groups to hand an optimiser: the network; weights with a prior of their own; a likelihood's learned noise.
-
-        Decay is for the first alone: `use_first_layer_prior` gave the second another prior, and the noise has none to be
-        drawn to. `likelihood_lr`: the noise's rate, `lr` where it is none.
-        """
-        first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
-        held = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
-        return grouped(self.parameters(), held, first=first, rates=(lr, likelihood_lr), weight_decay=weight_decay)
-
-    def default_optimizer(self) -> torch.optim.Optimizer:
-        """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
-
-        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
-        weight prior.
-        """
-        decay = 1e-4 if self.weight_prior_std is None else 0.0
-        return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""
-        return lambda epoch: plateau_linear(epoch / max(epochs, 1))
 
     @property
     def device(self) -> torch.device:

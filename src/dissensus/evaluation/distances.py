@@ -55,7 +55,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         return outputs.detach(), gradient.detach()
 
     with evaluation(posterior), batches.unchanged(x):
-        posterior.check_batch(x, y)  # here, since methods take note of batches they are trained on
+        posterior.check_batch(x, y)
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         predictive = posterior.checked(posterior.current().predict(x))
     own = {

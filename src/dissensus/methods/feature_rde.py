@@ -131,8 +131,8 @@ class FeatureRDE(Repulsive):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        super().check_batch(x, y)
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         self.strength.see(batches.size(x), training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:

@@ -104,11 +104,11 @@ class FoRDE(InputGradients):
         force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * torch.func.grad(total)(g)
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         if self.every > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.repels = int(self.steps) % self.every == 0
-        super().check_batch(x, y)
+        super().before_step(x, y, weight)
         self.strength.see(batches.size(x), training=self.training)
 
     def check_dimension(self, dimension: int) -> None:

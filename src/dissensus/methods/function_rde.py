@@ -129,6 +129,9 @@ class FunctionRDE(Repulsive):
         super().check_batch(x, y)
         if self.coupled and self.points is not None:
             self._check_points(self.points.inputs(), x)
+
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         self.strength.see(batches.size(x), training=self.training)
 
     def _check_points(self, points: Inputs, x: Inputs) -> None:
@@ -164,14 +167,14 @@ class FunctionRDE(Repulsive):
     def _prior_draw(self, params: Tensors) -> Tensors:
         """Weights and biases from N(0, σ²), a first layer with EmpCov from that; norm layers and frozen tensors as they are."""
         stored = self.particles.own_parameters()
-        first = self.first_layer_prior
+        first, names = self.first_layer_prior, self.with_prior()
 
         def drawn(name: str, tensor: Tensor) -> Tensor:
             if not name.startswith("network.") or not stored[name].requires_grad:
                 return tensor.detach()
             if first is not None and name == first.parameter:
                 return first.draw(tensor)
-            if name in self._without_prior:
+            if name not in names:
                 return tensor.detach()
             return (self.weight_prior_std or 1.0) * torch.randn_like(tensor)
 

@@ -84,6 +84,9 @@ class InputGradients(Repulsive):
             # Before the network is run: many fail on integers in their own words.
             self.check_dimension(input_dimension(x))
         super().check_batch(x, y)
+
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, x, y)
             self._known_to_be_differentiable = True

@@ -26,11 +26,6 @@ class Repulsive(Posterior):
     def mixes(self) -> bool:
         return super().mixes and self.particles.members > 1
 
-    @property
-    def run_length(self) -> int | None:
-        """Optimiser steps of the whole run, where `begin` has told."""
-        return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
-
     def annealed(self, annealing: Annealing) -> Tensor | float:
         """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
         step = self.steps - self.began if annealing.steps is None else self.steps

@@ -4,9 +4,10 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
@@ -62,6 +63,7 @@ class Tracked(Posterior):
             posterior.particles = particles  # one likelihood: its learned noise is trained once, for all
             self.posteriors.append(posterior)
         self.keeps_best = all(posterior.keeps_best for posterior in self)
+        self.deterministic = all(posterior.deterministic for posterior in self)
 
     def __len__(self) -> int:
         return len(self.posteriors)
@@ -93,6 +95,15 @@ class Tracked(Posterior):
         super().observe(optimizer)
         for posterior in self:
             posterior.observe(optimizer)
+
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        for posterior in self:
+            posterior.before_step(x, y, weight)
+
+    def default_optimizer(self) -> Optimizer:
+        """That of the first posterior which accepts but some, else the usual one."""
+        choosy = next((posterior for posterior in self if posterior.optimizers is not None), None)
+        return super().default_optimizer() if choosy is None else choosy.default_optimizer()
 
     def draw(self) -> Drawn:
         return DrawnParticles(self.particles)

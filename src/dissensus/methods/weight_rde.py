@@ -65,8 +65,8 @@ class WeightRDE(Repulsive):
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        super().check_batch(x, y)
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         self.strength.see(batches.size(x), training=self.training)
 
     def settings(self) -> dict[str, Any]:
