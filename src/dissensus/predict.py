@@ -56,16 +56,18 @@ def summarise(
     compiled: bool = False,
     network: nn.Module | None = None,
     likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
 ) -> tuple[SummaryPredictive, Tensor]:
     """(summary of all inputs, targets): mean, aleatoric and epistemic, whose size does not depend on M.
 
     Members that run one after the other are taken in one at a time; vectorised ones a batch at a time.
 
-    Given a folder that `save` wrote instead of a posterior, members are read from disk and run one at a time; `network`
-    and `likelihood` as in `load`. The loader must then give the same batches in the same order each time.
+    Given a folder that `save` wrote instead of a posterior, members are read from disk and run one at a time; `network`,
+    `likelihood` and `method` as in `load`. The loader must then give the same batches in the same order each time.
     """
     if not isinstance(posterior, Posterior):
-        return _summarise_stored(Path(posterior), loader, network, likelihood, precision)
+        members = stored_members(Path(posterior), network, likelihood=likelihood, method=method)
+        return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
     for pieces, y in _in_parts(posterior, loader, precision=precision, compiled=compiled):
@@ -161,11 +163,11 @@ class _Compiled:
 
 
 def _summarise_stored(
-    folder: Path, loader: Iterable[Any], network: nn.Module | None, likelihood: Likelihood | None, precision: Precision
+    members: Iterable[Posterior], loader: Iterable[Any], precision: Precision
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
-    for number, member in enumerate(stored_members(folder, network, likelihood=likelihood)):
+    for number, member in enumerate(members):
         seen = 0
         for i, (predictive, y) in enumerate(_as_member(number, predict_batches(member, loader, precision=precision))):
             if number == 0:

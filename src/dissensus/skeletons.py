@@ -1,6 +1,7 @@
 """The empty posterior that a config describes, made only where the tensors of the file have the sizes it speaks of."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +24,14 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 }
 # Arguments that say how many rows tensors have, and the tensors: compared before anything of that size is built.
 COUNTED = {"members": ("particles.own.", "recorded."), "samples": ("stored.own.",), "rank": ("deviations",)}
+LARGER = 64  # than the tensors of a file: no network that a method has cut was that much before
 
 
 def build_parts(
     config: dict[str, Any], header: Header, path: Path, network: nn.Module | None, likelihood: Likelihood | None
 ) -> tuple[nn.Module, Likelihood]:
     """(a network of the saved structure, the likelihood): those of the caller, or those that the config describes."""
-    check_counts(config["arguments"], header)
+    check_counts(config["arguments"], header, foreign="class" in config)
     with as_damaged(path), same_random_state(torch.device("cpu")):  # building layers draws numbers that are overwritten
         return (
             build_network(config["network"], network, header, config["tied"]),
@@ -37,12 +39,39 @@ def build_parts(
         )
 
 
-def build(config: dict[str, Any], header: Header, path: Path, network: nn.Module, likelihood: Likelihood) -> Posterior:
-    """The posterior that the config describes around a network, its tensors to be overwritten by those of the file."""
-    if (method := METHODS.get(config["method"])) is None:
+def kind_of(posterior: Posterior) -> dict[str, str]:
+    """What a config says of a posterior's class: its name and, where the library has another of that name or none, its own."""
+    known = METHODS.get(posterior.name) is type(posterior)
+    return {"method": posterior.name} | ({} if known else {"class": type(posterior).__name__})
+
+
+def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Posterior]:
+    """The class of the posterior that the config describes: the caller's, or one of the library."""
+    name = config["method"]
+    if method is not None:
+        if not (isinstance(method, type) and issubclass(method, Posterior)):
+            raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
+        if method.name != name:
+            raise ValueError(
+                f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the class it was saved from"
+            )
+        return method
+    if "class" in config:
         raise ValueError(
-            f"expected a method of {', '.join(METHODS)}, got {config['method']!r}; is this file of a newer version?"
+            f"expected method={config['class']} to load into, got none; this was saved by a class of one's own: pass it"
         )
+    if name not in METHODS:
+        raise ValueError(
+            f"expected a method of {', '.join(METHODS)}, got {name!r}; is this file of a newer version? pass method= where "
+            "it is of your own"
+        )
+    return METHODS[name]
+
+
+def build(
+    method: type[Posterior], config: dict[str, Any], path: Path, network: nn.Module, likelihood: Likelihood
+) -> Posterior:
+    """The posterior that the config describes around a network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
         return method.skeleton(network, config["arguments"], likelihood)
 
@@ -64,6 +93,15 @@ def build_network(
     with torch.device("meta"):  # no memory is taken before sizes are compared with those of the tensors in the file
         sketch = NETS[saved["name"]](**arguments)
     check_structure(sketch, saved["structure"])
+    if saved.get("cut"):  # its tensors have other names and shapes in the file: they are compared by their number
+        wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
+        there = sum(math.prod(shape) for shape in header.shapes.values())
+        if wanted > LARGER * there:
+            raise ValueError(
+                f"expected at most {LARGER} times the {there} numbers in the file, got a network of {wanted}; pass network=, "
+                "built as the saved one was"
+            )
+        return NETS[saved["name"]](**arguments)
     for name, tensor in sketch.state_dict().items():
         own, shared = f"particles.own.network.{name}", f"particles.shared.network.{name}"
         shape = tuple(tensor.shape)
@@ -84,14 +122,17 @@ def check_structure(network: nn.Module, theirs: list[str]) -> None:
         )
 
 
-def check_counts(arguments: Mapping[str, Any], header: Header) -> None:
-    """Raises where arguments count more or fewer rows than the tensors have."""
+def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool = False) -> None:
+    """Raises where arguments count more or fewer rows than the tensors have.
+
+    `foreign`: they are those of a method that the library does not have, whose tensors may be others.
+    """
     for key, prefixes in COUNTED.items():
         count = arguments.get(key)
         if type(count) is not int or count < 1 or (key == "samples" and not arguments.get("stored")):
             continue  # what is no count, a constructor refuses
         counted = {name: shape for name, shape in header.shapes.items() if name.startswith(prefixes)}
-        if not counted:
+        if not counted and not foreign:
             raise ValueError(
                 f"expected tensors {prefixes[0]}… for {key} = {count}, got none in the file; save it again"
             )

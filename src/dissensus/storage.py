@@ -15,7 +15,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.nets import NETS
 from dissensus.sealed import CONFIG, FORMAT, TENSORS, Header, damaged, opened, sealed
-from dissensus.skeletons import LIKELIHOODS, build, build_parts, structure
+from dissensus.skeletons import LIKELIHOODS, build, build_parts, kind_of, method_of, structure
 
 __all__ = ["LIKELIHOODS", "load", "save", "write_whole"]
 
@@ -30,16 +30,17 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
     with posterior.particles.turn():
         tensors, ties = unique_tensors(posterior)
-        network = posterior.particles.member(0)  # with its tensors: a layer's description may read them
+        network = posterior.given()  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
-        "method": posterior.name,
+        **kind_of(posterior),
         "arguments": posterior.config(),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
         "network": {
             "structure": structure(network),
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
+            **({"cut": True} if type(posterior).given is not Posterior.given else {}),
         },
         "tied": ties,
         "strides": strides_of(tensors),
@@ -54,20 +55,25 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
 
 
 def load(
-    folder: str | os.PathLike[str], network: nn.Module | None = None, *, likelihood: Likelihood | None = None
+    folder: str | os.PathLike[str],
+    network: nn.Module | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
 ) -> Posterior:
     """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
 
     `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
-    only where the posterior was saved with a likelihood of one's own.
+    only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
     path = Path(folder) / TENSORS
     with opened(Path(folder)) as (config, header, file):
         strides = checked_strides(config, header, path)
+        kind = method_of(config, method)
         template, meaning = build_parts(config, header, path, network, likelihood)
-        posterior = build(config, header, path, template, meaning)
+        posterior = build(kind, config, path, template, meaning)
         file.seek(0)
         data = file.read()
     try:

@@ -13,7 +13,7 @@ from dissensus.core.layout import laid_out, rows
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import MAP
-from dissensus.sealed import TENSORS, damaged, opened
+from dissensus.sealed import TENSORS, Header, damaged, opened
 from dissensus.skeletons import build_parts
 from dissensus.storage import checked_strides, fill, load, unique_tensors
 
@@ -21,15 +21,23 @@ OWN, SHARED = "particles.own.", "particles.shared."
 
 
 def stored_members(
-    folder: Path, network: nn.Module | None = None, *, likelihood: Likelihood | None = None
+    folder: Path,
+    network: nn.Module | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
 ) -> Iterator[Posterior]:
-    """One posterior per stored member, each read from the file when its turn comes; the whole one where it stores none."""
+    """One posterior per stored member, each read from the file when its turn comes.
+
+    The whole one where it stores none, or where a member's tensors alone are not what it says: methods of one's own, and
+    those that cut the network or have tensors beside it.
+    """
     path = folder / TENSORS
     while True:
         with opened(folder) as (config, header, file):
             strides = checked_strides(config, header, path)
-            if not isinstance(config["arguments"].get("members"), int) or not any(map(_own, header.shapes)):
-                yield load(folder, network, likelihood=likelihood)
+            if method is not None or not _of_plain_networks(config, header):
+                yield load(folder, network, likelihood=likelihood, method=method)
                 return
             template, meaning = build_parts(config, header, path, network, likelihood)
             try:
@@ -65,6 +73,18 @@ def _member(
     with torch.no_grad():
         fill(member, {**found, **{name: found[source] for name, source in ties.items()}})
     return member.eval()
+
+
+def _of_plain_networks(config: Mapping[str, Any], header: Header) -> bool:
+    """Whether the file's members are networks like the one the caller has, each with rows of its own."""
+    inner = [name.removeprefix(OWN).removeprefix(SHARED) for name in header.shapes if name.startswith((OWN, SHARED))]
+    return (
+        isinstance(config["arguments"].get("members"), int)
+        and any(map(_own, header.shapes))
+        and "class" not in config
+        and not config["network"].get("cut")
+        and all(name.startswith(("network.", "likelihood.")) for name in inner)
+    )
 
 
 def _own(name: str) -> bool:

@@ -119,6 +119,14 @@ class Posterior(Trained, ABC):
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
         """A posterior of this kind whose tensors will be overwritten by those of a file."""
 
+    def given(self) -> nn.Module:
+        """A network of the architecture that the caller passed, with some member's tensors; it shares nothing with this.
+
+        What a saved posterior is loaded around. Methods that cut layers of the network put the plain ones back here; then
+        `skeleton` is given such a network, and cuts it again.
+        """
+        return self.particles.member(0)
+
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Draws once and keeps the draw (and batch statistics refreshed from the loader) with the posterior.
 
