@@ -63,7 +63,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     layers = {
         name: layer
         for name, layer in statistics_layers(particles.template).items()
-        if name not in particles._always_eval and f"{name}.running_mean" in own
+        if name not in particles.template.always_eval and f"{name}.running_mean" in own
     }
     if not layers:
         return

@@ -7,46 +7,29 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from dissensus.core.architecture import check_initialised
+from dissensus.core.layout import owned
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import Member, Tensors, check_likelihood, emptied, member_index
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
-from dissensus.core.randomness import random_state
+from dissensus.core.running import How, Lane, Rows, first_line, loop, or_else
 from dissensus.core.stacking import StackedLinear
 from dissensus.core.tree import TensorTree
 from dissensus.core.turns import turn
 
+__all__ = ["How", "Lane", "Member", "Particles", "Rows", "Tensors", "loop", "member_index"]
+
 log = logging.getLogger("dissensus")
-
-How = Literal["loop", "vectorised"]
-Tensors = dict[str, Tensor]
-Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
-
-
-class Member(nn.Module):
-    """One network and its likelihood as one module, to which any function can be applied.
-
-    `forward(f, *args)` is `f(member, *args)` and the buffers as f left them, so that one `functional_call` gives both.
-    """
-
-    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
-        super().__init__()
-        self.network = network
-        self.likelihood = likelihood
-
-    def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
-        result = function(self, *args)
-        return result, dict(self.named_buffers()) if self.training else {}
 
 
 class Particles(nn.Module):
@@ -59,42 +42,64 @@ class Particles(nn.Module):
         self.own = own
         self.shared = shared
         self.members = members
-        self.how: How = "vectorised" if members > 1 and not _has_convolution(template) else "loop"
         self.training = template.training
-        self._linear = StackedLinear(template)
+        stacked = tensors_of(own)
+        varying = {id(tensor) for name, tensor in tensors_of(template).items() if name in stacked}
+        self.how: How = "vectorised" if members > 1 and not _has_own_convolution(template, varying) else "loop"
+        self._linear = StackedLinear(template, own=varying)
         self.small_products = small_products(template)
         self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
-        # Parts that the caller has put into eval mode (frozen batch norm) stay there when the rest trains.
-        self._always_eval = [name for name, part in template.named_modules() if template.training and not part.training]
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
         """One member whose tensors are those of the caller's module itself: nothing is copied."""
-        _check_likelihood(likelihood)
+        check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood))
-        member.training = network.training  # not member.train(): parts the caller has frozen in eval mode stay so
         return cls(member, own=TensorTree(), shared=member, members=1)
 
     @classmethod
-    def stack(cls, networks: Sequence[nn.Module], likelihood: Likelihood) -> "Particles":
-        """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity)."""
-        _check_likelihood(likelihood)
+    def stack(
+        cls, networks: Sequence[nn.Module], likelihood: Likelihood, *, own: Callable[[str], bool] | None = None
+    ) -> "Particles":
+        """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity).
+
+        `own(name)`: whether a tensor ("network.0.weight") is each member's own; where not, all share the first network's.
+        """
+        check_likelihood(likelihood)
         for network in networks:
             check_initialised(network)
-        template = emptied(Member(networks[0], likelihood))
-        template.training = networks[0].training
         members = [Member(network, likelihood) for network in networks]
-        own = TensorTree()
-        columns = [dict(member.named_parameters()) for member in members]
-        for name, first in columns[0].items():
-            stacked = torch.stack([column[name].detach() for column in columns])  # (M, ...)
-            own.plant(name, nn.Parameter(stacked, requires_grad=first.requires_grad))
-        kept = set(members[0].state_dict())
-        buffers = [dict(member.named_buffers()) for member in members]
-        for name in buffers[0]:
-            own.plant(name, torch.stack([b[name] for b in buffers]), persistent=name in kept)
-        return cls(template, own=own, shared=TensorTree(), members=len(networks))
+        columns = [tensors_of(member) for member in members]
+        rows = {name: [column[name] for column in columns] for name in columns[0]}
+        kept = members[0].state_dict()
+        return cls.split(emptied(members[0]), rows, own=own or (lambda name: True), kept=kept, members=len(members))
+
+    @classmethod
+    def split(
+        cls,
+        template: Member,
+        rows: Mapping[str, Sequence[Tensor] | Tensor],
+        *,
+        own: Callable[[str], bool],
+        kept: Collection[str],
+        members: int,
+    ) -> "Particles":
+        """Members with these tensors, each name with M rows: those that `own(name)` calls own are stored (M, ...), of the
+        others the first row alone.
+
+        Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
+        the names of buffers that a state dict holds.
+        """
+        trees = {True: TensorTree(), False: TensorTree()}
+        for name, each in rows.items():
+            mine = own(name)
+            value = _stacked(each) if mine else each[0].detach().clone()
+            first = each if isinstance(each, nn.Parameter) else each[0]
+            if isinstance(first, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=first.requires_grad)
+            trees[mine].plant(name, value, persistent=name in kept)
+        return cls(template, own=trees[True], shared=trees[False], members=members)
 
     @property
     def template(self) -> Member:
@@ -108,29 +113,23 @@ class Particles(nn.Module):
         """Inside, no other thread runs these members' network."""
         return turn(self.template.network)
 
-    def apart(
-        self, *, own: nn.Module | None = None, shared: nn.Module | None = None, members: int | None = None
-    ) -> "Particles":
-        """These or other members of the architecture in a template of their own: what they do to it, nobody else sees."""
+    def apart(self) -> "Particles":
+        """These members in a template of their own: what they do to it, nobody else sees."""
+        return Particles(self.copied_template(), own=self.own, shared=self.shared, members=self.members)
+
+    def copied_template(self) -> Member:
+        """A template of the same architecture, without tensors."""
         try:
-            template = emptied(self.template)
+            return emptied(self.template)
         except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
             # Some modules cannot be copied (weight norm by hooks). Theirs is used, in turns, and put back each time.
             log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
-            template = self.template
-        other = Particles(
-            template,
-            own=self.own if own is None else own,
-            shared=self.shared if shared is None else shared,
-            members=members or self.members,
-        )
-        other._always_eval = self._always_eval
-        return other
+            return self.template
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
         self.template.train(mode)
-        for name in self._always_eval:
+        for name in self.template.always_eval:
             self.template.get_submodule(name).training = False
         return self
 
@@ -165,7 +164,7 @@ class Particles(nn.Module):
                 elif self.members == 1:
                     shared[name].copy_(value[0])
 
-    def rows(self, varying: Tensors | None = None) -> "Rows":
+    def rows(self, varying: Tensors | None = None) -> Rows:
         """What differs between members, each tensor with the member axis first."""
         return Rows(self.own_parameters(), self.own_buffers(), varying or {})
 
@@ -189,27 +188,24 @@ class Particles(nn.Module):
             self.write_buffers(buffers)
         return result
 
-    def run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, *, how: How | None = None) -> Any:
+    def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
         with self.turn(), without_onednn(self.small_products):
             return self._run(one, rows, count, how)
 
-    def _run(self, one: Callable[["Rows"], Any], rows: "Rows", count: int, how: How | None) -> Any:
+    def _run(self, one: Callable[[Rows], Any], rows: Rows, count: int, how: How | None) -> Any:
         if (how or self.how) == "loop" or count == 1:
             lanes = self._lanes
             mine = lanes[1:] if lanes is not None and lanes[0] == threading.get_ident() else ()
             return loop(one, rows, count, *mine)
-        restore = random_state()
-        try:
-            with self.vectorising():
-                return torch.func.vmap(one, randomness="different")(rows)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            restore()
-            result = loop(one, rows, count)  # raises the caller's own error if it was one
-            self.note_fallback(error)
-            return result
+        result, failed = or_else(lambda: self._vectorised(one, rows), lambda: loop(one, rows, count))
+        if failed is not None:
+            self.note_fallback(failed)
+        return result
+
+    def _vectorised(self, one: Callable[[Rows], Any], rows: Rows) -> Any:
+        with self.vectorising():
+            return torch.func.vmap(one, randomness="different")(rows)
 
     @contextmanager
     def vectorising(self) -> Iterator[None]:
@@ -228,12 +224,12 @@ class Particles(nn.Module):
         finally:
             self._lanes = None
 
-    def note_fallback(self, error: Exception) -> None:
+    def note_fallback(self, reason: str) -> None:
         """From now on members run one after the other; said once."""
         if self.how == "loop":
             return
         self.how = "loop"
-        log.info("members run one after the other: this network cannot be vectorised (%s)", first_line(error))
+        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
@@ -247,69 +243,19 @@ class Particles(nn.Module):
         return network
 
 
-class Rows(NamedTuple):
-    """Tensors with the member axis first: parameters, buffers and whatever else differs between functions."""
-
-    own: Tensors
-    buffers: Tensors
-    varying: Tensors
-
-    def at(self, index: int) -> "Rows":
-        """One member's row."""
-        return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
+def _stacked(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """(M, ...) in memory of its own. Views of one flat tensor would take another path in products than what a file gives."""
+    if isinstance(rows, nn.Parameter):
+        return rows.detach()
+    return owned(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])
 
 
-def loop(
-    one: Callable[[Rows], Any],
-    rows: Rows,
-    count: int,
-    lane: Lane = lambda _: nullcontext(),
-    join: Callable[[], None] = lambda: None,
-) -> Any:
-    """one(row) of each row in turn, the i-th within lane(i), results stacked along a new first axis."""
-    results = []
-    for i in range(count):
-        with lane(i):
-            results.append(one(rows.at(i)))
-    join()
-    structure = pytree.tree_structure(results[0])
-    columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
-    return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+def tensors_of(module: nn.Module) -> Tensors:
+    """Name -> parameter or buffer."""
+    return dict(chain(module.named_parameters(), module.named_buffers()))
 
 
-def member_index(index: int, members: int) -> int:
-    """index as a number from 0 to M − 1; negative ones count from the end."""
-    if not -members <= index < members:
-        raise ValueError(
-            f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
-        )
-    return index % members
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first, for the log."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-
-
-def _check_likelihood(likelihood: object) -> None:
-    if not isinstance(likelihood, Likelihood):
-        what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
-        raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")
-
-
-def emptied(member: Member) -> Member:
-    """A copy of the member without its tensors, which are put in at every call; ties are kept, since objects are."""
-    blanks: dict[int, Any] = {}
-    for parameter in member.parameters():
-        empty = parameter.detach().new_empty(0)
-        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in member.buffers():
-        blanks[id(buffer)] = buffer.detach().new_empty(0)
-    with turn(member.network):  # another thread's hooks and forwards must not be copied
-        copied: Member = copy.deepcopy(member, blanks)
-    return copied
-
-
-def _has_convolution(template: nn.Module) -> bool:
-    """Stacked convolutions become grouped ones, which are slower than a loop on CPUs and GPUs alike."""
-    return any(isinstance(module, nn.modules.conv._ConvNd) for module in template.modules())
+def _has_own_convolution(template: nn.Module, own: set[int]) -> bool:
+    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are."""
+    layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
+    return any(id(parameter) in own for layer in layers for parameter in layer.parameters())

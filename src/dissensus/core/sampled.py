@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from dissensus.core.drawn import Drawn, DrawnParticles
-from dissensus.core.layout import owned
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.normalization import refresh_statistics, statistics_names
 from dissensus.core.particles import Particles, Tensors
 from dissensus.core.posterior import Posterior
 from dissensus.core.randomness import own_generator
-from dissensus.core.tree import TensorTree
 
 
 class Sampled(Posterior):
@@ -88,20 +86,15 @@ class Sampled(Posterior):
         held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
         kept = set(self.particles.shared.state_dict())
         statistics = {f"network.{name}" for name in statistics_names(self.network)}
-        own, shared = TensorTree(), TensorTree()
+        sampled = {f"network.{name}": tensor for name, tensor in samples.items()}
         count = len(next(iter(samples.values()))) if samples else self.samples
-        for name, tensor in held.items():
-            inner = name.removeprefix("network.")
-            value = tensor.detach()
-            persistent = name in kept
-            if name.startswith("network.") and inner in samples:
-                # Views of one flat tensor would take another path in products than what a file gives back.
-                own.plant(name, owned(samples[inner].detach()), persistent=persistent)
-            elif name in statistics:
-                own.plant(name, value.expand(count, *value.shape).clone(), persistent=persistent)
-            else:
-                shared.plant(name, value.clone(), persistent=persistent)
-        return self.particles.apart(own=own, shared=shared, members=count)
+        return Particles.split(
+            self.particles.copied_template(),
+            {name: sampled.get(name, [tensor.detach()] * count) for name, tensor in held.items()},
+            own=lambda name: name in sampled or name in statistics,
+            kept=kept,
+            members=count,
+        )
 
     def check_network(self) -> None:
         """Raises where the network has other parameters, or trains others, than when this was built around it."""

@@ -20,7 +20,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, detached, inner, looped, vectorised
 from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
-from dissensus.core.randomness import random_state
+from dissensus.core.running import or_else
 from dissensus.core.turns import PROCESS
 
 if TYPE_CHECKING:
@@ -110,13 +110,7 @@ def automatic(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None)
     particles = posterior.particles
     if particles.how == "loop" or particles.members == 1:
         return looped(posterior, x, y, weight)
-    restore = random_state()
-    try:
-        return vectorised(posterior, x, y, weight)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        restore()
-        result = looped(posterior, x, y, weight)  # raises the caller's own error if it was one
-        particles.note_fallback(error)
-        return result
+    found, failed = or_else(lambda: vectorised(posterior, x, y, weight), lambda: looped(posterior, x, y, weight))
+    if failed is not None:
+        particles.note_fallback(failed)
+    return found

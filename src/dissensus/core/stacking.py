@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 
 class StackedLinear:
-    """The linear layers of a template, and the forward each has while members are vectorised."""
+    """The linear layers of a template whose weights are own, and the forward each has while members are vectorised.
 
-    def __init__(self, template: nn.Module) -> None:
+    `own`: the ids of the template's tensors that are stacked. A layer whose weights all members share needs no other
+    forward: vmap makes one wide product of it over members × batch.
+    """
+
+    def __init__(self, template: nn.Module, *, own: set[int]) -> None:
+        layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
         # Made once: the compiler keeps what it has compiled for as long as it meets the same objects.
-        self.forwards = [(layer, _Transposed(layer)) for layer in template.modules() if type(layer) is nn.Linear]
+        self.forwards = [(layer, _Transposed(layer)) for layer in layers]
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

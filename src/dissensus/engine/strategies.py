@@ -19,7 +19,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy
 from dissensus.core.particles import Tensors
 from dissensus.core.posterior import Posterior
-from dissensus.core.randomness import random_state
+from dissensus.core.running import or_else
 from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")
@@ -57,22 +57,15 @@ class OrElse:
     def __call__(self, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         if self.first is None:
             return self.second(posterior, x, y, weight)
-        restore = random_state()
-        try:
-            return self.first(posterior, x, y, weight)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # vmap and the compiler can fail in many ways, none of which must end a training run
-            restore()
-            result = self.second(posterior, x, y, weight)  # raises the caller's own error if it was one
+        first = self.first
+        result, failed = or_else(lambda: first(posterior, x, y, weight), lambda: self.second(posterior, x, y, weight))
+        if failed is not None:
             self.first = None
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
             if self.instead.kind == "loop":
-                posterior.particles.how = "loop"
-                log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+                posterior.particles.note_fallback(failed)
             else:
-                log.info("members run uncompiled: this network cannot be compiled (%s)", reason)
-            return result
+                log.info("members run uncompiled: this network cannot be compiled (%s)", failed)
+        return result
 
 
 def fallen_back(run: Strategy) -> Iterator[Plainer]:

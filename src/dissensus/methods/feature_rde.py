@@ -15,10 +15,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.eigen import Order, extreme_eigenvectors
 from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles, Tensors, tensors_of
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.core.tree import TensorTree
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive
 from dissensus.methods.strength import Repulsion, Strength
@@ -223,16 +222,16 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
         raise ValueError(
             f"expected a layer before the head '{head}', got '{layer}' in it; name the layer that feeds it"
         )
-    own, shared = TensorTree(), TensorTree()
-    for name, tensor in stacked.own_parameters().items():
-        if name.startswith(f"network.{head}."):
-            shared.plant(name, nn.Parameter(tensor[0].detach().clone(), requires_grad=tensor.requires_grad))
-        else:
-            own.plant(name, tensor)
-    kept = set(stacked.own.state_dict())
-    for name, tensor in stacked.own_buffers().items():
-        own.plant(name, tensor, persistent=name in kept)
-    encoders = [p.detach().reshape(len(p), -1) for p in own.parameters() if p.requires_grad]
+    own, shared = tensors_of(stacked.own), tensors_of(stacked.shared)
+    headed = {name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")}
+    split = Particles.split(
+        stacked.template,
+        {**own, **{name: [tensor] * stacked.members for name, tensor in shared.items()}},
+        own=lambda name: name in own and name not in headed,
+        kept={**stacked.own.state_dict(), **stacked.shared.state_dict()},
+        members=stacked.members,
+    )
+    encoders = [p.detach().reshape(len(p), -1) for p in split.own.parameters() if p.requires_grad]
     if not encoders:
         raise ValueError(
             f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
@@ -246,4 +245,4 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
                     f"expected encoders that start at different weights, got those of members {j} and {i} equal; "
                     "build each one afresh instead of copying one"
                 )
-    return Particles(stacked.template, own=own, shared=shared, members=stacked.members)
+    return split

@@ -1,0 +1,59 @@
+"""Member: one network, its likelihood and its latents as one module, the template that all members' tensors are put into."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.turns import turn
+
+Tensors = dict[str, Tensor]
+
+
+class Member(nn.Module):
+    """One network and its likelihood as one module, to which any function can be applied.
+
+    `forward(f, *args)` is `f(member, *args)` and the buffers as f left them, so that one `functional_call` gives both.
+    """
+
+    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.network = network
+        self.likelihood = likelihood
+        self.training = network.training  # not self.train(): parts the caller has frozen in eval mode stay so
+        # Those parts, which stay in eval mode when the rest trains.
+        self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
+        result = function(self, *args)
+        return result, dict(self.named_buffers()) if self.training else {}
+
+
+def emptied(member: Member) -> Member:
+    """A copy of the member without its tensors, which are put in at every call; ties are kept, since objects are."""
+    blanks: dict[int, Any] = {}
+    for parameter in member.parameters():
+        empty = parameter.detach().new_empty(0)
+        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in member.buffers():
+        blanks[id(buffer)] = buffer.detach().new_empty(0)
+    with turn(member.network):  # another thread's hooks and forwards must not be copied
+        copied: Member = copy.deepcopy(member, blanks)
+    return copied
+
+
+def member_index(index: int, members: int) -> int:
+    """index as a number from 0 to M − 1; negative ones count from the end."""
+    if not -members <= index < members:
+        raise ValueError(
+            f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
+        )
+    return index % members
+
+
+def check_likelihood(likelihood: object) -> None:
+    if not isinstance(likelihood, Likelihood):
+        what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
+        raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")

@@ -1,0 +1,62 @@
+"""Running members: one function over rows of tensors by a loop or by vmap, and the one fallback from a way that fails."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dissensus.core.member import Tensors
+from dissensus.core.randomness import random_state
+
+T = TypeVar("T")
+How = Literal["loop", "vectorised"]
+Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
+
+
+class Rows(NamedTuple):
+    """Tensors with the member axis first: parameters, buffers and whatever else differs between functions."""
+
+    own: Tensors
+    buffers: Tensors
+    varying: Tensors
+
+    def at(self, index: int) -> "Rows":
+        """One member's row."""
+        return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
+
+
+def loop(
+    one: Callable[[Rows], Any],
+    rows: Rows,
+    count: int,
+    lane: Lane = lambda _: nullcontext(),
+    join: Callable[[], None] = lambda: None,
+) -> Any:
+    """one(row) of each row in turn, the i-th within lane(i), results stacked along a new first axis."""
+    results = []
+    for i in range(count):
+        with lane(i):
+            results.append(one(rows.at(i)))
+    join()
+    structure = pytree.tree_structure(results[0])
+    columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
+    return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+
+
+def or_else(first: Callable[[], T], second: Callable[[], T]) -> tuple[T, str | None]:
+    """(what first() gives, None), or where it fails (what second() gives, why), on the same random numbers."""
+    restore = random_state()
+    try:
+        return first(), None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # vmap and the compiler can fail in many ways, none of which must end a training run
+        restore()
+        return second(), first_line(error)  # raises the caller's own error if it was one
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, for the log."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
