@@ -8,18 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Lane, Rows, Tensors
+from dissensus.core.particles import Lane, Particles, Rows, Tensors
 from dissensus.core.randomness import random_state
 
-if TYPE_CHECKING:
-    from dissensus.core.posterior import Posterior
+
+class Trained(Protocol):
+    """What finding gradients needs of a posterior."""
+
+    particles: Particles
+
+    @property
+    def coupled(self) -> bool: ...
+
+    @property
+    def mixes(self) -> bool: ...
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]: ...
+
+    def couple(self, z: Any) -> Any: ...
+
+    def mix(self, gradients: Tensors) -> Tensors: ...
 
 
 class Gradients(NamedTuple):
@@ -41,16 +58,16 @@ class State(NamedTuple):
     shared_buffers: Tensors
 
 
-Strategy = Callable[["Posterior", Inputs, Tensor, Tensor | None], Gradients]
+Strategy = Callable[[Trained, Inputs, Tensor, Tensor | None], Gradients]
 
 
-def vectorised(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def vectorised(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """All members at once by vmap."""
     with posterior.particles.vectorising():
         return vectorised_gradients(posterior, state_of(posterior), x, y, weight)
 
 
-def vectorised_gradients(posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def vectorised_gradients(posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """A pure function of tensors: the gradient of the sum over members, so that shared tensors need no copy per member."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
@@ -70,7 +87,7 @@ def vectorised_gradients(posterior: Posterior, state: State, x: Inputs, y: Tenso
 
 
 def looped(
-    posterior: Posterior,
+    posterior: Trained,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -113,7 +130,7 @@ def looped(
 
 
 def looped_keeping_graphs(
-    posterior: Posterior,
+    posterior: Trained,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -172,7 +189,7 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
 
 
 def member_gradients(
-    posterior: Posterior, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
     """Loss (), gradients and buffers of one member by plain autograd, which every module knows."""
     own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
@@ -189,7 +206,7 @@ def member_gradients(
     return Gradients(value.detach(), found, detached(buffers))
 
 
-def state_of(posterior: Posterior) -> State:
+def state_of(posterior: Trained) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     own, shared = particles.own_parameters(), particles.shared_parameters()

@@ -11,29 +11,26 @@ and `loss` and `backward` of every posterior are derived from it here.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dissensus.core.batch import Inputs
-from dissensus.core.gradients import Gradients, Strategy, detached, inner, looped, vectorised
+from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, vectorised
 from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
 from dissensus.core.running import or_else
 from dissensus.core.turns import PROCESS
 
-if TYPE_CHECKING:
-    from dissensus.core.posterior import Posterior
 
-
-def loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
     with _turn(posterior):
         return _loss(posterior, x, y, weight)
 
 
-def _loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def _loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
     if posterior.mixes:
         return _surrogate(posterior, x, y, weight)
@@ -49,7 +46,7 @@ def _loss(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> 
 
 
 def backward(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
+    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
     with _turn(posterior):
@@ -60,14 +57,14 @@ def backward(
 
 
 def find(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
+    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Gradients:
     """Losses, gradients before they are mixed, and buffers afterwards; nothing is changed."""
     with _turn(posterior), without_onednn(posterior.particles.small_products):
         return (strategy or automatic)(posterior, x, y, weight)
 
 
-def add_gradients(posterior: Posterior, gradients: Tensors) -> None:
+def add_gradients(posterior: Trained, gradients: Tensors) -> None:
     """Adds gradients by name to `.grad`."""
     parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     taken: set[int] = set()
@@ -83,7 +80,7 @@ def add_gradients(posterior: Posterior, gradients: Tensors) -> None:
             parameter.grad.add_(gradient)
 
 
-def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def _surrogate(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() Σ losses in value, with the mixed gradients as its derivative: mixing is not the gradient of any loss."""
     particles = posterior.particles
     found = automatic(posterior, x, y, weight)
@@ -94,7 +91,7 @@ def _surrogate(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None
     return found.losses.sum() + slope - slope.detach()
 
 
-def _turn(posterior: Posterior) -> AbstractContextManager[object]:
+def _turn(posterior: Trained) -> AbstractContextManager[object]:
     """This thread's turn with the network. Coupled members replay random numbers and switch attention's kernels over, for
     which the process has one stream and one switch."""
     if not posterior.coupled:
@@ -105,7 +102,7 @@ def _turn(posterior: Posterior) -> AbstractContextManager[object]:
     return both
 
 
-def automatic(posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """Vectorised where the members can be, else one after the other; falls back by itself and says so once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members == 1:
