@@ -73,7 +73,10 @@ def build(
 ) -> Posterior:
     """The posterior that the config describes around a network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
-        return method.skeleton(network, config["arguments"], likelihood)
+        posterior = method.skeleton(network, config["arguments"], likelihood)
+        shared = "particles.shared."
+        posterior.particles.share(name.removeprefix(shared) for name in header.shapes if name.startswith(shared))
+        return posterior
 
 
 def build_network(

@@ -13,27 +13,9 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.particles import Member, Particles, Rows, Tensors
+from dissensus.core.statistics import statistics_layers, statistics_names
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def statistics_layers(network: nn.Module) -> dict[str, nn.Module]:
-    """Name -> layer, for every layer that keeps running statistics and averages them with a `momentum`."""
-    return {
-        name: layer
-        for name, layer in network.named_modules()
-        if isinstance(getattr(layer, "running_mean", None), Tensor) and hasattr(layer, "momentum")
-    }
-
-
-def statistics_names(network: nn.Module) -> list[str]:
-    """Names of the buffers that hold running statistics."""
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in statistics_layers(network).items()
-        for name in STATISTICS
-        if isinstance(getattr(layer, name, None), Tensor)
-    ]
+__all__ = ["enough_examples", "refresh_statistics", "statistics_layers", "statistics_names"]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 import copy
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dissensus.core.architecture import check_initialised
-from dissensus.core.layout import owned
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, Tensors, check_likelihood, emptied, member_index
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
 from dissensus.core.running import How, Lane, Rows, first_line, loop, or_else
-from dissensus.core.stacking import StackedLinear
+from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
+from dissensus.core.stacking import StackedLinear, has_own_convolution
+from dissensus.core.statistics import frozen_norms
 from dissensus.core.tree import TensorTree
 from dissensus.core.turns import turn
 
@@ -43,12 +44,19 @@ class Particles(nn.Module):
         self.shared = shared
         self.members = members
         self.training = template.training
-        stacked = tensors_of(own)
-        varying = {id(tensor) for name, tensor in tensors_of(template).items() if name in stacked}
-        self.how: How = "vectorised" if members > 1 and not _has_own_convolution(template, varying) else "loop"
-        self._linear = StackedLinear(template, own=varying)
+        self._settle()
         self.small_products = small_products(template)
         self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
+        self._frozen: set[str] = set()  # tensors stored once because no member trains them
+        self._said: set[str] = set()
+
+    def _settle(self) -> None:
+        """What is vectorised, by which tensors are own."""
+        stacked = tensors_of(self.own)
+        own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
+        vectorised = self.members > 1 and not has_own_convolution(self.template, own)
+        self.how: How = "vectorised" if vectorised else "loop"
+        self._linear = StackedLinear(self.template, own=own)
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
@@ -62,9 +70,10 @@ class Particles(nn.Module):
     def stack(
         cls, networks: Sequence[nn.Module], likelihood: Likelihood, *, own: Callable[[str], bool] | None = None
     ) -> "Particles":
-        """M members with every tensor their own, copied from the networks. Tied tensors stay tied (stacked by identity).
+        """M members, copied from the networks. Tied tensors stay tied (stacked by identity).
 
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; where not, all share the first network's.
+        None: every tensor is, but for those that no member trains and all have alike, which are stored once.
         """
         check_likelihood(likelihood)
         for network in networks:
@@ -72,8 +81,12 @@ class Particles(nn.Module):
         members = [Member(network, likelihood) for network in networks]
         columns = [tensors_of(member) for member in members]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
+        alike = frozen_alike(members[0], rows) if own is None else set()
+        rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        return cls.split(emptied(members[0]), rows, own=own or (lambda name: True), kept=kept, members=len(members))
+        particles = cls.split(emptied(members[0]), rows, own=rule, kept=kept, members=len(members))
+        particles._frozen = alike
+        return particles.train(particles.training)
 
     @classmethod
     def split(
@@ -91,15 +104,8 @@ class Particles(nn.Module):
         Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
         the names of buffers that a state dict holds.
         """
-        trees = {True: TensorTree(), False: TensorTree()}
-        for name, each in rows.items():
-            mine = own(name)
-            value = _stacked(each) if mine else each[0].detach().clone()
-            first = each if isinstance(each, nn.Parameter) else each[0]
-            if isinstance(first, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=first.requires_grad)
-            trees[mine].plant(name, value, persistent=name in kept)
-        return cls(template, own=trees[True], shared=trees[False], members=members)
+        mine, common = split_trees(rows, own=own, kept=kept)
+        return cls(template, own=mine, shared=common, members=members)
 
     @property
     def template(self) -> Member:
@@ -129,9 +135,46 @@ class Particles(nn.Module):
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
         self.template.train(mode)
-        for name in self.template.always_eval:
+        fixed = self.frozen_norms() if mode else []
+        for name in (*self.template.always_eval, *fixed):
             self.template.get_submodule(name).training = False
+        if new := sorted({*fixed} - {*self.template.always_eval, *self._said}):
+            self._said.update(new)
+            log.info("%s: in eval mode while the rest trains, since all parameters there are frozen", ", ".join(new))
         return self
+
+    def frozen_norms(self) -> list[str]:
+        """Names of the layers with batch statistics whose parameters are all frozen: their statistics are kept as well."""
+        stored = {**self.shared_parameters(), **self.own_parameters()}
+        return list(frozen_norms(self.template, {name for name, p in stored.items() if not p.requires_grad}))
+
+    def share(self, names: Iterable[str]) -> None:
+        """Stores those of these tensors that are own once, frozen: to be filled from a file that has them so."""
+        own, shared = tensors_of(self.own), tensors_of(self.shared)
+        self._frozen |= {name for name in names if name in own}
+        if not self._frozen:
+            return
+        split = Particles.split(
+            self.template,
+            {**own, **{name: [tensor] * self.members for name, tensor in shared.items()}},
+            own=lambda name: name in own and name not in self._frozen,
+            kept={**self.own.state_dict(), **self.shared.state_dict()},
+            members=self.members,
+        )
+        self.own, self.shared = split.own, split.shared
+        for name in self._frozen & self.shared_parameters().keys():
+            self.shared_parameters()[name].requires_grad_(False)
+        self._settle()
+
+    def check_frozen(self) -> None:
+        """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
+        if self._frozen:
+            check_frozen(self.shared, self._frozen)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Tensors that the state has once and this has for each member are repeated; the other way they must be equal."""
+        as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def own_parameters(self) -> Tensors:
         """Name -> (M, ...)."""
@@ -241,21 +284,3 @@ class Particles(nn.Module):
             for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
                 tensor.data = values[f"network.{name}"].detach().clone()
         return network
-
-
-def _stacked(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """(M, ...) in memory of its own. Views of one flat tensor would take another path in products than what a file gives."""
-    if isinstance(rows, nn.Parameter):
-        return rows.detach()
-    return owned(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])
-
-
-def tensors_of(module: nn.Module) -> Tensors:
-    """Name -> parameter or buffer."""
-    return dict(chain(module.named_parameters(), module.named_buffers()))
-
-
-def _has_own_convolution(template: nn.Module, own: set[int]) -> bool:
-    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are."""
-    layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
-    return any(id(parameter) in own for layer in layers for parameter in layer.parameters())

@@ -88,8 +88,10 @@ class Sampled(Posterior):
         statistics = {f"network.{name}" for name in statistics_names(self.network)}
         sampled = {f"network.{name}": tensor for name, tensor in samples.items()}
         count = len(next(iter(samples.values()))) if samples else self.samples
+        template = self.particles.copied_template()
+        template.always_eval = sorted({*template.always_eval, *self.particles.frozen_norms()})
         return Particles.split(
-            self.particles.copied_template(),
+            template,
             {name: sampled.get(name, [tensor.detach()] * count) for name, tensor in held.items()},
             own=lambda name: name in sampled or name in statistics,
             kept=kept,

@@ -32,6 +32,7 @@ def loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Ten
 
 def _loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
+    particles.check_frozen()
     if posterior.mixes:
         return _surrogate(posterior, x, y, weight)
     shared, common = particles.shared_parameters(), particles.shared_buffers()
@@ -60,6 +61,7 @@ def find(
     posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Gradients:
     """Losses, gradients before they are mixed, and buffers afterwards; nothing is changed."""
+    posterior.particles.check_frozen()
     with _turn(posterior), without_onednn(posterior.particles.small_products):
         return (strategy or automatic)(posterior, x, y, weight)
 

@@ -39,6 +39,12 @@ class StackedLinear:
                 del layer.forward
 
 
+def has_own_convolution(template: nn.Module, own: set[int]) -> bool:
+    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are."""
+    layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
+    return any(id(parameter) in own for layer in layers for parameter in layer.parameters())
+
+
 class _Transposed:
     """The forward of one linear layer."""
 

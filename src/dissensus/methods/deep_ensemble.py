@@ -65,10 +65,13 @@ def stack_members(modules: Sequence[nn.Module], likelihood: Likelihood | None) -
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
-    """Copies of one network with made-up, distinct values: to be overwritten by those of a file."""
+    """Copies of one network with made-up, distinct values: to be overwritten by those of a file.
+
+    Buffers that no file holds stay as they are.
+    """
     copies = [copy.deepcopy(network) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
-            for parameter in each.parameters():
-                parameter.fill_(i)
+            for tensor in each.state_dict().values():
+                tensor.fill_(i)
     return copies

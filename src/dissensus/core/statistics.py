@@ -1,0 +1,38 @@
+"""Which layers keep running means and variances of batches, and under which names."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def statistics_layers(network: nn.Module) -> dict[str, nn.Module]:
+    """Name -> layer, for every layer that keeps running statistics and averages them with a `momentum`."""
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if isinstance(getattr(layer, "running_mean", None), Tensor) and hasattr(layer, "momentum")
+    }
+
+
+def statistics_names(network: nn.Module) -> list[str]:
+    """Names of the buffers that hold running statistics."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in statistics_layers(network).items()
+        for name in STATISTICS
+        if isinstance(getattr(layer, name, None), Tensor)
+    ]
+
+
+def frozen_norms(network: nn.Module, frozen: Collection[str]) -> dict[str, nn.Module]:
+    """Name -> layer with running statistics and parameters, all of whose names are among the frozen ones."""
+    alike = {
+        id(tensor) for name, tensor in network.named_parameters() if name in frozen
+    }  # tied ones have one name there
+    return {
+        name: layer
+        for name, layer in statistics_layers(network).items()
+        if (held := list(layer.parameters())) and all(id(parameter) in alike for parameter in held)
+    }
