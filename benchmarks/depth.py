@@ -2,9 +2,9 @@
 
     python benchmarks/depth.py --csv FILE
 
-Frames: of this library, from `fit` down to the network's forward, in a steady step, the two ends not counted (torch's own lie between
-them and are not counted either). Cost: a step of a deep ensemble of tiny MLPs by `fit`'s own step against the shortest program that
-does the same with `torch.func` (gradients of all members, SGD with momentum), in turns in one process; medians.
+Frames: of this library, below `fit` and above the network's forward, in a steady step; torch's own lie between them and are not
+counted. Cost: a step of a deep ensemble of tiny MLPs by `fit`'s own step against the shortest program that does the same with
+`torch.func` (gradients of all members, SGD with momentum), in turns in one process; medians.
 """
 
 from __future__ import annotations

@@ -69,7 +69,12 @@ def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Po
 
 
 def build(
-    method: type[Posterior], config: dict[str, Any], path: Path, network: nn.Module, likelihood: Likelihood
+    method: type[Posterior],
+    config: dict[str, Any],
+    header: Header,
+    path: Path,
+    network: nn.Module,
+    likelihood: Likelihood,
 ) -> Posterior:
     """The posterior that the config describes around a network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):

@@ -73,7 +73,7 @@ def load(
         strides = checked_strides(config, header, path)
         kind = method_of(config, method)
         template, meaning = build_parts(config, header, path, network, likelihood)
-        posterior = build(kind, config, path, template, meaning)
+        posterior = build(kind, config, header, path, template, meaning)
         file.seek(0)
         data = file.read()
     try:

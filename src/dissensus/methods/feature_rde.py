@@ -15,9 +15,10 @@ from dissensus.core.batch import Inputs
 from dissensus.core.eigen import Order, extreme_eigenvectors
 from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors, tensors_of
+from dissensus.core.particles import Member, Particles, Tensors
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
+from dissensus.core.splitting import tensors_of
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive
 from dissensus.methods.strength import Repulsion, Strength
