@@ -164,7 +164,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
     if (refused := refusal(posterior, makers[name])) is not None:
         if "optimizer" not in training:
             return None, None
-        raise ValueError(f'{refused}; write optimizer = "default" below [training], or leave it out')
+        raise ValueError(f'{refused}; write optimizer = "default" below its [method.….training]')
     groups = posterior.parameter_groups(lr=training.get("lr", 1e-3), weight_decay=training.get("weight_decay", 0.0))
     momentum = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
     extra: dict[str, Any] = momentum if name == "sgd" else {}
