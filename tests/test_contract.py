@@ -14,6 +14,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from small_chain import SGLD
+from small_noise import NoisyWeights
 
 
 def three(name, net, *, sized=False, **keywords):
@@ -76,8 +77,12 @@ METHODS = {
     "gaussian_perturbation": lambda net, **keywords: ds.METHODS["gaussian_perturbation"](net(), samples=3, **keywords),
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
     "sgld": chain,
+    "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
 }
-OURS = {"sgld": SGLD}  # methods that are not in the library: what `ds.load` has to be told
+OURS = {
+    "sgld": SGLD,
+    "noisy_weights": NoisyWeights,
+}  # methods that are not in the library: what `ds.load` has to be told
 
 
 @pytest.fixture(params=METHODS, ids=str)
@@ -246,6 +251,12 @@ def test_gradients_accumulate(build):
     posterior.backward(x, y)
     twice = tiny.gradients(posterior)
     assert tiny.largest_difference({k: g + other[k] for k, g in once.items()}, twice) < 1e-10
+
+
+def test_the_loss_in_eval_mode_is_deterministic_where_the_method_says_so(build):
+    posterior, (x, y) = build().eval(), tiny.points()
+    first, second = posterior.loss(x, y), posterior.loss(x, y)
+    assert torch.equal(first, second) == posterior.deterministic
 
 
 def test_a_weight_of_two_is_the_example_twice(build):
