@@ -10,7 +10,8 @@ and `loss` and `backward` of every posterior are derived from it here.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,20 +51,19 @@ def backward(
     posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
     """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
-    with _turn(posterior):
-        found = find(posterior, x, y, weight, strategy)
+    with finding(posterior):
+        found = (strategy or automatic)(posterior, x, y, weight)
         posterior.particles.write_buffers(found.buffers)
     add_gradients(posterior, posterior.mix(found.gradients) if posterior.mixes else found.gradients)
     return found.losses
 
 
-def find(
-    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
-) -> Gradients:
-    """Losses, gradients before they are mixed, and buffers afterwards; nothing is changed."""
+@contextmanager
+def finding(posterior: Trained) -> Iterator[None]:
+    """What a strategy is called in: this thread's turn, small products the way this processor likes them."""
     posterior.particles.check_frozen()
     with _turn(posterior), without_onednn(posterior.particles.small_products):
-        return (strategy or automatic)(posterior, x, y, weight)
+        yield
 
 
 def add_gradients(posterior: Trained, gradients: Tensors) -> None:

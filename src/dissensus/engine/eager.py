@@ -87,8 +87,8 @@ class EagerStep:
 
     def _batch(self, x: Inputs, y: Tensor, weight: Tensor | None, *, complete: bool) -> Tensor:
         """(M,) losses; gradients go to `.grad` and, once all is found to be finite, batch statistics to the members."""
-        with autocast(self.posterior.device, self.precision):
-            found = seam.find(self.posterior, x, y, weight, self.strategy)
+        with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
+            found = self.strategy(self.posterior, x, y, weight)
             gradients = found.gradients
             if self.posterior.mixes:
                 self.guard.look_unmixed(gradients)

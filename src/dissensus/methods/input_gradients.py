@@ -64,20 +64,17 @@ class InputGradients(Repulsive):
             value, _, after = super().member_loss(params, buffers, x, y, weight)
             x = batches.apply(x, lambda tensor: tensor[: self.examples])
             y, weight = y[: self.examples], None if weight is None else weight[: self.examples]
-            g, _ = self._differentiated(of_inputs, x)
+            with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
+                g, _ = input_gradient(of_inputs, x)
         else:
-            g, (nll, after) = self._differentiated(of_inputs, x)
+            with sdpa_kernel(SDPBackend.MATH):
+                g, (nll, after) = input_gradient(of_inputs, x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
         weight = counted_weight(self.likelihood, y, weight)
         if weight is not None:
             z["weight"] = carried(weight.to(g.dtype), g.sum(1))
         return value, z, after
-
-    @staticmethod
-    def _differentiated(function: Any, x: Inputs) -> tuple[Tensor, Any]:
-        with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
-            return input_gradient(function, x)
 
     def check_batch(self, x: Inputs, y: Tensor) -> None:
         if self.particles.members > 1:  # one member is compared with nobody
