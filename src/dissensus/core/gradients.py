@@ -61,29 +61,32 @@ class State(NamedTuple):
 Strategy = Callable[[Trained, Inputs, Tensor, Tensor | None], Gradients]
 
 
-def vectorised(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-    """All members at once by vmap."""
-    with posterior.particles.vectorising():
-        return vectorised_gradients(posterior, state_of(posterior), x, y, weight)
+def vectorised(
+    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, *, state: State | None = None
+) -> Gradients:
+    """All members at once by vmap: the gradient of the sum over members, so that shared tensors need no copy per member.
 
-
-def vectorised_gradients(posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-    """A pure function of tensors: the gradient of the sum over members, so that shared tensors need no copy per member."""
+    With `state` a pure function of tensors, to be called within `particles.vectorising()`.
+    """
+    around = nullcontext() if state is not None else posterior.particles.vectorising()
+    held = state_of(posterior) if state is None else state
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
-            params = {**shared, **state.shared_frozen, **row.own}
-            return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, x, y, weight)
+            params = {**shared, **held.shared_frozen, **row.own}
+            return posterior.member_loss(params, {**held.shared_buffers, **row.buffers}, x, y, weight)
 
-        rows = Rows({**own, **state.own_frozen}, state.own_buffers, {})
-        losses, z, buffers = torch.func.vmap(one, randomness="different")(rows)
+        rows = Rows({**own, **held.own_frozen}, held.own_buffers, {})
+        losses, z, after = torch.func.vmap(one, randomness="different")(rows)
         total = losses.sum()
         if posterior.coupled:
             total = total + inner(z, posterior.couple(detached(z)))
-        return total, (losses, buffers)
+        return total, (losses, after)
 
-    (own, shared), (losses, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
-    return Gradients(losses, {**shared, **own}, buffers)
+    with around:
+        gradients = torch.func.grad(objective, argnums=(0, 1), has_aux=True)
+        (own, shared), (losses, after) = gradients(held.own, held.shared)
+    return Gradients(losses, {**shared, **own}, after)
 
 
 def looped(

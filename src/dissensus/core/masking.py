@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.modes import plain_attention
+from dissensus.core.turns import has_attention
 
 log = logging.getLogger("dissensus")
 
@@ -74,7 +75,7 @@ def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str,
 
     handles = [hook(name) for name in sites]
     try:
-        with plain_attention(network):  # its fast path calls no submodule
+        with plain_attention(has_attention(network)):  # its fast path calls no submodule
             yield
     finally:
         for handle in handles:

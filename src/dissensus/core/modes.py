@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dissensus.core.turns import has_attention
-
 
 @contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
@@ -24,12 +22,12 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def plain_attention(network: nn.Module) -> Iterator[None]:
-    """The network's attention without torch's inference fast path, which vmap does not see through and which calls no hook.
+def plain_attention(wanted: bool = True) -> Iterator[None]:
+    """Attention without torch's inference fast path, which vmap does not see through and which calls no hook, if wanted.
 
     A switch of the whole process: networks that it matters to run under a lock of the process (`core.turns`).
     """
-    if not has_attention(network):
+    if not wanted:
         yield
         return
     before = torch.backends.mha.get_fastpath_enabled()

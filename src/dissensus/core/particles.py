@@ -21,12 +21,12 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, Tensors, check_likelihood, emptied, member_index
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
-from dissensus.core.running import How, Lane, Rows, first_line, loop, or_else
+from dissensus.core.running import Attempt, How, Lane, Rows, first_line, loop
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.tree import TensorTree
-from dissensus.core.turns import turn
+from dissensus.core.turns import has_attention, turn
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "Tensors", "loop", "member_index"]
 
@@ -46,6 +46,7 @@ class Particles(nn.Module):
         self.training = template.training
         self._settle()
         self.small_products = small_products(template)
+        self._attention = has_attention(template)
         self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
         self._frozen: set[str] = set()  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -178,17 +179,17 @@ class Particles(nn.Module):
 
     def own_parameters(self) -> Tensors:
         """Name -> (M, ...)."""
-        return dict(self.own.named_parameters())
+        return _named(self.own)[0]
 
     def shared_parameters(self) -> Tensors:
         """Name -> tensor common to all members."""
-        return dict(self.shared.named_parameters())
+        return _named(self.shared)[0]
 
     def own_buffers(self) -> Tensors:
-        return dict(self.own.named_buffers())
+        return _named(self.own)[1]
 
     def shared_buffers(self) -> Tensors:
-        return dict(self.shared.named_buffers())
+        return _named(self.shared)[1]
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
@@ -241,21 +242,18 @@ class Particles(nn.Module):
             lanes = self._lanes
             mine = lanes[1:] if lanes is not None and lanes[0] == threading.get_ident() else ()
             return loop(one, rows, count, *mine)
-        result, failed = or_else(lambda: self._vectorised(one, rows), lambda: loop(one, rows, count))
-        if failed is not None:
-            self.note_fallback(failed)
-        return result
-
-    def _vectorised(self, one: Callable[[Rows], Any], rows: Rows) -> Any:
-        with self.vectorising():
+        with Attempt() as attempt, self.vectorising():
             return torch.func.vmap(one, randomness="different")(rows)
+        result = loop(one, rows, count)
+        self.note_fallback(attempt.failed)
+        return result
 
     @contextmanager
     def vectorising(self) -> Iterator[None]:
         """What vmap over members runs in: layers in forms that it sees through and that are fast."""
         first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
         device = torch.device("cpu") if first is None else first.device
-        with plain_attention(self.template), self._linear.on(device):
+        with plain_attention(self._attention), self._linear.on(device):
             yield
 
     @contextmanager
@@ -284,3 +282,10 @@ class Particles(nn.Module):
             for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
                 tensor.data = values[f"network.{name}"].detach().clone()
         return network
+
+
+def _named(module: nn.Module) -> tuple[Tensors, Tensors]:
+    """(parameters, buffers) by name; those of the caller's own module may change from one call to the next."""
+    if isinstance(module, TensorTree):
+        return module.named()
+    return dict(module.named_parameters()), dict(module.named_buffers())

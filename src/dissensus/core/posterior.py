@@ -54,10 +54,12 @@ class Posterior(Trained, ABC):
         """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
 
         def nll(member: Member) -> Tensor:
-            return member.likelihood.nll(batches.call(member.network, x), y, weight)
+            outputs: Tensor = member.network(x) if isinstance(x, Tensor) else batches.call(member.network, x)
+            return member.likelihood.nll(outputs, y, weight)
 
         value, buffers = self.particles.call(nll, params, buffers)
-        return value + self.penalty(params), (), buffers
+        penalty = self.penalty(params)
+        return value + penalty if isinstance(penalty, Tensor) else value, (), buffers
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""

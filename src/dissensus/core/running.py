@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 from dissensus.core.member import Tensors
 from dissensus.core.randomness import random_state
 
-T = TypeVar("T")
 How = Literal["loop", "vectorised"]
 Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
 
@@ -45,16 +44,28 @@ def loop(
     return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
 
 
-def or_else(first: Callable[[], T], second: Callable[[], T]) -> tuple[T, str | None]:
-    """(what first() gives, None), or where it fails (what second() gives, why), on the same random numbers."""
-    restore = random_state()
-    try:
-        return first(), None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # vmap and the compiler can fail in many ways, none of which must end a training run
-        restore()
-        return second(), first_line(error)  # raises the caller's own error if it was one
+class Attempt:
+    """A way to run members that may fail. Inside, its failure ends the block and is kept, and random numbers are put back:
+
+        with Attempt() as attempt:
+            return one_way()
+        return another()  # raises the caller's own error if it was one
+
+    vmap and the compiler can fail in many ways, none of which must end a training run; memory that runs out does.
+    """
+
+    failed = ""  # why
+
+    def __enter__(self) -> "Attempt":
+        self.restore = random_state()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+            return False
+        self.restore()
+        self.failed = first_line(error)
+        return True
 
 
 def first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, vectorised
 from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
-from dissensus.core.running import or_else
+from dissensus.core.running import Attempt
 from dissensus.core.turns import PROCESS
 
 
@@ -109,7 +109,8 @@ def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -
     particles = posterior.particles
     if particles.how == "loop" or particles.members == 1:
         return looped(posterior, x, y, weight)
-    found, failed = or_else(lambda: vectorised(posterior, x, y, weight), lambda: looped(posterior, x, y, weight))
-    if failed is not None:
-        particles.note_fallback(failed)
+    with Attempt() as attempt:
+        return vectorised(posterior, x, y, weight)
+    found = looped(posterior, x, y, weight)
+    particles.note_fallback(attempt.failed)
     return found

@@ -1,12 +1,33 @@
 """A tree of named tensors that is a module, so that `.to`, `state_dict` and checkpoints know it."""
 
+from typing import Any, Self
+
 from torch import Tensor, nn
 
 
 class TensorTree(nn.Module):
-    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's."""
+    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's.
+
+    A training step asks for their names a dozen times, and walking the modules costs more than small layers do: they are
+    kept until something is planted or converted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+
+    def named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(parameters, buffers) by name, not to be changed."""
+        if self._known is None:
+            self._known = dict(self.named_parameters()), dict(self.named_buffers())
+        return self._known
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._known = None  # conversion replaces buffers
+        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        self._known = None
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:

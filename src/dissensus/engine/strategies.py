@@ -18,7 +18,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy, Trained
 from dissensus.core.particles import Tensors
-from dissensus.core.running import or_else
+from dissensus.core.running import Attempt
 from dissensus.engine.lanes import Lanes
 
 log = logging.getLogger("dissensus")
@@ -56,14 +56,14 @@ class OrElse:
     def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         if self.first is None:
             return self.second(posterior, x, y, weight)
-        first = self.first
-        result, failed = or_else(lambda: first(posterior, x, y, weight), lambda: self.second(posterior, x, y, weight))
-        if failed is not None:
-            self.first = None
-            if self.instead.kind == "loop":
-                posterior.particles.note_fallback(failed)
-            else:
-                log.info("members run uncompiled: this network cannot be compiled (%s)", failed)
+        with Attempt() as attempt:
+            return self.first(posterior, x, y, weight)
+        result = self.second(posterior, x, y, weight)
+        self.first = None
+        if self.instead.kind == "loop":
+            posterior.particles.note_fallback(attempt.failed)
+        else:
+            log.info("members run uncompiled: this network cannot be compiled (%s)", attempt.failed)
         return result
 
 
@@ -133,7 +133,7 @@ def functional_member_gradients(
 def _contiguous_vectorised_gradients(
     posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    found = gradients.vectorised_gradients(posterior, state, x, y, weight)
+    found = gradients.vectorised(posterior, x, y, weight, state=state)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)

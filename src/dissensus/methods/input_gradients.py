@@ -52,7 +52,7 @@ class InputGradients(Repulsive):
             return super().member_loss(params, buffers, x, y, weight)
 
         def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, x)
+            outputs = member.network(x) if isinstance(x, Tensor) else batches.call(member.network, x)
             chosen = selected_output(member.likelihood, outputs, y, self.gradient)
             return chosen, member.likelihood.nll(outputs, y, weight)
 
