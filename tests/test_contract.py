@@ -14,6 +14,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from small_chain import SGLD
+from small_methods import NodeNoise, Rank1Ensemble, modulated
 from small_noise import NoisyWeights
 
 
@@ -78,11 +79,11 @@ METHODS = {
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
+    "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
+    "node_noise": lambda net, **keywords: NodeNoise(net(), samples=4, **keywords),
 }
-OURS = {
-    "sgld": SGLD,
-    "noisy_weights": NoisyWeights,
-}  # methods that are not in the library: what `ds.load` has to be told
+# Methods that are not in the library, to show that there is room for their kind: what `ds.load` has to be told.
+OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNoise)}
 
 
 @pytest.fixture(params=METHODS, ids=str)
@@ -105,8 +106,9 @@ def method(request):
 @pytest.fixture
 def template(request):
     """One network as `ds.load` needs it for the method at hand."""
-    own_dropout = request.node.callspec.params["build"] == "mc_dropout"
-    return lambda net=tiny.mlp: net(dropout=0.3) if own_dropout else net()
+    name = request.node.callspec.params["build"]
+    made = {"mc_dropout": lambda net: net(dropout=0.3), "rank1_ensemble": lambda net: modulated(net())}
+    return lambda net=tiny.mlp: made.get(name, lambda net: net())(net)
 
 
 def test_every_method_is_in_the_table():
@@ -183,7 +185,7 @@ def test_segmentation_ignores_void_pixels(build):
     losses = posterior.backward(x, y)
     assert bool(losses.isfinite().all())
     # In eval mode no unit is dropped: each member's loss is the mean over the pixels that count.
-    nets = [posterior.particles.member(i).eval() for i in range(len(losses))]
+    nets = [posterior.particles.member(i // posterior.train_samples).eval() for i in range(len(losses))]
     expected = torch.stack([nn.functional.cross_entropy(net(x), y, ignore_index=255) for net in nets])
     if posterior.deterministic:
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
@@ -217,11 +219,11 @@ def test_backward_leaves_the_gradients_of_loss(build):
     torch.manual_seed(5)
     loss = other.loss(x, y)
     loss.backward()
-    assert losses.shape == (posterior.particles.members,)
+    assert losses.shape == (posterior.particles.members * posterior.train_samples,)
     assert not losses.requires_grad
     assert loss.shape == ()
     if not posterior.coupled:
-        torch.testing.assert_close(losses.sum(), loss.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(losses.sum() / posterior.train_samples, loss.detach(), rtol=0, atol=1e-10)
     assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(other)) < 1e-10
     assert tiny.largest_difference(tiny.state(posterior), tiny.state(other)) < 1e-10  # batch statistics
 
@@ -237,6 +239,7 @@ def test_every_trainable_parameter_gets_a_finite_gradient(build):
 
 def test_gradients_accumulate(build):
     posterior, (x, y) = build().eval(), tiny.points()
+    torch.manual_seed(5)
     posterior.backward(x, y)
     once = tiny.gradients(posterior)
     other = once
@@ -264,7 +267,9 @@ def test_a_weight_of_two_is_the_example_twice(build):
     twice = copy.deepcopy(posterior)
     weight = torch.ones(12, dtype=torch.float64)
     weight[3] = 2
+    torch.manual_seed(5)
     posterior.backward(x, y, weight)
+    torch.manual_seed(5)
     twice.backward(torch.cat([x, x[3:4]]), torch.cat([y, y[3:4]]))
     if posterior.deterministic:  # else the second copy has random numbers of its own
         assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(twice)) < 1e-10
@@ -537,6 +542,9 @@ def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
     posterior = build(likelihood=ds.Regression("learned"))
     groups = posterior.parameter_groups(lr=0.3, weight_decay=0.01, likelihood_lr=3.0)
     by_name = {id(parameter): name for name, parameter in posterior.named_parameters()}
+    latents = [group for group in groups if all("latents." in by_name[id(p)] for p in group["params"])]
+    assert all(group["weight_decay"] == 0 for group in latents)
+    groups = [group for group in groups if group not in latents]
     for group in groups:
         noise = {"log_noise" in by_name[id(parameter)] for parameter in group["params"]}
         assert noise == {group["lr"] == 3.0}

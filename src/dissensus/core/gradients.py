@@ -17,12 +17,14 @@ from torch.utils import _pytree as pytree
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Lane, Particles, Rows, Tensors
 from dissensus.core.randomness import random_state
+from dissensus.core.running import averaged
 
 
 class Trained(Protocol):
     """What finding gradients needs of a posterior."""
 
     particles: Particles
+    train_samples: int
 
     @property
     def coupled(self) -> bool: ...
@@ -40,7 +42,11 @@ class Trained(Protocol):
 
 
 class Gradients(NamedTuple):
-    """What one batch gives: losses (M,), the gradient of each trainable tensor by name, and buffers afterwards."""
+    """What one batch gives: losses, the gradient of each trainable tensor by name, and buffers (M, ...) afterwards.
+
+    Losses are one per function trained: (M,) for members, (M·S,) where each is trained by S samples, those of a member in a
+    row. Gradients are of the sum over members of the mean over samples; buffers are means over samples.
+    """
 
     losses: Tensor
     gradients: Tensors
@@ -76,17 +82,18 @@ def vectorised(
             params = {**shared, **held.shared_frozen, **row.own}
             return posterior.member_loss(params, {**held.shared_buffers, **row.buffers}, x, y, weight)
 
-        rows = Rows({**own, **held.own_frozen}, held.own_buffers, {})
+        rows = Rows({**own, **held.own_frozen}, held.own_buffers, {}).repeated(members, samples)
         losses, z, after = torch.func.vmap(one, randomness="different")(rows)
         total = losses.sum()
         if posterior.coupled:
             total = total + inner(z, posterior.couple(detached(z)))
-        return total, (losses, after)
+        return total if samples == 1 else total / samples, (losses, after)
 
+    members, samples = posterior.particles.members, posterior.train_samples
     with around:
         gradients = torch.func.grad(objective, argnums=(0, 1), has_aux=True)
         (own, shared), (losses, after) = gradients(held.own, held.shared)
-    return Gradients(losses, {**shared, **own}, after)
+    return Gradients(losses, {**shared, **own}, of_members(after, members, samples))
 
 
 def looped(
@@ -106,30 +113,31 @@ def looped(
     waits for all lanes.
     """
     member = member or member_gradients
-    state, members = state_of(posterior), posterior.particles.members
+    state, samples = state_of(posterior), posterior.train_samples
+    functions = posterior.particles.members * samples
     streams, cotangents = [], None
     if posterior.coupled:
         seen = []
-        for i in range(members):
+        for i in range(functions):
             streams.append(random_state())
             with lane(i), torch.no_grad():
-                params, buffers = member_tensors(state, i)
+                params, buffers = member_tensors(state, i // samples)
                 seen.append(posterior.member_loss(params, buffers, x, y, weight)[1])
         join()
         streams.append(random_state())
         cotangents = posterior.couple(pytree.tree_map(lambda *each: torch.stack(each), *seen))
 
     found = []
-    for i in range(members):
+    for i in range(functions):
         if streams:
             streams[i]()
         with lane(i):
             mine = None if cotangents is None else pytree.tree_map(lambda v, i=i: v[i], cotangents)
-            found.append(member(posterior, member_state(state, i), x, y, weight, mine))
+            found.append(member(posterior, member_state(state, i // samples), x, y, weight, mine))
     join()
     if streams:
         streams[-1]()
-    return gathered(state, found)
+    return gathered(state, found, samples)
 
 
 def looped_keeping_graphs(
@@ -144,10 +152,10 @@ def looped_keeping_graphs(
 ) -> Gradients:
     """Coupled members in one pass: all graphs are kept until v is known. Faster than `looped`, M times its memory."""
     forward = forward or posterior.member_loss
-    state, members = state_of(posterior), posterior.particles.members
+    state, samples = state_of(posterior), posterior.train_samples
     leaves, results = [], []
-    for i in range(members):
-        mine = member_state(state, i)
+    for i in range(posterior.particles.members * samples):
+        mine = member_state(state, i // samples)
         wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**mine.shared, **mine.own}.items()}
         with lane(i), torch.enable_grad():
             params = {**mine.shared_frozen, **mine.own_frozen, **wanted}
@@ -168,11 +176,13 @@ def looped_keeping_graphs(
         used = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
         found.append(Gradients(value.detach(), used, detached(buffers)))
     join()
-    return gathered(state, found)
+    return gathered(state, found, samples)
 
 
-def gathered(state: State, found: list[Gradients]) -> Gradients:
-    """Members' results as one: own gradients stacked, in their parameter's memory layout; shared ones summed."""
+def gathered(state: State, found: list[Gradients], samples: int) -> Gradients:
+    """Functions' results as one: own gradients stacked, in their parameter's memory layout; shared ones summed."""
+    if samples > 1:
+        found = [_mean(found[i : i + samples]) for i in range(0, len(found), samples)]
     gradients: Tensors = {}
     targets, sources = [], []
     for name in dict.fromkeys(name for each in found for name in each.gradients):
@@ -188,7 +198,26 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
     if targets:
         torch._foreach_copy_(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
-    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
+    return Gradients(torch.stack([one.losses for one in found]).flatten(), gradients, buffers)
+
+
+def _mean(found: list[Gradients]) -> Gradients:
+    """One member's samples as one: losses (S,), the mean of gradients and buffers; one that does not use a tensor counts."""
+    gradients: Tensors = {}
+    for name in dict.fromkeys(name for each in found for name in each.gradients):
+        given = [each.gradients[name] for each in found if name in each.gradients]
+        gradients[name] = sum(given[1:], given[0]) / len(found)
+    stacked = {name: torch.stack([each.buffers[name] for each in found]) for name in found[0].buffers}
+    means = {name: averaged(values) for name, values in stacked.items()}
+    return Gradients(torch.stack([each.losses for each in found]), gradients, means)
+
+
+def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
+    """Buffers (M·S, ...) of functions as (M, ...) of members: means over samples."""
+    if samples == 1:
+        return buffers
+    split = {name: values.reshape(members, samples, *values.shape[1:]) for name, values in buffers.items()}
+    return {name: averaged(values.transpose(0, 1)) for name, values in split.items()}
 
 
 def member_gradients(
@@ -218,7 +247,7 @@ def state_of(posterior: Trained) -> State:
         {name: tensor.detach() for name, tensor in shared.items() if tensor.requires_grad},
         {name: tensor.detach() for name, tensor in own.items() if not tensor.requires_grad},
         {name: tensor.detach() for name, tensor in shared.items() if not tensor.requires_grad},
-        particles.own_buffers(),
+        particles.changing_buffers(several=particles.members * posterior.train_samples > 1),
         particles.shared_buffers(),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.tree import TensorTree
 from dissensus.core.turns import turn
 
 Tensors = dict[str, Tensor]
@@ -15,13 +16,17 @@ Tensors = dict[str, Tensor]
 class Member(nn.Module):
     """One network and its likelihood as one module, to which any function can be applied.
 
+    `latents`: tensors that belong to neither, such as variational means and deviations; no weight prior and no weight decay
+    is laid on them. Functions find them as `member.latents`.
+
     `forward(f, *args)` is `f(member, *args)` and the buffers as f left them, so that one `functional_call` gives both.
     """
 
-    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+    def __init__(self, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> None:
         super().__init__()
         self.network = network
         self.likelihood = likelihood
+        self.latents = TensorTree() if latents is None else latents
         self.training = network.training  # not self.train(): parts the caller has frozen in eval mode stay so
         # Those parts, which stay in eval mode when the rest trains.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]

@@ -21,7 +21,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, Tensors, check_likelihood, emptied, member_index
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
-from dissensus.core.running import Attempt, How, Lane, Rows, first_line, loop
+from dissensus.core.running import Attempt, How, Lane, Rows, averaged, first_line, loop
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.statistics import frozen_norms
@@ -55,23 +55,27 @@ class Particles(nn.Module):
         """What is vectorised, by which tensors are own."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
-        vectorised = self.members > 1 and not has_own_convolution(self.template, own)
-        self.how: How = "vectorised" if vectorised else "loop"
+        self.how: How = "loop" if has_own_convolution(self.template, own) else "vectorised"
         self._linear = StackedLinear(self.template, own=own)
 
     @classmethod
-    def hold(cls, network: nn.Module, likelihood: Likelihood) -> "Particles":
-        """One member whose tensors are those of the caller's module itself: nothing is copied."""
+    def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
+        """One member whose tensors are those of the caller's module, and of the latents, itself: nothing is copied."""
         check_likelihood(likelihood)
         check_initialised(network)
-        member = Member(network, copy.deepcopy(likelihood))
+        member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
 
     @classmethod
     def stack(
-        cls, networks: Sequence[nn.Module], likelihood: Likelihood, *, own: Callable[[str], bool] | None = None
+        cls,
+        networks: Sequence[nn.Module],
+        likelihood: Likelihood,
+        *,
+        latents: Sequence[nn.Module] | None = None,
+        own: Callable[[str], bool] | None = None,
     ) -> "Particles":
-        """M members, copied from the networks. Tied tensors stay tied (stacked by identity).
+        """M members, copied from the networks and, one for each, the latents. Tied tensors stay tied (stacked by identity).
 
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; where not, all share the first network's.
         None: every tensor is, but for those that no member trains and all have alike, which are stored once.
@@ -79,7 +83,8 @@ class Particles(nn.Module):
         check_likelihood(likelihood)
         for network in networks:
             check_initialised(network)
-        members = [Member(network, likelihood) for network in networks]
+        each = [None] * len(networks) if latents is None else latents
+        members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         columns = [tensors_of(member) for member in members]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
         alike = frozen_alike(members[0], rows) if own is None else set()
@@ -199,18 +204,27 @@ class Particles(nn.Module):
         return result
 
     def write_buffers(self, buffers: Tensors) -> None:
-        """Stores buffers (M, ...) as they were after a run. Shared ones have one value only where there is one member."""
+        """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             for name, value in buffers.items():
                 if name in own:
                     own[name].copy_(value)
-                elif self.members == 1:
-                    shared[name].copy_(value[0])
+                elif name not in self._frozen:
+                    shared[name].copy_(averaged(value))
 
-    def rows(self, varying: Tensors | None = None) -> Rows:
-        """What differs between members, each tensor with the member axis first."""
-        return Rows(self.own_parameters(), self.own_buffers(), varying or {})
+    def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
+        """What differs between functions, each tensor with their axis first: members, or S samples of each in a row."""
+        several = varying is None and self.members * samples > 1
+        rows = Rows(self.own_parameters(), self.changing_buffers(several=several), varying or {})
+        return rows.repeated(self.members, samples)
+
+    def changing_buffers(self, *, several: bool) -> Tensors:
+        """Buffers (M, ...): own ones, and shared ones that each of several functions changes in training for itself."""
+        if not several or not self.training:
+            return self.own_buffers()
+        shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
+        return {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **self.own_buffers()}
 
     def each(
         self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None

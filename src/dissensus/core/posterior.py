@@ -145,6 +145,7 @@ class Posterior(Trained, ABC):
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
+        Where a member is trained by several samples (`train_samples`), the mean over them counts.
         Its gradient is what members follow. Coupling terms are linearised (v has no graph): the value is no potential to
         compare over steps.
         """
@@ -155,7 +156,8 @@ class Posterior(Trained, ABC):
         return seam.loss(self, x, y, weight)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses, one per member; adds to `.grad` what `loss(x, y).backward()` would."""
+        """(M,) losses, one per function trained: (M·S,) with S `train_samples`. Adds to `.grad` what `loss(x, y).backward()`
+        would."""
         batches.check_finite(x)
         batches.check_weight(weight)
         self.check_batch(x, y)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.member import Tensors
@@ -25,6 +26,13 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
+    def repeated(self, members: int, samples: int) -> "Rows":
+        """Each of M rows S times in a row, for S functions per member; there is a row even where nothing is own."""
+        if samples == 1:
+            return self
+        parts = [{name: t.repeat_interleave(samples, dim=0) for name, t in part.items()} for part in self]
+        return Rows(*parts)._replace(varying={**parts[2], "": torch.arange(members * samples)})
+
 
 def loop(
     one: Callable[[Rows], Any],
@@ -42,6 +50,13 @@ def loop(
     structure = pytree.tree_structure(results[0])
     columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
     return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+
+
+def averaged(values: Tensor) -> Tensor:
+    """The mean over the first axis, exactly the value where all have one; of whole numbers the first."""
+    if not values.is_floating_point() or len(values) == 1:
+        return values[0]
+    return values[0] + (values - values[0]).mean(0)
 
 
 class Attempt:

@@ -21,7 +21,8 @@ from dissensus.core.randomness import own_generator
 
 
 class Sampled(Posterior):
-    """A posterior around the caller's module itself. `samples`: how many functions a draw has.
+    """A posterior around the caller's module itself. `samples`: how many functions a draw has. `latents`: tensors that are
+    trained beside the network's, deviations for example.
 
     Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the network as it
     was trained. Which parameters take part is settled when it is built: those that are trained then.
@@ -36,12 +37,13 @@ class Sampled(Posterior):
         *,
         samples: int,
         likelihood: Likelihood | None = None,
+        latents: nn.Module | None = None,
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
-        particles = Particles.hold(module, likelihood or Classification())
+        particles = Particles.hold(module, likelihood or Classification(), latents)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.samples = samples
         self.stored = None

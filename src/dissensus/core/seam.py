@@ -5,6 +5,7 @@ A method declares `member_loss(params, buffers, x, y, weight) -> (loss, z, buffe
 
     Σ_i loss_i + Σ_i ⟨z_i, v_i⟩,    v = couple(stop-gradient(z)),
 
+with i over members, or over S samples of each, of which the mean is taken (`train_samples`: divided by S),
 and `loss` and `backward` of every posterior are derived from it here.
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Inputs
-from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, vectorised
+from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, of_members, vectorised
 from dissensus.core.particles import Rows, Tensors
 from dissensus.core.products import without_onednn
 from dissensus.core.running import Attempt
@@ -41,16 +42,19 @@ def _loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Te
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, x, y, weight)
 
-    losses, z, buffers = particles.run(one, particles.rows(), particles.members)
-    particles.write_buffers(buffers)
+    members, samples = particles.members, posterior.train_samples
+    losses, z, buffers = particles.run(one, particles.rows(samples=samples), members * samples)
+    particles.write_buffers(of_members(buffers, members, samples))
     total: Tensor = losses.sum()
-    return total + inner(z, posterior.couple(detached(z))) if posterior.coupled else total
+    if posterior.coupled:
+        total = total + inner(z, posterior.couple(detached(z)))
+    return total if samples == 1 else total / samples
 
 
 def backward(
     posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
-    """(M,) losses; the objective's gradients are added to `.grad`, batch statistics are updated."""
+    """Losses, one per function trained; the objective's gradients are added to `.grad`, batch statistics are updated."""
     with finding(posterior):
         found = (strategy or automatic)(posterior, x, y, weight)
         posterior.particles.write_buffers(found.buffers)
@@ -90,7 +94,7 @@ def _surrogate(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) 
     mixed = posterior.mix(found.gradients)
     parameters = {**particles.shared_parameters(), **particles.own_parameters()}
     slope = inner({name: parameters[name] for name in mixed}, mixed)
-    return found.losses.sum() + slope - slope.detach()
+    return found.losses.sum() / posterior.train_samples + slope - slope.detach()
 
 
 def _turn(posterior: Trained) -> AbstractContextManager[object]:
@@ -107,7 +111,7 @@ def _turn(posterior: Trained) -> AbstractContextManager[object]:
 def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """Vectorised where the members can be, else one after the other; falls back by itself and says so once."""
     particles = posterior.particles
-    if particles.how == "loop" or particles.members == 1:
+    if particles.how == "loop" or particles.members * posterior.train_samples == 1:
         return looped(posterior, x, y, weight)
     with Attempt() as attempt:
         return vectorised(posterior, x, y, weight)

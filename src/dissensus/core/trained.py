@@ -21,6 +21,7 @@ class Trained(Clock):
     """The part of a posterior that optimisers and `fit` ask. Its attributes are what a method may say otherwise."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    train_samples: int = 1  # functions that each member is trained by on a batch, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
     keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
@@ -48,11 +49,13 @@ class Trained(Clock):
         named = {_of_member(name): parameter for name, parameter in self.named_parameters()}
         roots = {name: name.partition(".")[0] for name in named}
         network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
-        others = {n: p for n, p in named.items() if roots[n] not in ("network", "likelihood")}
+        latents = {n: p for n, p in named.items() if roots[n] == "latents"}
+        others = {n: p for n, p in named.items() if roots[n] not in ("network", "likelihood", "latents")}
         first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
         return [
             Group("network", network),
             Group("others", others, prior=False),
+            Group("latents", latents, decay=False, prior=False),
             Group("first layer", {n: p for n, p in named.items() if n == first}, decay=False, prior=False),
             Group("likelihood", noise, decay=False, prior=False),
         ]

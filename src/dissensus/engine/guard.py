@@ -56,12 +56,13 @@ class Guard:
         self._unmixed = bad if self._unmixed is None else self._unmixed | bad
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
-        """Looks at losses (M,) and, where the step is complete, at gradients; on the host raises Diverged if they are bad."""
+        """Looks at losses, one per function, and, where the step is complete, at gradients; on the host raises Diverged."""
         gradients = {name: p.grad for name, p in self._weights.items() if p.grad is not None} if complete else {}
         if self.reads and not suspicious([*([] if losses is None else [losses]), *gradients.values()]):
             return
         nobody = torch.zeros_like(self.members)
-        of_losses = nobody if losses is None else ~losses.isfinite()
+        # A member by any of its samples.
+        of_losses = nobody if losses is None else ~losses.isfinite().reshape(len(nobody), -1).all(1)
         of_gradients = self._members(gradients) if gradients else nobody
         if complete and self._unmixed is not None:
             of_gradients = torch.where(self._unmixed.any(), self._unmixed, of_gradients)
@@ -144,7 +145,7 @@ class Guard:
     def _buffers(self) -> Tensors:
         """Buffers that training changes, each (M, ...)."""
         particles = self.posterior.particles
-        shared = {name: b[None] for name, b in particles.shared_buffers().items()} if particles.members == 1 else {}
+        shared = {name: buffer[None] for name, buffer in particles.shared_buffers().items()}
         return {**shared, **particles.own_buffers()}
 
     def _members(self, tensors: Mapping[str, Tensor]) -> Tensor:

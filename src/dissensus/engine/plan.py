@@ -99,7 +99,7 @@ def describe(chosen: Plan) -> str:
 
 
 def _candidates(posterior: Posterior, on_gpu: bool) -> list[Kind]:
-    if posterior.particles.members == 1:
+    if posterior.particles.members * posterior.train_samples == 1:
         return ["loop"]
     if on_gpu:
         return ["vectorised", "streamed"]

@@ -107,7 +107,7 @@ class Streamed:
         self.lanes = Lanes(streams)
 
     def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        lane, join = self.lanes.for_members(posterior.particles.members)
+        lane, join = self.lanes.for_members(posterior.particles.members * posterior.train_samples)
         if posterior.coupled:
             # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
             if self.forward is None:

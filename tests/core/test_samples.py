@@ -1,0 +1,182 @@
+"""Training by several samples per member, and latents: the same gradients however functions run."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core import gradients, seam
+from dissensus.core.drawn import DrawnParticles
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior
+from dissensus.core.tree import TensorTree
+from dissensus.engine.strategies import strategy
+from small_methods import NodeNoise, Rank1Ensemble
+
+
+class Counted(Posterior):
+    """Members of which each function's numbers are known: the s-th of member m has the s-th of its own scales."""
+
+    name = "counted"
+    train_samples = 2
+
+    def __init__(self, networks, *, shared=False):
+        latents = [TensorTree() for _ in networks]
+        for i, tree in enumerate(latents):
+            tree.plant("shift", nn.Parameter(torch.full((3,), float(i))))
+        own = (lambda name: name.startswith("latents.") or name == "network.3.weight") if shared else None
+        super().__init__(Particles.stack(networks, ds.Classification(), latents=latents, own=own))
+
+    def member_loss(self, params, buffers, x, y, weight=None):
+        noise = torch.rand((), dtype=x.dtype)
+
+        def nll(member):
+            return member.likelihood.nll(member.network(x * (1 + noise)) + noise * member.latents.shift, y, weight)
+
+        value, buffers = self.particles.call(nll, params, buffers)
+        return value, (), buffers
+
+    def draw(self):
+        return DrawnParticles(self.particles)
+
+    def config(self):
+        return {}
+
+    @classmethod
+    def skeleton(cls, network, config, likelihood):
+        raise NotImplementedError
+
+
+def fixed_noise(monkeypatch):
+    """The functions' random numbers are 0.1, 0.2, ... in their order, in a loop and under vmap alike."""
+    rand, count = torch.rand, iter(range(1, 1000))
+
+    def known(*size, **keywords):
+        drawn = rand(*size, **keywords)
+        if torch._C._functorch.is_batchedtensor(drawn):
+            level = torch._C._functorch.maybe_get_level(drawn)
+            inner = torch._C._functorch.get_unwrapped(drawn)
+            return torch._C._functorch._add_batch_dim(torch.arange(1, len(inner) + 1).to(inner) / 10, 0, level)
+        return torch.full_like(drawn, next(count) / 10)
+
+    monkeypatch.setattr(torch, "rand", known)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("way", ["looped", "vectorised", "loss"])
+def test_gradients_are_of_the_mean_over_samples(way, shared, monkeypatch):
+    torch.manual_seed(0)
+    networks, (x, y) = [tiny.mlp().double() for _ in range(3)], tiny.points()
+    if shared:
+        for network in networks[1:]:
+            network.load_state_dict({**networks[0].state_dict(), "3.weight": network[3].weight})
+    posterior = Counted(networks, shared=shared).double()
+    fixed_noise(monkeypatch)
+    if way == "loss":
+        posterior.particles.how = "loop"
+        posterior.loss(x, y).backward()
+    else:
+        losses = seam.backward(posterior, x, y, None, getattr(gradients, way))
+        assert losses.shape == (6,)
+    own, common = posterior.particles.own_parameters(), posterior.particles.shared_parameters()
+    summed, statistics = {}, []
+    for m, network in enumerate(networks):
+        shift = torch.full((3,), float(m), dtype=torch.float64, requires_grad=True)
+        total = 0
+        for s in range(2):
+            noise, alone = (1 + 2 * m + s) / 10, copy.deepcopy(network)
+            outputs = torch.func.functional_call(alone, dict(network.named_parameters()), (x * (1 + noise),))
+            total = total + nn.functional.cross_entropy(outputs + noise * shift, y) / 2
+            statistics.append(alone[1].running_mean)
+        total.backward()
+        torch.testing.assert_close(own["latents.shift"].grad[m], shift.grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(own["network.3.weight"].grad[m], network[3].weight.grad, rtol=0, atol=1e-12)
+        summed[m] = network[0].weight.grad
+    found = common["network.0.weight"].grad if shared else own["network.0.weight"].grad
+    expected = sum(summed.values()) if shared else torch.stack(list(summed.values()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    means = torch.stack(statistics).reshape(3, 2, 6).mean(1)
+    if shared:
+        found = posterior.particles.shared_buffers()["network.1.running_mean"]
+        assert int(posterior.particles.shared_buffers()["network.1.num_batches_tracked"]) == 1
+    else:
+        found = posterior.particles.own_buffers()["network.1.running_mean"]
+    torch.testing.assert_close(found, means.mean(0) if shared else means, rtol=0, atol=1e-12)
+
+
+def test_samples_have_random_numbers_of_their_own():
+    posterior, (x, y) = NodeNoise(tiny.mlp(), samples=2, train_samples=5).double(), tiny.points()
+    for engine in (gradients.looped, gradients.vectorised):
+        losses = seam.backward(posterior, x, y, None, engine)
+        assert len(set(losses.tolist())) == 5
+
+
+def test_latents_are_found_by_state_and_dtype_and_have_no_prior():
+    posterior = NodeNoise(tiny.mlp(), samples=2, weight_prior_std=1.0, data_size=10).double()
+    names = {name for name, _ in posterior.named_parameters() if "latents" in name}
+    assert names == {"particles.shared.latents.0.log_std", "particles.shared.latents.3.log_std"}
+    assert names <= posterior.state_dict().keys()
+    assert all(p.dtype == torch.float64 for p in posterior.parameters())
+    params = posterior.particles.shared_parameters()
+    latents = [params[name.removeprefix("particles.shared.")] for name in sorted(names)]
+    assert torch.autograd.grad(posterior.penalty(params), latents, allow_unused=True) == (None, None)
+
+
+METHODS = {
+    "rank1": lambda: Rank1Ensemble(tiny.mlp(), members=3),
+    "node_noise": lambda: NodeNoise(tiny.mlp(), samples=4),
+    "node_noise_conv": lambda: NodeNoise(
+        nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3)), samples=2
+    ),
+}
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("engine", ["loop", "vectorised", "auto"])
+def test_small_methods_train_under_every_engine(make, engine):
+    torch.manual_seed(0)
+    posterior, (x, y) = make().double(), tiny.points(30)
+    x = x + 2 * nn.functional.one_hot(y, 4)
+    optimizer = torch.optim.Adam(posterior.parameter_groups(lr=0.05))
+    history = ds.fit(
+        posterior,
+        [(x[:15], y[:15]), (x[15:], y[15:])],
+        epochs=10,
+        optimizer=optimizer,
+        progress=False,
+        engine=engine,
+        accumulate=2,
+        clip=5.0,
+    )
+    assert history[-1].loss < 0.8 * history[0].loss
+    assert posterior.particles.how == "vectorised"
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The compiler's tracing and autograd without its code generation, which takes most of the time."""
+    compiler = functools.partial(torch.compile, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr("dissensus.engine.strategies._compile", compiler)
+
+
+@pytest.mark.parametrize("kind", ["loop", "vectorised"])
+def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
+    posterior, (x, y) = METHODS["rank1"]().double(), tiny.points()
+    plain = strategy(kind)(posterior, x, y, None)
+    compiled = strategy(kind, compiled=True)
+    found = compiled(posterior, x, y, None)
+    assert compiled.first is not None  # did not fall back
+    assert tiny.largest_difference(plain.gradients, found.gradients) < 1e-10
+
+
+def test_samples_run_compiled(traced):
+    posterior, (x, y) = NodeNoise(nn.Sequential(nn.Linear(4, 3)), samples=4).double(), tiny.points()
+    compiled = strategy("vectorised", compiled=True)
+    found = compiled(posterior, x, y, None)
+    assert compiled.first is not None  # did not fall back
+    assert len(set(found.losses.tolist())) == 3
+    assert found.gradients.keys() == posterior.particles.shared_parameters().keys()
