@@ -180,3 +180,21 @@ def test_samples_run_compiled(traced):
     assert compiled.first is not None  # did not fall back
     assert len(set(found.losses.tolist())) == 3
     assert found.gradients.keys() == posterior.particles.shared_parameters().keys()
+
+
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+def test_a_stopped_run_goes_on_as_if_it_had_not(make, tmp_path):
+    x, y = tiny.points()
+
+    def run(*stops):
+        torch.manual_seed(0)
+        for stop in stops:
+            posterior = make().double()
+            stopped = (lambda epoch, at=stop: epoch.epoch == at) if stop else None
+            path = tmp_path / "run.pt" if len(stops) > 1 else None
+            ds.fit(
+                posterior, [(x, y)], epochs=4, checkpoint=path, callback=stopped, progress=False, engine="vectorised"
+            )
+        return {name: tensor for name, tensor in tiny.state(posterior).items() if "stored" not in name}
+
+    assert tiny.largest_difference(run(None), run(1, None)) == 0

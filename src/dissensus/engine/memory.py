@@ -81,7 +81,7 @@ def training_memory(
         gradients=_bytes(trained),
         optimizer=_states(optimizer) * _bytes(trained),
         activations=activations,
-        members=posterior.particles.members,
+        members=posterior.particles.members * posterior.train_samples,  # each sample has a graph of its own
         workspace=workspace,
     )
 
