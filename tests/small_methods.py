@@ -57,6 +57,15 @@ class Rank1Ensemble(Posterior):
         prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
         return {"members": self.particles.members, **prior}
 
+    def given(self):
+        network = self.particles.member(0)
+        for name, layer in [each for each in network.named_modules() if isinstance(each[1], Rank1Linear)]:
+            plain = nn.Linear(len(layer.r), len(layer.s)).to(layer.weight.dtype)
+            plain.weight, plain.bias = layer.weight, layer.bias
+            parent, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(parent), leaf, plain)
+        return network
+
     @classmethod
     def skeleton(cls, network, config, likelihood):
         return cls(network, likelihood=likelihood, **config)
