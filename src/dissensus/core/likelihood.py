@@ -91,6 +91,12 @@ class Classification(Likelihood):
         ignored = -100 if self.ignore_index is None else self.ignore_index
         return -F.cross_entropy(outputs, y.long(), reduction="none", ignore_index=ignored)
 
+    def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        plain = weight is None and self.ignore_index is None and not y.is_floating_point()
+        if plain and type(self) is Classification:  # the same bits without changing signs twice, in every member's graph
+            return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
+        return super().nll(outputs, y, weight)
+
     def counted(self, y: Tensor) -> Tensor | None:
         return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
 

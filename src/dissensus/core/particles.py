@@ -18,14 +18,14 @@ from torch.func import functional_call
 
 from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, Tensors, check_likelihood, emptied, member_index
+from dissensus.core.member import Member, Tensors, check_likelihood, emptied, has_ties, member_index
 from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
 from dissensus.core.running import Attempt, How, Lane, Rows, averaged, first_line, loop
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.statistics import frozen_norms
-from dissensus.core.tree import TensorTree
+from dissensus.core.tree import TensorTree, named_tensors
 from dissensus.core.turns import has_attention, turn
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "Tensors", "loop", "member_index"]
@@ -47,6 +47,8 @@ class Particles(nn.Module):
         self._settle()
         self.small_products = small_products(template)
         self._attention = has_attention(template)
+        # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
+        self._may_be_tied = shared is template or has_ties(template)
         self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
         self._frozen: set[str] = set()  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -184,24 +186,24 @@ class Particles(nn.Module):
 
     def own_parameters(self) -> Tensors:
         """Name -> (M, ...)."""
-        return _named(self.own)[0]
+        return named_tensors(self.own)[0]
 
     def shared_parameters(self) -> Tensors:
         """Name -> tensor common to all members."""
-        return _named(self.shared)[0]
+        return named_tensors(self.shared)[0]
 
     def own_buffers(self) -> Tensors:
-        return _named(self.own)[1]
+        return named_tensors(self.own)[1]
 
     def shared_buffers(self) -> Tensors:
-        return _named(self.shared)[1]
+        return named_tensors(self.shared)[1]
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
         if self.training:  # batch norm writes its statistics in place: into copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        result: tuple[Any, Tensors] = functional_call(self.template, {**params, **buffers}, (function, *args))
-        return result
+        tensors, ties = {**params, **buffers}, self._may_be_tied
+        return functional_call(self.template, tensors, (function, *args), tie_weights=ties)  # type: ignore[no-any-return]
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
@@ -296,10 +298,3 @@ class Particles(nn.Module):
             for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
                 tensor.data = values[f"network.{name}"].detach().clone()
         return network
-
-
-def _named(module: nn.Module) -> tuple[Tensors, Tensors]:
-    """(parameters, buffers) by name; those of the caller's own module may change from one call to the next."""
-    if isinstance(module, TensorTree):
-        return module.named()
-    return dict(module.named_parameters()), dict(module.named_buffers())

@@ -38,3 +38,10 @@ class TensorTree(nn.Module):
             node.register_parameter(leaf, tensor)
         else:
             node.register_buffer(leaf, tensor, persistent=persistent)
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(parameters, buffers) by name; those of a caller's own module may change from one call to the next."""
+    if isinstance(module, TensorTree):
+        return module.named()
+    return dict(module.named_parameters()), dict(module.named_buffers())
