@@ -93,7 +93,9 @@ class Classification(Likelihood):
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         plain = weight is None and self.ignore_index is None and not y.is_floating_point()
-        if plain and type(self) is Classification:  # the same bits without changing signs twice, in every member's graph
+        if (
+            plain and type(self) is Classification
+        ):  # the same bits without changing signs twice, in every member's graph
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
         return super().nll(outputs, y, weight)
 
