@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import dissensus as ds
 import tiny
 from dissensus.sealed import METADATA
 from dissensus.storage import write_whole
-from saved_files import make_earlier, tamper
+from saved_files import config_of, make_earlier, reseal, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -409,3 +410,18 @@ def test_loading_leaves_the_random_state_as_found(tmp_path):
     before = torch.get_rng_state()
     ds.load(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("said", ["affine=True", "affine=True, bias=True"])
+def test_a_folder_of_another_torch_is_read_where_only_the_words_for_a_norm_layer_differ(tmp_path, said):
+    """torch 2.13 says of a batch norm that it has its bias; earlier ones, in which all have one, do not."""
+    posterior, (x, _) = ds.MAP(tiny.mlp().double()), tiny.points()
+    ds.save(posterior, tmp_path)
+    config = config_of(tmp_path)
+    lines = config["network"]["structure"]
+    written = [re.sub(r"affine=True(, bias=True)?", said, line) for line in lines]
+    assert any(said in line for line in written)
+    reseal(tmp_path, config | {"network": config["network"] | {"structure": written}})
+    assert torch.equal(ds.load(tmp_path, tiny.mlp()).predict(x).members, posterior.predict(x).members)
+    with pytest.raises(ValueError, match="expected a network with layer"):
+        ds.load(tmp_path, nn.Sequential(nn.Linear(4, 6, bias=False), *tiny.mlp()[1:]))

@@ -121,7 +121,7 @@ def build_network(
 
 def check_structure(network: nn.Module, theirs: list[str]) -> None:
     """Raises where a network has other layers than the saved one."""
-    ours = structure(network)
+    ours, theirs = structure(network), [_in_short(line) for line in theirs]
     if ours != theirs:
         pairs = zip([*ours, *["(nothing)"] * len(theirs)], [*theirs, *["(nothing)"] * len(ours)], strict=False)
         mine, other = next((a, b) for a, b in pairs if a != b)
@@ -183,4 +183,10 @@ def build_likelihood(saved: dict[str, Any]) -> Likelihood:
 
 def structure(network: nn.Module) -> list[str]:
     """One line per layer with its settings: what a network must agree in to take the tensors of another."""
-    return [f"{name}: {type(module).__name__}({module.extra_repr()})" for name, module in network.named_modules()]
+    lines = (f"{name}: {type(module).__name__}({module.extra_repr()})" for name, module in network.named_modules())
+    return [_in_short(line) for line in lines]
+
+
+def _in_short(line: str) -> str:
+    """A layer's line without what only newer versions of torch say: that a norm layer has its bias, as all had before."""
+    return line.replace(", bias=True", "") if "affine=" in line else line

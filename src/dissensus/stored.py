@@ -42,11 +42,14 @@ def stored_members(
             template, meaning = build_parts(config, header, path, network, likelihood)
             try:
                 tensors = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise damaged(path, error) from error
-            # The path is opened twice. A file that is still there after the second time was there all the while.
+                failed = None
+            except (SafetensorError, RuntimeError) as error:  # the second: a file of another size came in between
+                failed = error
+            # The path is opened several times. A file that is still there after the last time was there all the while.
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 continue
+            if failed is not None:
+                raise damaged(path, failed) from failed
             with tensors as file:
                 for index in range(config["arguments"]["members"]):
                     yield _member(MAP(template, likelihood=meaning), index, file, header.shapes, strides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from dissensus.bench.measures import Measure
 from dissensus.bench.results import Results
@@ -63,11 +64,11 @@ def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -
     several = results.methods[best]
 
     def clean(key: str) -> float:
-        return sum(float(e.arrays[f"corrupt/clean/{key}"]) for e in several) / len(several)
+        return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
 
     text = f"Damaged inputs lower the accuracy from {_with_unit(measure, clean('accuracy'))} to "
     text += f"{_with_unit(measure, each[best].estimate)} ({best}{', the best there' if len(each) > 1 else ''})"
-    ece = sum(e.metrics["corrupt/ece"] for e in several) / len(several)
+    ece = fmean(e.metrics["corrupt/ece"] for e in several)
     return f"{text}; the calibration error goes from {100 * clean('ece'):.1f} % to {100 * ece:.1f} %."
 
 
@@ -78,7 +79,7 @@ def _mixing(results: Results) -> list[str]:
             continue
 
         def mean(key: str, several: list[Evaluation] = several) -> float:
-            return sum(each.metrics[key] for each in several) / len(several)
+            return fmean(each.metrics[key] for each in several)
 
         text = (
             f"{name}: its {mean('members/count'):.0f} members together have negative log-likelihood {mean('nll'):.4f}; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dissensus.bench.choice import CRITERION
 from dissensus.bench.results import Results
@@ -73,7 +74,7 @@ def sweep_sentence(results: Results, sweep: Sweep) -> str:
 
 
 def mean(key: str, several: Sequence[Evaluation]) -> float:
-    return sum(each.metrics[key] for each in several) / len(several)
+    return fmean(each.metrics[key] for each in several)  # the same digits in every Python, which a plain sum has not
 
 
 def _listed(several: Sequence[Evaluation]) -> str:
