@@ -9,7 +9,7 @@ class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's.
 
     A training step asks for their names a dozen times, and walking the modules costs more than small layers do: they are
-    kept until something is planted or converted.
+    kept until something is planted, converted or loaded.
     """
 
     def __init__(self) -> None:
@@ -25,6 +25,10 @@ class TensorTree(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self._known = None  # conversion replaces buffers
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._known = None  # load_state_dict(assign=True) replaces all of them
+        super()._load_from_state_dict(*args, **kwargs)
 
     def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
         self._known = None
