@@ -116,8 +116,6 @@ def test_stored_draws_from_many_threads_are_those_of_one(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("net", [tiny.mlp, conv, Attentive], ids=["mlp", "conv", "attention"])
 def test_many_predictions_from_many_threads_are_those_of_one(method, net):
-    if method in ("mc_dropout_rate",) and net is Attentive:
-        pytest.skip("rate= drops before linear layers that attention's own forward does not call")
     check_predictions(method, net, calls=200)
 
 

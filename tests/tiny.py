@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core import batch as batches
+from dissensus.core.drawn import DrawnParticles
 
 
 def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -91,3 +92,19 @@ class Repelling(ds.DeepEnsemble):
 
     def couple(self, z):
         return -1e-3 * torch.tanh(z - z.mean(0))
+
+
+class Given(ds.Posterior):
+    """A posterior of whatever particles it is given; it is not saved."""
+
+    name = "given"
+
+    def draw(self):
+        return DrawnParticles(self.particles)
+
+    def config(self):
+        return {}
+
+    @classmethod
+    def skeleton(cls, network, config, likelihood):
+        raise TypeError("expected a method that is saved, got one of the tests; build it anew")

@@ -10,15 +10,13 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients, seam
-from dissensus.core.drawn import DrawnParticles
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior
 from dissensus.core.tree import TensorTree
 from dissensus.engine.strategies import strategy
 from small_methods import NodeNoise, Rank1Ensemble
 
 
-class Counted(Posterior):
+class Counted(tiny.Given):
     """Members of which each function's numbers are known: the s-th of member m has the s-th of its own scales."""
 
     name = "counted"
@@ -39,16 +37,6 @@ class Counted(Posterior):
 
         value, buffers = self.particles.call(nll, params, buffers)
         return value, (), buffers
-
-    def draw(self):
-        return DrawnParticles(self.particles)
-
-    def config(self):
-        return {}
-
-    @classmethod
-    def skeleton(cls, network, config, likelihood):
-        raise NotImplementedError
 
 
 def fixed_noise(monkeypatch):

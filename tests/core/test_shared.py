@@ -6,25 +6,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.drawn import DrawnParticles
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior
-
-
-class Ensemble(Posterior):
-    """Whatever particles it is given."""
-
-    name = "ensemble"
-
-    def draw(self):
-        return DrawnParticles(self.particles)
-
-    def config(self):
-        return {}
-
-    @classmethod
-    def skeleton(cls, network, config, likelihood):
-        raise NotImplementedError
 
 
 def convolving():
@@ -85,7 +67,7 @@ def test_members_with_shared_tensors_train_alike_however_they_run(make):
     y, found = torch.arange(6) % 3, []
     for how in ("loop", "vectorised"):
         own = lambda name: name.startswith(last) or "running" in name or "tracked" in name  # noqa: E731
-        posterior = Ensemble(Particles.stack(networks, ds.Classification(), own=own)).double()
+        posterior = tiny.Given(Particles.stack(networks, ds.Classification(), own=own)).double()
         posterior.particles.how = how
         posterior.backward(x, y)
         assert posterior.particles.how == how
