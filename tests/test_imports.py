@@ -227,9 +227,9 @@ print(json.dumps({"seconds": seconds, "loaded": sorted(sys.modules)}))
 
 
 def test_import_is_quick_and_light():
-    """Best of three: other work on the machine can only make it slower."""
+    """Best of a few: other work on the machine, and a collection of garbage in the middle, can only make it slower."""
     best = 10.0
-    for _ in range(3):
+    for _ in range(12):
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         assert not {name.split(".")[0] for name in found["loaded"]} & HEAVY
