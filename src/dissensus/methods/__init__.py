@@ -8,6 +8,7 @@ from dissensus.methods.forde import FoRDE
 from dissensus.methods.function_rde import FunctionRDE
 from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
+from dissensus.methods.node_bnn import NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation
 from dissensus.methods.snapshots import SnapshotEnsemble
 from dissensus.methods.svgd import SVGD
@@ -33,6 +34,7 @@ METHODS: dict[str, type[Posterior]] = {
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
+        NodeBNN,
     )
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "FunctionRDE",
     "GaussianPerturbation",
     "MCDropout",
+    "NodeBNN",
     "SnapshotEnsemble",
     "WeightRDE",
     "branch",
