@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, converted, cut
+from dissensus.surgery.scaling import scaled
 
 Mode = Literal["in", "out", "both"]
 MODES: tuple[Mode, ...] = ("in", "out", "both")
@@ -46,11 +47,13 @@ class Noded(Cut):
         if nodes is None:
             return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
         if nodes.before is not None:
-            x = x * self._across(nodes.before, x)
+            x = scaled(x, self._across(nodes.before, x), alone=True)
         outputs: Tensor = super().forward(x, *args, **keywords)
         if nodes.bias is not None and self.bias is not None:
             outputs = outputs + self._across(self.bias * (nodes.bias - 1), outputs)
-        return outputs if nodes.behind is None else outputs * self._across(nodes.behind, outputs)
+        if nodes.behind is None:
+            return outputs
+        return scaled(outputs, self._across(nodes.behind, outputs), alone=False)
 
     def _across(self, latents: Tensor, x: Tensor) -> Tensor:
         """Latents (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
