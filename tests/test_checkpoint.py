@@ -199,6 +199,7 @@ FREE = {
     "tradi": (sampled(ds.TRADI), {"samples": 3, "covariance": "diagonal", "features": 5, "bandwidth": 2.0}),
     "gaussian_perturbation": (sampled(ds.GaussianPerturbation), {"samples": 3, "noise": 0.1}),
     "mc_dropout": (sampled(ds.MCDropout, rate=0.2), {"samples": 3}),
+    "node_bnn": (sampled(ds.NodeBNN, data_size=20, components=3), {"samples": 3}),
 }
 
 

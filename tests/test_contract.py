@@ -83,7 +83,9 @@ METHODS = {
     "gaussian_perturbation": lambda net, **keywords: ds.METHODS["gaussian_perturbation"](net(), samples=3, **keywords),
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
     "node_bnn": lambda net, **keywords: node_bnn(net, **keywords),
-    "node_bnn_in": lambda net, **keywords: node_bnn(net, mode="in", bias_latent=True, divergence="surrogate", **keywords),
+    "node_bnn_in": lambda net, **keywords: node_bnn(
+        net, mode="in", bias_latent=True, divergence="surrogate", **keywords
+    ),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),

@@ -97,7 +97,7 @@ class NodeBNN(Posterior):
         }
         check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
         made = with_nodes(module, mode, bias=bias_latent, layers=layers)
-        like = made.network.get_submodule(made.sites[0].layer).weight
+        like = made.network.get_submodule(made.sites[0].layer).get_parameter("weight")
         latents = started(
             like, components, made.latents, prior_std if init_std is None else init_std, spread=init_spread
         )
@@ -123,7 +123,7 @@ class NodeBNN(Posterior):
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensors]:
         size = batches.size(x)
-        x = batches.apply(x, lambda tensor: _repeated(tensor, self.copies) if len(tensor) == size else tensor)
+        x = _repeated_inputs(x, self.copies)
         y, weight = _repeated(y, self.copies), None if weight is None else _repeated(weight, self.copies)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
@@ -164,9 +164,7 @@ class NodeBNN(Posterior):
     def groups(self) -> list[Group]:
         rate = self.settings["latent_lr"]
         latents = {n: p for n, p in self.particles.shared_parameters().items() if n.startswith("latents.")}
-        own = Group(
-            "latents", latents, rate=None if rate is None else rate * self.components, decay=False, prior=False
-        )
+        own = Group("latents", latents, rate=None if rate is None else rate * self.components, decay=False, prior=False)
         return [*super().groups(), own]
 
     def parameter_groups(
@@ -217,13 +215,12 @@ class NodeBNN(Posterior):
 
     def _check_batch_axis(self, x: Inputs) -> None:
         """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows."""
-        size = batches.size(x)
-        if size == 0:
+        if batches.size(x) == 0:
             return
         ones = self.mean.new_ones(3, self.latents)
         shared, common = self.particles.shared_parameters(), self.particles.shared_buffers()
         for rows in (2, 3):
-            some = batches.apply(x, lambda t: _repeated(t[:1], rows) if len(t) == size else t)
+            some = _repeated_inputs(x, rows, first=1)
             nodes = by_layer(self.sites, ones[:rows])
 
             def run(member: Member, some: Inputs = some, nodes: Any = nodes) -> None:
@@ -269,6 +266,12 @@ class NodeBNN(Posterior):
         there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
         self.stored = None if not there else self.stored or self._blank()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
+    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
+    size = batches.size(x)
+    return batches.apply(x, lambda t: _repeated(t[:first], times) if t.ndim and len(t) == size else t)
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:

@@ -62,9 +62,7 @@ class NodeFunctions(Drawn):
                 )
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
-    def _call(
-        self, function: Callable[..., Any], latents: Tensor, shared: Tensors, common: Tensors, *args: Any
-    ) -> Any:
+    def _call(self, function: Callable[..., Any], latents: Tensor, shared: Tensors, common: Tensors, *args: Any) -> Any:
         """function(member, *args) of the member with these latents (D,)."""
         nodes = by_layer(self.sites, latents)
         params = dict(shared)

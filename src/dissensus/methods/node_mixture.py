@@ -52,7 +52,7 @@ def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = N
     if len(mean) == 1:
         return single
     distance = bhattacharyya(mean, std, factor=factor)
-    parts = [distance] if widths is None else distance.split(list(widths), dim=2)
+    parts = [distance] if widths is None else distance.split_with_sizes(list(widths), dim=2)
     log_overlap = torch.stack([torch.logsumexp(-part.sum(2), dim=1) - math.log(len(mean)) for part in parts])
     return single - log_overlap.mean(1).sum()
 

@@ -29,9 +29,7 @@ def check_settings(
             raise ValueError(f"expected {keyword} of at least 1, got {count}; 4 components and 32 samples are usual")
     for keyword, choices in CHOICES.items():
         if settings[keyword] not in choices:
-            raise ValueError(
-                f"expected {keyword} of {', '.join(choices)}, got {settings[keyword]!r}; name one of them"
-            )
+            raise ValueError(f"expected {keyword} of {', '.join(choices)}, got {settings[keyword]!r}; name one of them")
     for keyword in ("prior_std", "init_std", "latent_lr"):
         value = settings[keyword]
         if (value is not None or keyword == "prior_std") and not _number(value, above=0.0):

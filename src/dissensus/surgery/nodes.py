@@ -145,7 +145,7 @@ def with_nodes(
 def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Nodes]:
     """Layer -> its part of latents (..., D)."""
     found: dict[str, Nodes] = {}
-    for site, part in zip(sites, latents.split([site.width for site in sites], dim=-1), strict=True):
+    for site, part in zip(sites, latents.split_with_sizes([site.width for site in sites], dim=-1), strict=True):
         found[site.layer] = found.get(site.layer, Nodes())._replace(**{site.part: part})
     return found
 
@@ -174,9 +174,7 @@ def tied_layers(network: nn.Module, sites: Sequence[Site]) -> set[str]:
     }
 
 
-def folded_tensors(
-    layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes
-) -> tuple[Tensor, Tensor | None]:
+def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) that alone compute what the layer does with these latents, each (C,)."""
     before, scalar, behind = nodes
     groups: int = getattr(layer, "groups", 1)

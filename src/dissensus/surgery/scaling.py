@@ -39,7 +39,9 @@ class _Scaled(torch.autograd.Function):
         for_x = for_factors = None
         if ctx.needs_input_grad[1]:
             total = (g * y).sum_to_size(factors.shape)
-            for_factors = torch.where(factors == 0, 0.0, total / factors)  # 0/0 would be for one number in 2^24 or fewer
+            for_factors = torch.where(
+                factors == 0, 0.0, total / factors
+            )  # 0/0 would be for one number in 2^24 or fewer
         if ctx.needs_input_grad[0]:
             # In place where nobody else can have g: the layer behind has just made it, and no graph of it is wanted.
             for_x = g.mul_(factors) if ctx.alone and not torch.is_grad_enabled() else g * factors
