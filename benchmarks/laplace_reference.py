@@ -25,7 +25,11 @@ def problem() -> dict[str, Tensor]:
         for name, shape in shapes.items()
     }
     logits = made["x"] @ made["weight"].T + made["bias"]
-    return {**made, "classes": (logits + made["noise"].repeat(1, 2)[:, :3]).argmax(1), "real": logits[:, :2] + made["noise"]}
+    return {
+        **made,
+        "classes": (logits + made["noise"].repeat(1, 2)[:, :3]).argmax(1),
+        "real": logits[:, :2] + made["noise"],
+    }
 
 
 def measured(problem: dict[str, Tensor]) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def measured(problem: dict[str, Tensor]) -> dict[str, Any]:
         entry: dict[str, Any] = {"evidence": {}, "variances": {}, "probabilities": {}}
         for precision in PRECISIONS:
             key = str(precision)
-            entry["evidence"][key] = float(laplace.log_marginal_likelihood(torch.tensor([precision], dtype=torch.float64)))
+            entry["evidence"][key] = float(
+                laplace.log_marginal_likelihood(torch.tensor([precision], dtype=torch.float64))
+            )
             variance = laplace._glm_predictive_distribution(problem["test"])[1]  # (5, C, C)
             entry["variances"][key] = variance.detach().tolist()
             if kind == "classification":

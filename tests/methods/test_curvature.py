@@ -57,9 +57,7 @@ def test_the_full_matrix_is_the_mean_hessian_of_a_heteroscedastic_regression():
     likelihood = ds.HeteroscedasticRegression()
     centre, variance = likelihood.describe(phi @ mean.T)
     # The Hessian is linear in y − mean and in its square: two points one deviation off have both moments of y.
-    both = [
-        brute_force(likelihood, phi, mean, centre + sign * variance.sqrt(), weight) for sign in (-1.0, 1.0)
-    ]
+    both = [brute_force(likelihood, phi, mean, centre + sign * variance.sqrt(), weight) for sign in (-1.0, 1.0)]
     found = gathered("full", likelihood, phi, phi @ mean.T, weight).sums[0]
     torch.testing.assert_close(found, sum(both) / 2, rtol=0, atol=1e-10)
 

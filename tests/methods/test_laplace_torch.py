@@ -25,9 +25,7 @@ def fitted(case, precision, **keywords):
     if bias:
         layer.bias.data = PROBLEM["bias"][:outputs].clone()
     likelihood = ds.Regression(0.3) if regression else ds.Classification()
-    posterior = ds.Laplace(
-        layer, structure=structure, prior_precision=precision, likelihood=likelihood, **keywords
-    )
+    posterior = ds.Laplace(layer, structure=structure, prior_precision=precision, likelihood=likelihood, **keywords)
     return posterior.fit_posthoc([(PROBLEM["x"][:25], y[:25]), (PROBLEM["x"][25:], y[25:])])
 
 

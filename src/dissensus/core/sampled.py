@@ -85,7 +85,7 @@ class Sampled(Posterior):
         self.stored = drawn
 
     def _around(self, samples: Tensors) -> Particles:
-        """The sampled tensors and copies of the others as a stack of functions; batch statistics are own, where they may differ."""
+        """The sampled tensors and copies of the others as a stack of functions; `own_statistics` says whose statistics are."""
         self.check_network()
         held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
         kept = set(self.particles.shared.state_dict())

@@ -44,7 +44,8 @@ class Gathered:
         """Takes in rows: features (n, D), the Hessian diag(diagonal) − outer outerᵀ of each, both (n, C), weights (n,)."""
         classes, width = diagonal.shape[1], features.shape[1]
         self.weight += weight.sum()
-        for rows in torch.arange(len(features), device=features.device).split(max(1, CHUNK // (classes * width))):
+        step = max(1, CHUNK // (classes * width))
+        for rows in (slice(start, start + step) for start in range(0, len(features), step)):
             phi, a, w = features[rows], diagonal[rows], weight[rows, None]  # (n, D), (n, C), (n, 1)
             u = None if outer is None else outer[rows]
             if self.structure == "kron":
@@ -131,7 +132,7 @@ class Curvature(nn.Module):
         if self.structure == "kron":  # Σ_cc = F diag(v_c) Fᵀ with v_c = Σ_s O_cs² / (λ_s. + δ)
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
             return scaled @ self.get_buffer("features").mT
-        blocks = self.get_buffer("vectors").unflatten(0, self.mean.shape)  # (C, D, C D)
+        blocks = self.get_buffer("vectors").view(*self.mean.shape, -1)  # (C, D, C D)
         values, vectors = decomposed(torch.stack([(rows * variance) @ rows.mT for rows in blocks]))  # (C, D), (C, D, D)
         return torch.einsum("scd,ced->sce", noise * values.sqrt(), vectors)
 
@@ -196,8 +197,8 @@ def check_size(structure: Structure, sides: list[int]) -> None:
     if 8 * max(sides) ** 2 > LARGEST:
         remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
         raise ValueError(
-            f"expected at most {math.isqrt(LARGEST // 8):,} rows in a matrix of the {structure} curvature ({LARGEST >> 30} GiB), "
-            f"got {max(sides):,}; {remedy}"
+            f"expected at most {math.isqrt(LARGEST // 8):,} rows in a matrix of the {structure} curvature (1 GiB),"
+            f" got {max(sides):,}; {remedy}"
         )
 
 

@@ -105,11 +105,12 @@ class Laplace(Sampled):
         curvature, stored = self._fitted()
         curvature.precision.fill_(chosen(prior_precision, curvature))
         self.prior_precision = prior_precision
-        drawn = copy.deepcopy(stored)  # functions that were drawn from the other one stay as they are
-        with torch.no_grad():
-            for name, sampled in self.sample(own_generator(self.device)).items():
-                drawn.own_parameters()[f"network.{name}"].copy_(sampled)
-        self.stored = drawn
+        # The network may have been trained since: around the new last layers is what was around the old ones. Functions
+        # that were drawn from those stay as they are.
+        own = copy.deepcopy(stored.own)
+        for name, sampled in self.sample(own_generator(self.device)).items():
+            own.get_buffer(f"network.{name}").copy_(sampled)
+        self.stored = Particles(stored.copied_template(), own=own, shared=stored.shared, members=stored.members)
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
@@ -156,7 +157,7 @@ class Laplace(Sampled):
             if last is None:
                 last = last_layer(self.network, x, self.layer)
                 mean = last.matrix(last.parameters).detach()
-                gathered = Gathered(self.structure, *mean.shape, self.device)
+                gathered = Gathered(self.structure, mean.shape[0], mean.shape[1], self.device)
             self._gather(gathered, last, x, y.to(self.device), None if weight is None else weight.to(self.device))
         if last is None or not bool(gathered.weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
@@ -242,7 +243,7 @@ def check_precision(prior_precision: object) -> None:
     number = isinstance(prior_precision, int | float) and not isinstance(prior_precision, bool)
     if not number or not 0 < prior_precision < float("inf"):  # type: ignore[operator]
         raise ValueError(
-            f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of a prior N(0, σ²)'
+            f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of N(0, σ²)'
         )
 
 

@@ -45,7 +45,8 @@ class LastLayer:
         found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
         found |= {name: matrix[..., inputs] for name, _ in bias}
         return {
-            name: t.to(kernel.dtype, copy=True).clone(memory_format=torch.contiguous_format) for name, t in found.items()
+            name: t.to(kernel.dtype, copy=True).clone(memory_format=torch.contiguous_format)
+            for name, t in found.items()
         }
 
     def rows(self, features: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,11 +127,11 @@ def _linear(layer: nn.Module) -> bool:
         if isinstance(layer, kind):
             if type(layer).forward is not kind.forward:  # a kind of one's own that does something else with its weights
                 return False
-            return kind is nn.Linear or _pointwise(layer)
+            return not isinstance(layer, CONVOLUTIONS) or _pointwise(layer)
     return False
 
 
-def _pointwise(layer: nn.Module) -> bool:
+def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
     ones = all(set(getattr(layer, key)) == {1} for key in ("kernel_size", "stride"))
     return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
 
