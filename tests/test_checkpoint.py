@@ -200,6 +200,10 @@ FREE = {
     "gaussian_perturbation": (sampled(ds.GaussianPerturbation), {"samples": 3, "noise": 0.1}),
     "mc_dropout": (sampled(ds.MCDropout, rate=0.2), {"samples": 3}),
     "node_bnn": (sampled(ds.NodeBNN, data_size=20, components=3), {"samples": 3}),
+    "laplace": (
+        sampled(ds.Laplace),
+        {"samples": 3, "structure": "kron", "covariance": "joint", "prior_precision": 2.0},
+    ),
 }
 
 

@@ -6,6 +6,7 @@ from dissensus.methods.dropout import MCDropout
 from dissensus.methods.feature_rde import FeatureRDE
 from dissensus.methods.forde import FoRDE
 from dissensus.methods.function_rde import FunctionRDE
+from dissensus.methods.laplace import Laplace
 from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
 from dissensus.methods.node_bnn import NodeBNN
@@ -35,6 +36,7 @@ METHODS: dict[str, type[Posterior]] = {
         GaussianPerturbation,
         SnapshotEnsemble,
         NodeBNN,
+        Laplace,
     )
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "Laplace",
     "MCDropout",
     "NodeBNN",
     "SnapshotEnsemble",
