@@ -23,6 +23,7 @@ import torch
 from dissensus import storage
 from dissensus.bench import build
 from dissensus.bench.arguments import EMPCOV
+from dissensus.bench.calibrated import CALIBRATION, with_calibration
 from dissensus.bench.choice import with_choice
 from dissensus.bench.config import RunConfig, run_config_of
 from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, is_number, read_json, read_toml, write_json, write_text
@@ -38,7 +39,7 @@ from dissensus.bench.threads import threads
 from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
 from dissensus.bench.watch import ROWS, watcher, with_distances
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.randomness import same_random_state
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
@@ -156,6 +157,8 @@ class Run:
         validation = self.loader(self.data.validation)
         with self.prepared():
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
+            if training["epochs"] == 0:
+                return self._keep_untrained(posterior)
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
                 posterior,
@@ -177,6 +180,11 @@ class Run:
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         checkpoint.unlink(missing_ok=True)
 
+    def _keep_untrained(self, posterior: Posterior) -> None:
+        """Keeps what the method makes of its network without training, by the training rows as they are."""
+        refresh(posterior.eval(), self.loader(self.data.train))
+        self.keep(posterior, [], seconds=0.0, best=None, engine="none")
+
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """The run's seed and threads; torch's own are put back afterwards."""
@@ -188,7 +196,7 @@ class Run:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
         temperature = 1.0
         if self.config.training.get("temperature", False):
-            temperature = temperature_scale(posterior, self.loader(self.data.validation))
+            temperature = temperature_scale(posterior, self.loader(self.data.held_out))
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
@@ -262,6 +270,8 @@ class Run:
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive
             evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if CALIBRATION in splits:
+            evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
         if CHOOSE in splits:
             evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
         if "distances_every" in self.config.evaluation:

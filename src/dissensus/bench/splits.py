@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dissensus.bench.calibrated import CALIBRATION
 from dissensus.bench.config import RunConfig
 from dissensus.bench.geometry import GEOMETRIES, Geometry, geometry
 from dissensus.bench.loaders import StandardisedBatches
@@ -23,8 +24,9 @@ CORRUPT, CHOOSE, GRID = "corrupt", "validation-corrupt", "grid"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
-    names = ["test", *(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
+    """test, calibration, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
+    names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0)
+    names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
@@ -89,4 +91,4 @@ def grid_rows(config: RunConfig, data: TaskData) -> Rows:
 
 
 def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
-    return {"test": {"": data.test}, "ood": data.ood, "shift": data.shift}
+    return {"test": {"": data.test}, CALIBRATION: {"": data.calibration}, "ood": data.ood, "shift": data.shift}
