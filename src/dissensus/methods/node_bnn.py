@@ -185,8 +185,8 @@ class NodeBNN(Posterior):
         return NodeFunctions(self.particles.apart(), self.sites, latents)
 
     def current(self) -> Drawn:
-        """The components' means, with a graph to weights and latents."""
-        return NodeFunctions(self.particles.apart(), self.sites, self.mean)
+        """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
+        return NodeFunctions(self.particles.apart(), self.sites, self._sample())
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
