@@ -206,16 +206,16 @@ def test_collapse_is_the_forward_pass_with_those_latents_fixed(net):
     torch.manual_seed(0)
     x, _ = tiny.points()
     posterior = build(net, mode="both", bias_latent=True, init_spread=0.3).eval()
-    current = posterior.current()(x)
+    functions = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
     for k in range(4):
         network = posterior.collapse(k)
         assert {type(part) for part in network.modules()} == {type(part) for part in net().modules()}
         assert tiny.state(network).keys() == tiny.state(net()).keys()
-        torch.testing.assert_close(network.eval()(x), current[k], rtol=0, atol=1e-12)
+        torch.testing.assert_close(network.eval()(x), functions[k], rtol=0, atol=1e-12)
     assert torch.equal(posterior.collapse(-1)(x), posterior.collapse(3)(x))
     with torch.no_grad():
         posterior.mean.copy_(posterior.mean.mean(0).expand(4, -1))
-    torch.testing.assert_close(posterior.collapse()(x), posterior.current()(x)[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.collapse()(x), posterior.collapse(0)(x), rtol=0, atol=1e-12)
 
 
 def test_samples_are_rounded_up_to_a_multiple_of_the_components_and_come_from_each_alike():
@@ -251,6 +251,17 @@ def test_a_stored_draw_keeps_the_statistics_of_training_lest_batch_norm_divides_
     assert float(drawn(x).std(0).mean()) > 0.01
 
 
+def test_validation_looks_at_functions_of_now_not_at_a_draw_that_is_stored():
+    torch.manual_seed(0)
+    posterior, (x, y) = build(conv, mode="out").eval(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    assert torch.equal(posterior.draw().latents, posterior.draw().latents)
+    assert posterior.current().members == posterior.samples
+    with torch.no_grad():
+        posterior.mean.add_(5.0)
+    assert float(posterior.current().latents.mean()) > 4.0 > float(posterior.draw().latents.mean())
+
+
 def test_tied_weights_are_not_folded_along():
     class Tied(nn.Module):
         def __init__(self, dropout=0.0):
@@ -267,8 +278,8 @@ def test_tied_weights_are_not_folded_along():
     network = Tied().double()
     posterior = ds.NodeBNN(network, data_size=9, mode="in", samples=4, init_spread=0.4).eval()
     x = torch.tensor([0, 1, 2])
-    outputs = posterior.current()(x)
     mean = posterior.mean[0]
+    outputs = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
     inner = network.conv((network.embed(x) * mean[:4])[:, :, None])[:, :, 0]
     torch.testing.assert_close(outputs[0], (inner * mean[4:]) @ network.embed.weight.T, rtol=0, atol=1e-12)
     torch.testing.assert_close(posterior.collapse(0)(x), outputs[0], rtol=0, atol=1e-12)
@@ -301,6 +312,20 @@ def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights():
         layer = statistics_layers(posterior.particles.template)["network.2"]
         posterior.train()
         assert layer.training == moved
+
+
+def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):
+    x, y = tiny.points()
+    fresh, seen = build(conv, batch_norm="frozen"), conv().double()
+    for _ in range(2):
+        fresh.backward(x, y)
+    assert [record.message for record in caplog.records if "no data have passed in 2" in record.message] != []
+    assert len(caplog.records) == 1
+    caplog.clear()
+    seen(x)
+    ds.NodeBNN(seen, data_size=12, batch_norm="frozen").backward(x, y)
+    build(conv).backward(x, y)
+    assert not caplog.records
 
 
 def test_latents_train_where_every_weight_is_frozen():

@@ -10,7 +10,8 @@ from torch import Tensor
 
 def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     """x times factors that broadcast against it. `alone`: the product goes to one layer only, which makes its gradient anew."""
-    if torch.compiler.is_compiling():  # which makes one pass of it by itself
+    # A compiler makes one pass of it by itself; and factors as large as x are as costly to divide by as x is to keep.
+    if torch.compiler.is_compiling() or factors.shape == x.shape:
         return x * factors
     product: Tensor = _Scaled.apply(x, factors, alone)  # type: ignore[no-untyped-call]
     return product
