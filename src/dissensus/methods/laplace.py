@@ -216,6 +216,10 @@ class Laplace(Sampled):
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": False}, likelihood)
         assert isinstance(posterior, Laplace)
+        if (number is not None) != bool(config.get("stored")):
+            raise ValueError(
+                f"expected fitted and stored together, got {number!r} and {config.get('stored')!r}; save it again"
+            )
         if number is not None:
             name, layer = list(network.named_modules())[number]
             last = LastLayer(name, layer)
