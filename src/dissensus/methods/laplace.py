@@ -84,6 +84,7 @@ class Laplace(Sampled):
         The data are those that the network was trained on, each once; weights of examples count.
         """
         check_loader(loader)
+        self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         with evaluation(self):
             curvature = self._gathered(loader)
         curvature.precision.fill_(chosen(self.prior_precision, curvature))
