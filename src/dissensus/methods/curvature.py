@@ -33,10 +33,8 @@ class Gathered:
 
     def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
         self.structure = structure
-        sides = {"full": [classes * features], "kron": [classes, features]}[structure]
-        check_size(structure, sides)
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        self.sums = [torch.zeros(side, side, **like) for side in sides]
+        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
         self.log_likelihood = torch.zeros((), **like)
         self.weight = torch.zeros((), **like)
 
@@ -88,10 +86,10 @@ class Curvature(nn.Module):
     @classmethod
     def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
         """One of the right shapes, to be filled from a file."""
-        zeros = Gathered(structure, classes, features, torch.device("cpu"))
-        mean = torch.zeros(classes, features, dtype=torch.float64)
-        eigenvalues = mean.clone() if structure == "kron" else mean.flatten().clone()
-        return cls(_tensors(mean, eigenvalues, zeros.sums, zeros.log_likelihood, layer))
+        sides = _sides(structure, classes, features)
+        mean = torch.empty(classes, features, dtype=torch.float64)
+        vectors = [mean.new_empty(side, side) for side in sides]  # not zeros, which would take memory at once
+        return cls(_tensors(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
 
     def log_marginal_likelihood(self, precision: Tensor) -> Tensor:
         """() log p(y) at a prior precision δ (), differentiable in it."""
@@ -192,14 +190,16 @@ def check_known(likelihood: Likelihood) -> None:
         )
 
 
-def check_size(structure: Structure, sides: list[int]) -> None:
-    """Raises where a matrix of that many rows would not fit, before it is made."""
+def _sides(structure: Structure, classes: int, features: int) -> list[int]:
+    """Rows of each matrix; an error where one would not fit, before it is made."""
+    sides = {"full": [classes * features], "kron": [classes, features]}[structure]
     if 8 * max(sides) ** 2 > LARGEST:
         remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
         raise ValueError(
             f"expected at most {math.isqrt(LARGEST // 8):,} rows in a matrix of the {structure} curvature (1 GiB),"
             f" got {max(sides):,}; {remedy}"
         )
+    return sides
 
 
 def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,7 @@ class Laplace(Sampled):
         The data are those that the network was trained on, each once; weights of examples count.
         """
         check_loader(loader)
+        self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         with evaluation(self):
             curvature = self._gathered(loader)
         curvature.precision.fill_(chosen(self.prior_precision, curvature))
@@ -216,6 +217,10 @@ class Laplace(Sampled):
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": False}, likelihood)
         assert isinstance(posterior, Laplace)
+        if (number is not None) != bool(config.get("stored")):
+            raise ValueError(
+                f"expected fitted and stored together, got {number!r} and {config.get('stored')!r}; save it again"
+            )
         if number is not None:
             name, layer = list(network.named_modules())[number]
             last = LastLayer(name, layer)
