@@ -5,8 +5,8 @@
 FOLDER holds CIFAR-10, CIFAR-100 and SVHN as `ds.data` reads them, and resnet_cifar10/resnet20.safetensors and its like. With
 --explore, settings of NodeBNN (8 components), of the plain fine-tune and of MC dropout are tried first, on the first depth, and
 the best are taken for all: those with the best likelihood at the best temperature on the 2,000 held-out test images. Nothing is
-chosen on the 8,000 images that everything is measured on. Started again, it goes on where it was; after --minutes it stops where
-it is. The packed file has the settings, metrics and numbers by example of each run that is finished.
+chosen on the 8,000 images that everything is measured on. Started again, it goes on where it was; after --minutes it stops.
+The packed file has the settings, metrics and numbers by example of each run that is finished.
 """
 
 from __future__ import annotations
