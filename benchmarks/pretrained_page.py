@@ -2,8 +2,8 @@
 
     python benchmarks/pretrained_page.py runs.tar.gz
 
-The file is the one that benchmarks/pretrained.py packs. Intervals are of paired bootstraps over the 8,000 test images, and count
-those, not seeds. Where there are several seeds, each image's numbers are averaged over those that both methods have.
+The file is the one that benchmarks/pretrained.py packs. Intervals are of paired bootstraps over the 8,000 test images: they
+count those, not seeds. Where there are several seeds, each image's numbers are averaged over those that both methods have.
 """
 
 from __future__ import annotations
@@ -158,6 +158,18 @@ COMPARED = {
     "calibrated/nll": _means("calibrated/nll"),
     "calibrated/ece": _eces("calibrated"),
 }
+
+
+def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """(name, table) of every table of the page."""
+    depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
+    made = provenance(rows)
+    yield "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), made])
+    compared = [
+        pairs_table(pairs, depth, ("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece")) for depth in depths
+    ]
+    yield "pretrained-pairs", "\n\n".join(compared)
+    yield "pretrained-tried", tried_table(rows)
 
 
 def table(rows: Sequence[Row], depth: str) -> str:

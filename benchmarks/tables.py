@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mnist_ood
+import pretrained_page
 import toy_entropy
 import tradi_schedule
 import uci_page
@@ -285,6 +286,9 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+    if found := rows("pretrained.csv"):
+        for name, table in pretrained_page.pages(found, rows("pretrained_pairs.csv")):
+            yield docs / "pretrained.md", name, table
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
     if rows("false_positives.csv"):
