@@ -26,6 +26,7 @@ from dissensus.metrics.calibration import confidence_ece
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"
+PAGE = ROOT / "docs" / "pretrained.md"
 FILES = ("pretrained.csv", "pretrained_pairs.csv")
 COMMAND = (
     "python benchmarks/pretrained.py --data FOLDER --explore --pack runs.tar.gz --set training.engine=loop+captured"
@@ -160,16 +161,18 @@ COMPARED = {
 }
 
 
-def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """(name, table) of every table of the page."""
+def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str, str]]:
+    """(page, name, table) of every table of the page; none where nothing has been run."""
+    if not rows:
+        return
     depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
     made = provenance(rows)
-    yield "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), made])
+    yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), made])
     compared = [
         pairs_table(pairs, depth, ("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece")) for depth in depths
     ]
-    yield "pretrained-pairs", "\n\n".join(compared)
-    yield "pretrained-tried", tried_table(rows)
+    yield PAGE, "pretrained-pairs", "\n\n".join(compared)
+    yield PAGE, "pretrained-tried", tried_table(rows)
 
 
 def table(rows: Sequence[Row], depth: str) -> str:

@@ -60,7 +60,7 @@ HEAVY_ALLOWED = {
 
 # the floors of bench: a file may import from its own and from those below
 FLOORS = {
-    "tools": "names files toml units geometry choice provenance spread threads",
+    "tools": "names files toml units geometry choice calibrated provenance spread threads",
     "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build convert",
     "runs": "records grid watch splits sharing together run results theory_runs",
     "numbers": "measures statistics tables sweep claims sentences reference",
