@@ -9,6 +9,7 @@ import dissensus as ds
 from dissensus.core.particles import Particles
 from dissensus.data import Batches
 from dissensus.engine.replayed import Replayed
+from dissensus.engine.runner import in_lanes
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -24,11 +25,11 @@ def test_looped_members_each_run_in_their_lane_and_are_waited_for() -> None:
         return nullcontext()
 
     plain = particles.each(lambda member, inputs: member.network(inputs), x)
-    with particles.in_lanes(lane, lambda: happened.append("joined")):
-        in_lanes = particles.each(lambda member, inputs: member.network(inputs), x)
+    with in_lanes(particles.runner, lane, lambda: happened.append("joined")):
+        beside = particles.each(lambda member, inputs: member.network(inputs), x)
     again = particles.each(lambda member, inputs: member.network(inputs), x)
     assert happened == [0, 1, 2, "joined"]
-    assert torch.equal(plain, in_lanes)
+    assert torch.equal(plain, beside)
     assert torch.equal(plain, again)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, of_members, vectorised
 from dissensus.core.particles import Rows, Tensors
-from dissensus.core.products import without_onednn
 from dissensus.core.running import Attempt
 from dissensus.core.turns import PROCESS
 
@@ -64,9 +63,9 @@ def backward(
 
 @contextmanager
 def finding(posterior: Trained) -> Iterator[None]:
-    """What a strategy is called in: this thread's turn, small products the way this processor likes them."""
+    """What a strategy is called in: this thread's turn, and what its runner asks for."""
     posterior.particles.check_frozen()
-    with _turn(posterior), without_onednn(posterior.particles.small_products):
+    with _turn(posterior), posterior.particles.runner.running():
         yield
 
 
@@ -116,5 +115,5 @@ def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -
     with Attempt() as attempt:
         return vectorised(posterior, x, y, weight)
     found = looped(posterior, x, y, weight)
-    particles.note_fallback(attempt.failed)
+    particles.runner.note_fallback(attempt.failed)
     return found

@@ -18,6 +18,7 @@ from dissensus.core.drawn import Drawn
 from dissensus.core.randomness import same_random_state
 from dissensus.core.turns import PROCESS
 from dissensus.engine.lanes import Lanes
+from dissensus.engine.runner import in_lanes
 
 log = logging.getLogger("dissensus")
 
@@ -96,7 +97,7 @@ class _Graph:
         with (
             PROCESS,
             torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
-            drawn.particles.in_lanes(*Lanes().for_members(drawn.members)) if lanes else nullcontext(),
+            in_lanes(drawn.particles.runner, *Lanes().for_members(drawn.members)) if lanes else nullcontext(),
         ):
             self.results = function(self.x)
 

@@ -61,7 +61,7 @@ class OrElse:
         result = self.second(posterior, x, y, weight)
         self.first = None
         if self.instead.kind == "loop":
-            posterior.particles.note_fallback(attempt.failed)
+            posterior.particles.runner.note_fallback(attempt.failed)
         else:
             log.info("members run uncompiled: this network cannot be compiled (%s)", attempt.failed)
         return result
@@ -133,7 +133,7 @@ def functional_member_gradients(
 def _contiguous_vectorised_gradients(
     posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    found = gradients.vectorised(posterior, x, y, weight, state=state)
+    found = gradients.vectorised_by_transforms(posterior, state, x, y, weight)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)

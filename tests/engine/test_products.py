@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core import products
-from dissensus.core.products import small_products, without_onednn
+from dissensus.engine import products
+from dissensus.engine.products import small_products, without_onednn
 
 DENSE = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
@@ -81,7 +81,7 @@ def test_results_are_the_same_to_rounding() -> None:
     posterior, x, y = ds.DeepEnsemble([ds.nets.MLP(30, 4) for _ in range(3)]), torch.randn(9, 30), torch.arange(9) % 4
     found = []
     for wanted in (True, False):
-        posterior.particles.small_products = wanted
+        posterior.particles.runner.small_products = wanted
         posterior.zero_grad()
         losses = posterior.backward(x, y)
         found.append([losses, *(parameter.grad.clone() for parameter in posterior.parameters())])

@@ -15,10 +15,13 @@ from torch import nn
 SMALL = 2**19  # weights of the largest linear layer
 
 
+def on_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
 def small_products(network: nn.Module) -> bool:
     """Whether the network's arithmetic is small matrix products alone, and this processor does them badly by oneDNN."""
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    if not arm or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not on_arm() or not torch.backends.mkldnn.is_available():
         return False
     layers = list(network.modules())
     if any(isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase) for layer in layers):

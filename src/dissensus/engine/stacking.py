@@ -6,7 +6,7 @@ share, is one large product, and gradients come out as the weights lie. Measured
 at batch 16 on two cores (`benchmarks/speed.py --cases mlp16`): 33 ms a step became 21.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ class StackedLinear:
     forward: vmap makes one wide product of it over members × batch.
     """
 
-    def __init__(self, template: nn.Module, *, own: set[int]) -> None:
+    def __init__(self, template: nn.Module, *, own: Set[int]) -> None:
         layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
         # Made once: the compiler keeps what it has compiled for as long as it meets the same objects.
         self.forwards = [(layer, _Transposed(layer)) for layer in layers]
@@ -39,7 +39,7 @@ class StackedLinear:
                 del vars(layer)["forward"]
 
 
-def has_own_convolution(template: nn.Module, own: set[int]) -> bool:
+def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
     """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are."""
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
     return any(id(parameter) in own for layer in layers for parameter in layer.parameters())
