@@ -199,13 +199,16 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
+        if not buffers:
+            return
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
-            for name, value in buffers.items():
-                if name in own:
-                    own[name].copy_(value)
-                elif name not in self._frozen:
-                    shared[name].copy_(averaged(value))
+            mine = [name for name in buffers if name in own]
+            common = [name for name in buffers if name not in own and name not in self._frozen]
+            targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
+            if targets:
+                sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
+                torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
         """What differs between functions, each tensor with their axis first: members, or S samples of each in a row."""

@@ -62,6 +62,7 @@ class EagerStep:
         self._update()
         if observe:
             self.guard.observe()
+        self.guard.join()
         return losses
 
     def finish(self) -> None:
