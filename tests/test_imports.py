@@ -14,9 +14,10 @@ SOURCE = Path(dissensus.__file__).parent
 
 # part of the package -> the parts it may import from
 ALLOWED = {
-    "core": {"core"},
+    "numerics": {"numerics"},
+    "core": {"core", "numerics"},
     "metrics": {"metrics"},
-    "data": {"data"},
+    "data": {"data", "numerics"},
     "nets": {"nets"},
     "progress": set(),
     "version": set(),
