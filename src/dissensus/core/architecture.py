@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dissensus.core.member import check_initialised as check_initialised
+
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
     """Raises where the networks are not M distinct modules of one architecture."""
@@ -55,11 +57,3 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
                     "build each one afresh instead of copying one"
                 )
         others.append(i)
-
-
-def check_initialised(network: nn.Module) -> None:
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.lengthscales import Moments, check_finite
-from dissensus.core.particles import Tensors
+from dissensus.core.tree import Tensors
 
 
 class EmpCov(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dissensus.core.particles import Tensors
+from dissensus.core.tree import Tensors
 
 
 def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

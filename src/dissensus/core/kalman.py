@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.flat import Block, state_dtype
-from dissensus.core.particles import Tensors
 from dissensus.core.trajectory import Count
-from dissensus.core.tree import TensorTree
+from dissensus.core.tree import Tensors, TensorTree
 
 Drift = Literal["gradient", "none"]
 

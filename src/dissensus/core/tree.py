@@ -4,6 +4,8 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+Tensors = dict[str, Tensor]  # by name
+
 
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's.
