@@ -32,7 +32,7 @@ from dissensus.bench.measures import Measure, measures
 from dissensus.bench.provenance import commit, device_name
 from dissensus.bench.spread import Spread
 from dissensus.bench.statistics import compared, resampled
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 SEEDS = (2, 3, 5, 10)
 NOISES = (0.0, 0.3, 1.0, 3.0, math.inf)

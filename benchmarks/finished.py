@@ -4,7 +4,8 @@ from pathlib import Path
 
 from dissensus.bench import jobs
 from dissensus.bench.config import load_task
-from dissensus.bench.results import Results, results_of_runs
+from dissensus.bench.gather import results_of_runs
+from dissensus.bench.results import Results
 from dissensus.bench.run import Run
 
 

@@ -19,7 +19,7 @@ from dissensus.bench.jobs import bench
 from dissensus.bench.measures import measures
 from dissensus.bench.reference import published, reference_sentences
 from dissensus.bench.results import Results
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 COLUMNS = {  # metric -> (column, factor, digits)
     "accuracy": ("accuracy %", 100, 2),

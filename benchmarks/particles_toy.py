@@ -29,7 +29,8 @@ from dissensus.bench import plots, scenes
 from dissensus.bench.claims import claims
 from dissensus.bench.results import Results, Swept
 from dissensus.bench.sweep import GROUPS, accuracies
-from dissensus.evaluate import Evaluation, Kind
+from dissensus.evaluate import Kind
+from dissensus.evaluation.evaluation import Evaluation
 
 ROOT = Path(__file__).parents[1]
 ORIGIN = ("task", "size", "method", "seed", "alpha", "commit", "dissensus", "torch", "device")

@@ -21,8 +21,8 @@ from scipy.io import savemat
 import dissensus as ds
 from dissensus.bench import records
 from dissensus.bench.config import load_task, run_config
+from dissensus.bench.gather import results_of_runs
 from dissensus.bench.report import report_content
-from dissensus.bench.results import results_of_runs
 from dissensus.bench.run import Run
 from dissensus.bench.watch import read_distances
 from dissensus.checkpoint import resume, write_checkpoint

@@ -40,7 +40,7 @@ ALLOWED = {
     "temperature": {"core", "engine", "metrics", "data", "progress", "predict"},
     "evaluation": {"core", "engine", "metrics", "data", "progress", "predict", "evaluation"},
     "evaluate": {"core", "engine", "metrics", "data", "progress", "predict", "evaluation"},
-    "report": {"evaluate", "bench"},  # bench only inside the function: see the test of what import loads
+    "report": {"evaluation", "bench"},  # bench only inside the function: see the test of what import loads
     "export": {"core", "methods"},
     "__main__": {"bench"},
 }
@@ -63,11 +63,11 @@ HEAVY_ALLOWED = {
 FLOORS = {
     "tools": "names files toml units geometry choice provenance spread threads",
     "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build",
-    "runs": "records grid watch splits sharing together run results theory_runs",
-    "numbers": "measures statistics tables sweep claims sentences reference",
+    "runs": "records grid watch splits sharing together run theory_runs",
+    "numbers": "results regions measures statistics tables sweep claims sentences reference",
     "pictures": "plots curves panels scenes figures theory_figures",
     "the page": "report",
-    "the doors": "jobs theory_cli cli",
+    "the doors": "gather jobs theory_cli cli",
 }
 FLOOR = {name: height for height, names in enumerate(FLOORS.values()) for name in names.split()}
 

@@ -12,9 +12,10 @@ from dissensus.core.likelihood import Classification, HeteroscedasticRegression,
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluate import Evaluation, evaluate
+from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.history import Epoch, History
 from dissensus.methods import (
     LIT,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dissensus.bench.choice import CRITERION, with_choice
+from dissensus.bench.choice import with_choice
 from dissensus.bench.claims import claims
 from dissensus.bench.results import Results, Swept
-from dissensus.bench.sweep import accuracies, sweep_of, sweep_sentence
-from dissensus.evaluate import Evaluation
+from dissensus.bench.sweep import CRITERION, accuracies, sweep_of, sweep_sentence
 from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluation import Evaluation
 
 
 def evaluation(**metrics: float) -> Evaluation:

@@ -9,12 +9,13 @@ import dissensus as ds
 from dissensus.bench import jobs
 from dissensus.bench.config import load_task
 from dissensus.bench.geometry import GEOMETRIES, geometry, line
-from dissensus.bench.grid import as_square, region_keys, spoken, window, with_grid
+from dissensus.bench.grid import with_grid
+from dissensus.bench.regions import as_square, region_keys, spoken, window
 from dissensus.bench.run import Run
 from dissensus.bench.sets import task_data
 from dissensus.bench.sources import SETS
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 NOTHING = Evaluation("regression", {}, {}, "variance")
 

@@ -8,7 +8,7 @@ from dissensus.bench.jobs import bench, report_runs
 from dissensus.bench.measures import measures
 from dissensus.bench.reference import Published, orderings, published, reference_sentences, reference_table
 from dissensus.bench.results import Results
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 REFERENCE = {
     "source": "Somebody 2020",

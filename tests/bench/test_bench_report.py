@@ -17,8 +17,9 @@ import dissensus as ds
 from dissensus.bench import figures, jobs, plots, tables
 from dissensus.bench.config import load_task
 from dissensus.bench.results import results_of_evaluations
-from dissensus.evaluate import Evaluation, evaluate
+from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
 
 VOID = {"meta", "link", "img", "br", "use", "path", "rect", "line", "circle"}

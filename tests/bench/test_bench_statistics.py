@@ -9,7 +9,7 @@ from dissensus.bench import measures as of_measures
 from dissensus.bench.measures import Measure, measures
 from dissensus.bench.statistics import Compared, Resampled, compared, family, resampled
 from dissensus.bench.tables import signed
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics.bootstrap import resample_counts
 
 NLL = Measure("nll", "NLL", "test", "low", samples=(("test/nll",),))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dissensus.bench.config import load_task, run_config
+from dissensus.bench.gather import results_of_runs
 from dissensus.bench.jobs import bench, run_all
 from dissensus.bench.report import write_report
-from dissensus.bench.results import results_of_runs
 from dissensus.bench.run import Run
 from dissensus.bench.together import companions, shares
 from uci_files import write_uci_files

@@ -17,12 +17,12 @@ from dissensus.bench.arguments import EMPCOV, resolved
 from dissensus.bench.config import RunConfig
 from dissensus.bench.fitting import fitting
 from dissensus.bench.loaders import StandardisedBatches
-from dissensus.bench.names import unknown
 from dissensus.bench.objects import written
 from dissensus.bench.schema import takes_several
 from dissensus.bench.sets import TaskData
 from dissensus.bench.variants import base_name
 from dissensus.bench.weights import load_weights, located, sha256
+from dissensus.core.errors import unknown
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior

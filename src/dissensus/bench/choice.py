@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dissensus.evaluate import Evaluation
 from dissensus.evaluation.corrupted import CorruptedCounts
-
-CRITERION = "validation/corrupt/accuracy"
+from dissensus.evaluation.evaluation import Evaluation
 
 
 def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:

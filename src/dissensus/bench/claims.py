@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dissensus.bench.grid import region_keys, spoken
-from dissensus.bench.results import Results
+from dissensus.bench.regions import region_keys, spoken
+from dissensus.bench.results import Results, base_of
 from dissensus.bench.sweep import mean, sweep_of, sweep_sentence
-from dissensus.bench.variants import base_name
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 NEAR = 0.15  # an error that is larger by at most 15 % is as good
 TWICE = 2.0  # how much more entropy off the data counts as seeing it
@@ -26,7 +25,7 @@ def _focused(results: Results) -> list[str]:
     if results.focus is None or not region_keys(results.methods[results.focus][0]):
         return []
     focus, several = results.focus, results.methods[results.focus]
-    others = [name for name in results.methods if base_name(name) != base_name(focus)]
+    others = [name for name in results.methods if base_of(name) != base_of(focus)]
     if not others:
         return []
     said = []

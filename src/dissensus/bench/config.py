@@ -12,10 +12,11 @@ from typing import Any
 
 from dissensus.bench.arguments import check_objects
 from dissensus.bench.files import damaged
-from dissensus.bench.names import listed, unknown
+from dissensus.bench.names import listed
 from dissensus.bench.objects import OBJECTS, open_objects, takes_place
 from dissensus.bench.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
 from dissensus.bench.variants import base_name, check_methods, variants_of
+from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
 
 SIZES = ("smoke", "short", "paper")

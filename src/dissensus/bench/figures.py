@@ -20,7 +20,7 @@ from dissensus.bench import plots, scenes
 from dissensus.bench.results import Results
 from dissensus.bench.scenes import Made
 from dissensus.bench.tables import Draws
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
 
 

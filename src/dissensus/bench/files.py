@@ -14,8 +14,6 @@ from torch import Tensor
 
 from dissensus.core.atomic import write_whole
 
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
-
 
 def damaged(path: Path, why: object) -> ValueError:
     """The error for a file that cannot be what it should be."""

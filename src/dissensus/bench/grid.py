@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dissensus.bench.geometry import Geometry
 from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 SHOWN = 10  # members drawn one by one
 POINTS = 2000  # training rows drawn at most
@@ -34,35 +34,3 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
         f"grid/{name}": tensor.float() if tensor.is_floating_point() else tensor for name, tensor in arrays.items()
     }
     return replace(evaluation, metrics=evaluation.metrics | found, arrays=evaluation.arrays | single)
-
-
-def region_keys(evaluation: Evaluation) -> list[str]:
-    """The keys of an evaluation's regions, in order."""
-    return [key for key in evaluation.metrics if key.startswith("region/")]
-
-
-def spoken(key: str) -> tuple[str, str]:
-    """(region, quantity) of a key in words: ("off the data", "entropy")."""
-    _, region, quantity = key.split("/")
-    names = {
-        "off_data": "off the data",
-        "at_data": "at the data",
-        "between": "between the data",
-        "outside": "outside the data",
-    }
-    return names.get(region, region.replace("_", " ")), {"sd": "standard deviation"}.get(quantity, quantity)
-
-
-def as_square(values: Tensor) -> Tensor:
-    """(side, side) of values (side²,) on a plane's grid, the first axis going up: what an image shows with its origin below."""
-    side = round(len(values) ** 0.5)
-    return values.reshape(side, side).T
-
-
-def window(positions: Tensor) -> tuple[float, float, float, float]:
-    """(left, right, bottom, top) of a plane's grid."""
-    (left, bottom), (right, top) = positions.amin(0).tolist(), positions.amax(0).tolist()
-    return left, right, bottom, top
-
-
-__all__ = ["as_square", "region_keys", "spoken", "window", "with_grid"]

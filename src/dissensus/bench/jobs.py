@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dissensus.bench.config import Task, run_config
-from dissensus.bench.names import unknown
+from dissensus.bench.gather import results_of_runs
 from dissensus.bench.records import read_together
-from dissensus.bench.results import Results, results_of_runs
+from dissensus.bench.results import Results
 from dissensus.bench.run import Run, Tell, silent
 from dissensus.bench.sets import LastData
 from dissensus.bench.together import companions, remove_leftovers, shares, train_together
 from dissensus.bench.variants import base_name, check_methods
 from dissensus.core.atomic import remove_strays, temporary_name
-from dissensus.evaluate import Evaluation
+from dissensus.core.errors import unknown
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.bench.names import unknown
 from dissensus.bench.sources import Rows
+from dissensus.core.errors import unknown
 from dissensus.data import Batches, Standardiser
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench.grid import region_keys, spoken
-from dissensus.evaluate import Evaluation
+from dissensus.bench.regions import region_keys, spoken
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics.calibration import confidence_ece
 
 Best = Literal["high", "low"]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dissensus.bench.names import unknown
 from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
+from dissensus.core.errors import unknown
 from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage import LIKELIHOODS
 

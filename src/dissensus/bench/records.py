@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dissensus.bench.files import damaged, is_number, read_json, read_tensors, write_json, write_tensors
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.evaluate import Evaluation
 from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")

@@ -25,7 +25,7 @@ from dissensus.bench import build
 from dissensus.bench.arguments import EMPCOV
 from dissensus.bench.choice import with_choice
 from dissensus.bench.config import RunConfig, run_config_of
-from dissensus.bench.files import CHECKPOINT_SECONDS, damaged, is_number, read_json, read_toml, write_json, write_text
+from dissensus.bench.files import damaged, is_number, read_json, read_toml, write_json, write_text
 from dissensus.bench.grid import with_grid
 from dissensus.bench.loaders import StandardisedBatches
 from dissensus.bench.provenance import provenance
@@ -35,13 +35,14 @@ from dissensus.bench.sets import LastData, TaskData
 from dissensus.bench.sources import SETS, Kind, Rows
 from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_of, split_names, write_split
 from dissensus.bench.threads import threads
-from dissensus.bench.together import shares, train_together
+from dissensus.bench.together import CHECKPOINT_SECONDS, shares, train_together
 from dissensus.bench.toml import toml
 from dissensus.bench.watch import ROWS, watcher, with_distances
 from dissensus.core.posterior import Posterior
 from dissensus.core.randomness import same_random_state
 from dissensus.data.locate import data_folder
-from dissensus.evaluate import Evaluation, checked_score, evaluation_of, parameters
+from dissensus.evaluate import checked_score, evaluation_of, parameters
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.history import Epoch
 from dissensus.temperature import temperature_scale

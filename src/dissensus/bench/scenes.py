@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dissensus.bench import curves, panels
-from dissensus.bench.grid import as_square, window
+from dissensus.bench.regions import as_square, window
 from dissensus.bench.results import Results
 from dissensus.bench.sweep import accuracies, sweep_of
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (what it shows in words, figure)
 

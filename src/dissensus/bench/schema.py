@@ -8,10 +8,11 @@ from typing import Any
 
 from dissensus.bench.arguments import further_keys
 from dissensus.bench.fitting import Types, annotated
-from dissensus.bench.names import listed, unknown
+from dissensus.bench.names import listed
 from dissensus.bench.objects import OBJECTS, argument_names, written
 from dissensus.bench.sources import SETS
 from dissensus.bench.variants import base_name, variants_of
+from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 

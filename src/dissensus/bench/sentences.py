@@ -9,7 +9,7 @@ from dissensus.bench.measures import Measure
 from dissensus.bench.results import Results
 from dissensus.bench.statistics import SIGNIFICANT, Family, Resampled
 from dissensus.bench.tables import Draws, best_method, p_text
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 
 def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dissensus.bench.fitting import fitting
-from dissensus.bench.names import listed, unknown
+from dissensus.bench.names import listed
 from dissensus.bench.sources import SETS, Folder, Kind, Rows, foreign, shifted
+from dissensus.core.errors import unknown
 from dissensus.data import split_indices
 from dissensus.data.standardise import Standardiser
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.bench.names import unknown
+from dissensus.core.errors import unknown
 from dissensus.data import (
     cubic,
     digits,

@@ -18,7 +18,7 @@ from torch import Tensor
 from dissensus.bench.measures import Measure
 from dissensus.bench.spread import Spread, holm_level, spread
 from dissensus.bench.spread import holm as adjusted
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import resample_counts
 

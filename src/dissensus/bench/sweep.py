@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from dissensus.bench.choice import CRITERION
-from dissensus.bench.results import Results
-from dissensus.bench.variants import base_name
-from dissensus.evaluate import Evaluation
+from dissensus.bench.results import Results, base_of
+from dissensus.evaluation.evaluation import Evaluation
 
+CRITERION = "validation/corrupt/accuracy"  # of damaged validation rows: what a setting is chosen by, never test rows
 GROUPS = {"severities 1–3": (1, 2, 3), "severities 4–5": (4, 5)}
 
 
@@ -27,7 +26,7 @@ class Sweep:
 
     @property
     def base(self) -> str:
-        return base_name(self.chosen)
+        return base_of(self.chosen)
 
 
 def sweep_of(results: Results) -> Sweep | None:

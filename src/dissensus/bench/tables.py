@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dissensus.bench.measures import Measure, distance_measures, measures, member_measures
 from dissensus.bench.results import Results
 from dissensus.bench.statistics import SIGNIFICANT, Family, Resampled, compared, family, resampled
-from dissensus.evaluate import Evaluation
 from dissensus.evaluation import classification, regression
+from dissensus.evaluation.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

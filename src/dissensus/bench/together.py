@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from dissensus.bench import build
 from dissensus.bench.config import RunConfig, Settings
-from dissensus.bench.files import CHECKPOINT_SECONDS
 from dissensus.bench.sets import TaskData
 from dissensus.bench.sharing import SharingRun
 from dissensus.bench.toml import toml
@@ -56,6 +55,7 @@ SAMPLING = (
     "features",
     "bandwidth",
 )  # settings of TRADI that its filters do not see
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
 

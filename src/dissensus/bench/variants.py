@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dissensus.bench.names import listed, unknown
+from dissensus.bench.names import listed
+from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dissensus.bench.files import damaged, write_text
 from dissensus.core.posterior import Posterior
-from dissensus.evaluate import Evaluation
 from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+from dissensus.evaluation.evaluation import Evaluation
 
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared
