@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text
 
-from dissensus import __version__
 from dissensus.bench import jobs
 from dissensus.bench.claims import claims
 from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
@@ -26,6 +25,7 @@ from dissensus.bench.sources import SETS, present
 from dissensus.bench.tables import Table, draws_of, main_table
 from dissensus.bench.theory_cli import app as theory
 from dissensus.methods import METHODS
+from dissensus.version import __version__
 
 app = typer.Typer(
     help="Trains networks that say how sure they are, and measures whether they are right about it.",
