@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Predictions, predictions
+
+log = logging.getLogger("dissensus")
 
 Kind = Literal["classification", "regression", "segmentation"]
 Loaders = Mapping[str, Iterable[Any]]
@@ -39,7 +42,9 @@ class Evaluation:
     shift: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict)  # anything a report should say: class names, title
+    notes: dict[str, str] = field(
+        default_factory=dict
+    )  # anything a report should say: class names, a collapse of members
 
     def table(self) -> str:
         """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
@@ -49,7 +54,8 @@ class Evaluation:
         return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
-        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}"
+        caution = f"\n{self.notes['collapse']}" if "collapse" in self.notes else ""
+        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}{caution}"
 
 
 def evaluate(
@@ -80,6 +86,21 @@ def evaluate(
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
+    found = _evaluated(posterior, loader, ood, shift, spec, score)
+    cautions = posterior.cautions(found.metrics)
+    for caution in cautions.values():
+        log.info("%s", caution)
+    return replace(found, notes={**found.notes, **cautions})
+
+
+def _evaluated(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    ood: Loaders,
+    shift: Loaders,
+    spec: Corruptions | None,
+    score: str | None,
+) -> Evaluation:
     with drawn_once(posterior) as functions:
         kind, loader_again = _kind(functions, loader)
         score = checked_score(score, kind, functions.members)

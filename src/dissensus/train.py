@@ -1,5 +1,6 @@
 """fit: one training loop for every posterior. It reads top to bottom; copy it if you need another."""
 
+import logging
 import math
 import os
 import time
@@ -31,6 +32,8 @@ from dissensus.engine.strategies import fallen_back
 from dissensus.history import Best, Epoch, History
 from dissensus.length import Length
 from dissensus.progress import Progress
+
+log = logging.getLogger("dissensus")
 
 Precision = Literal["auto", "float32", "bf16"]
 P = ParamSpec("P")
@@ -98,6 +101,8 @@ def fit(
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     check_optimizer(posterior, optimizer)
+    for remark in posterior.remarks(optimizer):
+        log.info("%s", remark)
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
