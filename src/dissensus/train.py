@@ -1,6 +1,5 @@
 """fit: one training loop for every posterior. It reads top to bottom; copy it if you need another."""
 
-import logging
 import math
 import os
 import time
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.checks import check_ranks, check_settings
+from dissensus.checks import check_ranks, check_settings, say_remarks
 from dissensus.core import batch as batches
 from dissensus.core.drawn import Drawn
 from dissensus.core.inputs import check_loader
@@ -32,8 +31,6 @@ from dissensus.engine.strategies import fallen_back
 from dissensus.history import Best, Epoch, History
 from dissensus.length import Length
 from dissensus.progress import Progress
-
-log = logging.getLogger("dissensus")
 
 Precision = Literal["auto", "float32", "bf16"]
 P = ParamSpec("P")
@@ -101,8 +98,7 @@ def fit(
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     check_optimizer(posterior, optimizer)
-    for remark in posterior.remarks(optimizer):
-        log.info("%s", remark)
+    say_remarks(posterior, optimizer)
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
