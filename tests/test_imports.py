@@ -22,8 +22,8 @@ ALLOWED = {
     "progress": set(),
     "version": set(),
     "engine": {"core", "engine"},
-    "methods": {"core", "engine", "methods"},
-    "surgery": {"core", "surgery"},
+    "methods": {"core", "engine", "methods", "surgery"},
+    "surgery": {"core", "nets", "surgery"},  # the NTK form of a linear layer is cut as the plain one is
     "theory": {"core", "nets", "surgery", "theory"},
     "sealed": set(),
     "skeletons": {"core", "methods", "nets", "sealed"},  # a posterior is built again when it is loaded

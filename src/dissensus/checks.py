@@ -1,8 +1,13 @@
-"""What `fit` refuses before anything is trained."""
+"""What `fit` refuses, or remarks on, before anything is trained."""
+
+import logging
 
 import torch.distributed as distributed
+from torch.optim import Optimizer
 
 from dissensus.core.posterior import Posterior
+
+log = logging.getLogger("dissensus")
 
 
 def check_settings(
@@ -39,3 +44,9 @@ def check_ranks(ranks: str | None) -> None:
             "gradients or members between ranks, so each would train another model; call it on one rank (members run together "
             'on one GPU), or pass ranks="independent" for a run per rank with a seed and a checkpoint of its own'
         )
+
+
+def say_remarks(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Logs what the posterior has to say of such an optimiser."""
+    for remark in posterior.remarks(optimizer):
+        log.info("%s", remark)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,8 @@ from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corr
 from dissensus.evaluation.evaluation import Evaluation, Kind
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Predictions, predictions
+
+log = logging.getLogger("dissensus")
 
 Loaders = Mapping[str, Iterable[Any]]
 
@@ -47,6 +51,21 @@ def evaluate(
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
+    found = _evaluated(posterior, loader, ood, shift, spec, score)
+    cautions = posterior.cautions(found.metrics)
+    for caution in cautions.values():
+        log.info("%s", caution)
+    return replace(found, notes={**found.notes, **cautions})
+
+
+def _evaluated(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    ood: Loaders,
+    shift: Loaders,
+    spec: Corruptions | None,
+    score: str | None,
+) -> Evaluation:
     with drawn_once(posterior) as functions:
         kind, loader_again = _kind(functions, loader)
         score = checked_score(score, kind, functions.members)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.checks import check_ranks, check_settings
+from dissensus.checks import check_ranks, check_settings, say_remarks
 from dissensus.core import batch as batches
 from dissensus.core.drawn import Drawn
 from dissensus.core.inputs import check_loader
@@ -98,6 +98,7 @@ def fit(
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     check_optimizer(posterior, optimizer)
+    say_remarks(posterior, optimizer)
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():

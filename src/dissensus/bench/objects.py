@@ -5,6 +5,7 @@
     likelihood = { regression = 0.1 }                     with one value,
     lengthscales = { pca = [0.4] }                        or with several in order
     likelihood = { name = "Regression", noise = 0.1 }     the same as a section: [likelihood]
+    modulation = { normal = [1.0, 0.5] }
     empcov = { layer = "layers.0" }                       a family of one needs no name
 
 A keyword joins by one line: the name of a method's argument, and its constructors by name.
@@ -22,6 +23,7 @@ from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import unknown
 from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage import LIKELIHOODS
+from dissensus.surgery.modulation import Modulation
 
 Family = Mapping[str, Callable[..., Any]]
 SUPPLIED = ("inputs", "network", "data_size")  # arguments that are the run's to give, never the task's
@@ -52,6 +54,13 @@ OBJECTS: dict[str, Family] = {
         "regression": LIKELIHOODS["Regression"],
         "heteroscedastic_regression": LIKELIHOODS["HeteroscedasticRegression"],
         **LIKELIHOODS,
+    },
+    "modulation": {
+        "constant": Modulation.constant,
+        "sign": Modulation.sign,
+        "normal": Modulation.normal,
+        "bernoulli": Modulation.bernoulli,
+        "between": Modulation.between,
     },
 }
 

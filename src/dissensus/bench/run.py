@@ -258,7 +258,7 @@ class Run:
         evaluation = replace(
             evaluation,
             metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-            notes={"classes": "\n".join(self.data.classes)},
+            notes={"classes": "\n".join(self.data.classes)} | posterior.cautions(evaluation.metrics),
         )
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive

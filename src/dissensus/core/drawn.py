@@ -57,9 +57,11 @@ class Drawn(nn.Module, ABC):
 class DrawnParticles(Drawn):
     """The stored members themselves."""
 
-    def __init__(self, particles: Particles) -> None:
+    def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
+        """`ordinary`: what makes a member's network an ordinary one, of methods that cut its layers."""
         super().__init__()
         self.particles = particles
+        self.ordinary = ordinary
         self.members = particles.members
         self.training = particles.training
 
@@ -79,7 +81,8 @@ class DrawnParticles(Drawn):
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
-        return self.particles.member(index)
+        network = self.particles.member(index)
+        return network if self.ordinary is None else self.ordinary(network)
 
     @property
     def likelihood(self) -> Likelihood:

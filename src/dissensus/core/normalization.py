@@ -15,7 +15,7 @@ from dissensus.core import batch as batches
 from dissensus.core.particles import Member, Particles, Rows, Tensors
 from dissensus.core.statistics import statistics_layers, statistics_names
 
-__all__ = ["enough_examples", "refresh_statistics", "statistics_layers", "statistics_names"]
+__all__ = ["enough_examples", "estimating", "refresh_statistics", "statistics_layers", "statistics_names"]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
     seen = dict.fromkeys(layers.values(), 0)  # examples that have passed the layer
     found = False
-    with _training(particles, layers):
+    with estimating(particles, layers):
         for batch in loader:
             x, _, _ = batches.unpack(batch)
             batches.check_finite(x)
@@ -105,7 +105,7 @@ def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _training(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
+def estimating(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
     """Only these layers in training mode; modes and momenta are put back afterwards."""
     template = particles.template
     modes = {part: part.training for part in template.modules()}

@@ -8,7 +8,7 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -128,6 +128,10 @@ class Posterior(Trained, ABC):
         `skeleton` is given such a network, and cuts it again.
         """
         return self.particles.member(0)
+
+    def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
+        return {}
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Draws once and keeps the draw (and batch statistics refreshed from the loader) with the posterior.

@@ -105,6 +105,10 @@ class Trained(Clock):
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
+    def remarks(self, optimizer: Optimizer) -> list[str]:
+        """What `fit` says once of training this with such an optimiser: settings that have no effect, or an unwanted one."""
+        return []
+
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
 

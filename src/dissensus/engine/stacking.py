@@ -17,6 +17,8 @@ from torch import Tensor, nn
 class StackedLinear:
     """The linear layers of a template whose weights are own, and the forward each has while members are vectorised.
 
+    Modulated layers (surgery.modulated) are told so too.
+
     `own`: the ids of the template's tensors that are stacked. A layer whose weights all members share needs no other
     forward: vmap makes one wide product of it over members × batch.
     """
@@ -25,6 +27,8 @@ class StackedLinear:
         layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
         # Made once: the compiler keeps what it has compiled for as long as it meets the same objects.
         self.forwards = [(layer, _Transposed(layer)) for layer in layers]
+        # Layers with factors of each member's own apply them to activations here: one kernel serves all members.
+        self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -32,11 +36,15 @@ class StackedLinear:
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:
             vars(layer)["forward"] = forward  # past nn.Module's own setting of attributes, which is slow
+        for attributes in self.modulated:
+            attributes["members_at_once"] = True
         try:
             yield
         finally:
             for layer, _ in changed:
                 del vars(layer)["forward"]
+            for attributes in self.modulated:
+                attributes["members_at_once"] = False
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:

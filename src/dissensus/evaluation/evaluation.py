@@ -27,7 +27,7 @@ class Evaluation:
     shift: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict)  # anything a report should say: class names, title
+    notes: dict[str, str] = field(default_factory=dict)  # anything a report should say: class names, title, a collapse of members
 
     def table(self) -> str:
         """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
@@ -37,7 +37,8 @@ class Evaluation:
         return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
-        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}"
+        caution = f"\n{self.notes['collapse']}" if "collapse" in self.notes else ""
+        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}{caution}"
 
 
 def number(value: float) -> str:

@@ -9,6 +9,7 @@ from dissensus.theory.embedded_network import EmbeddedNetwork
 from dissensus.theory.empirical import empirical_ntk
 from dissensus.theory.kernel import Kernels, kernel
 from dissensus.theory.random_network import random_network
+from dissensus.theory.regime import Regime, regime
 from dissensus.theory.regression import gp_predict
 from dissensus.theory.toy import ToyLosses, largest_eigenvalue, optimal_members, toy_losses, toy_spectrum, transition
 from dissensus.theory.training import train_embedded
@@ -21,6 +22,7 @@ __all__ = [
     "EnsembleDynamics",
     "EnsembleLaw",
     "Kernels",
+    "Regime",
     "Smooth",
     "ToyLosses",
     "activation_of",
@@ -33,6 +35,7 @@ __all__ = [
     "largest_eigenvalue",
     "optimal_members",
     "random_network",
+    "regime",
     "residuals",
     "toy_losses",
     "toy_spectrum",

@@ -1,0 +1,197 @@
+"""Layer surgery: a copy of any network whose linear and convolutional layers are others, with the same weights.
+
+A converted layer keeps its place, its object, its hooks and the names of its tensors: its class alone becomes a subclass of
+what it was (`Cut`), as torch's own parametrizations do. A wrapper would put "layer." into the names of a state dict, fail
+users' `isinstance(part, nn.Linear)` and leave behind whoever holds the layer without being its parent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core.architecture import check_initialised
+from dissensus.core.prior import NORM_LAYERS
+from dissensus.core.turns import turn
+from dissensus.nets.ntk import NTKLinear
+from dissensus.surgery.account import Account
+
+DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
+TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
+EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
+
+Make = Callable[[str, nn.Module], nn.Module]
+
+
+class Cut(nn.Module):
+    """A converted layer: mixed in before the plain layer's class. Subclasses bring a forward, and tensors named in `added`."""
+
+    plain_class: ClassVar[type[nn.Module]]
+    added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
+
+    def fold(self) -> None:
+        """Puts into weight and bias, as new parameters, what the added tensors do; those stay, without effect any more.
+
+        New ones, since the old may be tied to an embedding, which must not be folded along.
+        """
+        raise NotImplementedError
+
+    def done(self) -> str:
+        """What the account says of the layer."""
+        return f"now {type(self).__name__}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Classes made on the fly have no name that pickle could look them up by.
+        reduced = tuple(super().__reduce_ex__(protocol))
+        return _blank, (type(self).__mro__[1], self.plain_class), *reduced[2:]
+
+
+def cut(layer: nn.Module, kind: type[Cut]) -> nn.Module:
+    """The layer itself, now of the class (kind, what it was); the caller adds what `kind.added` names."""
+    layer.__class__ = _cut_class(kind, type(layer))
+    return layer
+
+
+def converted(network: nn.Module, make: Make, *, layers: Sequence[str] | None = None) -> tuple[nn.Module, Account]:
+    """(a copy of the network with `make(name, layer)` in place of every convertible layer, what was done and what was not).
+
+    Convertible: linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
+    order in which modules are registered. `make` is given the copy's own layer and returns it cut, or another module. A
+    layer that has several names stays one, tied weights stay tied. `layers`: patterns of names, as file names have them
+    ("encoder.*"); None is all.
+    """
+    check_initialised(network)
+    copied, account, reasons = _copied(network), Account(), _reasons(network)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in copied.modules():
+        for leaf, child in parent._modules.items():
+            places.setdefault(id(child), []).append((parent, leaf))
+    unmatched = set(layers or ())
+    for name, layer in list(copied.named_modules()):
+        matched = {pattern for pattern in layers or () if fnmatchcase(name, pattern)}
+        unmatched -= matched
+        if name in reasons:
+            account.left[name] = reasons[name]
+        elif isinstance(layer, CONVERTIBLE) and layers is not None and not matched:
+            account.left[name] = "not among the layers asked for"
+        elif isinstance(layer, CONVERTIBLE):
+            made = make(name, layer)
+            if made is not layer:
+                made.train(layer.training)
+                for parent, leaf in places.get(id(layer), []):
+                    parent._modules[leaf] = made
+                copied = made if layer is copied else copied
+            account.converted[name] = made.done() if isinstance(made, Cut) else f"now {type(made).__name__}"
+    if unmatched:
+        raise ValueError(
+            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; "
+            f"the network has {_few([name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)])}"
+        )
+    if not account.converted:
+        why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
+        raise ValueError(
+            f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "
+            f"converted{f' ({why})' if why else ''}; pass one built of nn.Linear or nn.Conv layers"
+        )
+    _fast_paths(copied, off=True)
+    return copied, account
+
+
+def plain(network: nn.Module) -> nn.Module:
+    """The converted network, changed in place, with ordinary layers again: weights as they are, added tensors dropped."""
+    for layer in list(network.modules()):
+        if isinstance(layer, Cut):
+            added = layer.added
+            layer.__class__ = layer.plain_class  # type: ignore[assignment]
+            for name in added:
+                if hasattr(layer, name):
+                    delattr(layer, name)
+    _fast_paths(network, off=False)
+    return network
+
+
+def folded(network: nn.Module) -> nn.Module:
+    """The converted network, changed in place, as ordinary layers that compute the same: the added tensors folded in."""
+    for layer in list(network.modules()):
+        if isinstance(layer, Cut):
+            layer.fold()
+    return plain(network)
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """A deep copy: ties and hooks are kept."""
+    try:
+        with turn(network):
+            return copy.deepcopy(network)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise ValueError(
+            f"expected a network that can be copied, got {type(network).__name__} ({str(error).splitlines()[0]}); its layers "
+            "are cut in a copy: remove old-style weight norm, or whatever it is that copy.deepcopy refuses"
+        ) from error
+
+
+def _reasons(network: nn.Module) -> dict[str, str]:
+    """Name -> why a layer with parameters cannot be converted. Norm layers are no matter of conversion."""
+    found: dict[str, str] = {}
+    readers: dict[str, str] = {}
+    for name, part in network.named_modules():
+        if isinstance(part, READERS):
+            readers[name] = type(part).__name__
+    for name, part in network.named_modules():
+        reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
+        held = any(parameter is not None for parameter in part._parameters.values())
+        if isinstance(part, Cut):
+            raise ValueError(f"expected a plain network, got {name or 'it'} already converted; pass the original one")
+        if isinstance(part, CONVERTIBLE):
+            kind = next(each for each in CONVERTIBLE if isinstance(part, each))
+            if reader is not None and name not in readers:
+                found[name] = f"{reader} reads its weight and does not call it"
+            elif type(part).forward is not kind.forward or "forward" in vars(part):
+                found[name] = f"{type(part).__name__} has a forward of its own"
+            elif not isinstance(part._parameters.get("weight"), Tensor):
+                found[name] = "its weight is computed from others (a parametrization or weight norm)"
+        elif held and isinstance(part, EMBEDDINGS):
+            found[name] = "an embedding: a lookup, no product"
+        elif held and isinstance(part, READERS):
+            found[name] = "attention: its weights are used inside its own forward"
+        elif held and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            found[name] = "recurrent: its weights are used inside its own forward"
+        elif held and not isinstance(part, NORM_LAYERS) and not isinstance(getattr(part, "running_mean", None), Tensor):
+            found[name] = f"{type(part).__name__} has parameters of its own and a forward that is not known"
+    return found
+
+
+def _fast_paths(network: nn.Module, *, off: bool) -> None:
+    """Switches torch's fast path of transformer layers, which reads weights and calls no layer, off, or as torch has it."""
+    for part in network.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            relu = part.activation is F.relu or isinstance(part.activation, nn.ReLU)
+            gelu = part.activation is F.gelu or isinstance(part.activation, nn.GELU)
+            part.activation_relu_or_gelu = 0 if off else 1 if relu else 2 if gelu else 0
+
+
+_made: dict[tuple[type[Cut], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _cut_class(kind: type[Cut], plain_class: type[nn.Module]) -> type[nn.Module]:
+    if (kind, plain_class) not in _made:
+        name = f"{kind.__name__}{plain_class.__name__}"
+        _made[kind, plain_class] = type(name, (kind, plain_class), {"plain_class": plain_class})
+    return _made[kind, plain_class]
+
+
+def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
+    made = _cut_class(kind, plain_class)
+    return made.__new__(made)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

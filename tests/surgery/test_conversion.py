@@ -1,0 +1,216 @@
+"""Layer surgery: any nesting converts, weights, names, ties and hooks survive, and what is left alone says why."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+from dissensus.nets.ntk import NTKLinear
+from dissensus.surgery.conversion import Cut, converted, cut, folded, plain
+
+
+class Tripled(Cut):
+    """3 times what the plain layer says."""
+
+    added = ("factor",)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+    def fold(self):
+        self.weight = nn.Parameter(self.weight.detach() * self.factor)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach() * self.factor)
+
+
+def tripled(name, layer):
+    layer = cut(layer, Tripled)
+    layer.register_buffer("factor", torch.tensor(3.0))
+    return layer
+
+
+LAYERS = {
+    "linear": (nn.Linear(4, 6), (2, 4)),
+    "ntk": (NTKLinear(4, 6), (2, 4)),
+    "conv1d": (nn.Conv1d(4, 6, 3, groups=2, padding="same", padding_mode="circular"), (2, 4, 8)),
+    "conv2d": (nn.Conv2d(4, 6, 3, groups=2, stride=2), (2, 4, 8, 8)),
+    "conv3d": (nn.Conv3d(4, 6, 3, bias=False), (2, 4, 4, 4, 4)),
+    "transposed1d": (nn.ConvTranspose1d(4, 6, 3, groups=2), (2, 4, 8)),
+    "transposed2d": (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+    "transposed3d": (nn.ConvTranspose3d(4, 6, 2), (2, 4, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_kind_of_layer_is_cut_folded_and_plain_again(kind):
+    layer, shape = LAYERS[kind]
+    x, network = torch.randn(shape), nn.Sequential(layer)
+    cut_network, account = converted(network, tripled)
+    assert list(account.converted) == ["0"]
+    assert not account.left
+    assert isinstance(cut_network[0], type(layer))
+    assert type(network[0]) is type(layer)
+    torch.testing.assert_close(cut_network(x), 3 * network(x))
+    torch.testing.assert_close(folded(copy.deepcopy(cut_network))(x), 3 * network(x))
+    again = plain(cut_network)
+    assert type(again[0]) is type(layer)
+    assert list(again.state_dict()) == list(network.state_dict())
+    assert torch.equal(again(x), network(x))
+
+
+def test_state_dicts_of_the_plain_network_map_one_to_one():
+    network = ds.nets.WideResNet(outputs=3, depth=10, width=1)
+    cut_network, _ = converted(network, tripled)
+    missing, unexpected = cut_network.load_state_dict(network.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.endswith(".factor") for name in missing)
+
+
+def test_the_network_itself_may_be_the_layer():
+    layer = nn.Linear(2, 3)
+    cut_layer, account = converted(layer, tripled)
+    assert isinstance(cut_layer, Tripled)
+    assert type(layer) is nn.Linear
+    assert "(itself)" in str(account)
+
+
+def test_a_layer_with_several_names_stays_one_and_another_module_is_put_under_all_of_them():
+    shared = nn.Linear(3, 3)
+    network = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
+    cut_network, account = converted(network, tripled)
+    assert cut_network["a"] is cut_network["b"][0]
+    assert list(account.converted) == ["a"]
+    replaced, _ = converted(network, lambda name, layer: nn.Identity())
+    assert isinstance(replaced["a"], nn.Identity)
+    assert replaced["a"] is replaced["b"][0]
+    assert type(network["a"]) is nn.Linear
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.embedding(tokens))))
+
+
+def test_tied_weights_stay_tied_and_folding_leaves_the_embedding_alone():
+    network, tokens = Tied(), torch.tensor([[0, 4], [1, 2]])
+    cut_network, account = converted(network, tripled)
+    assert cut_network.head.weight is cut_network.embedding.weight
+    assert cut_network.head.weight is not network.head.weight
+    assert "lookup" in account.left["embedding"]
+    outputs = cut_network(tokens)
+    ordinary = folded(cut_network)
+    assert torch.equal(ordinary.embedding.weight, network.embedding.weight)
+    torch.testing.assert_close(ordinary(tokens), outputs)
+
+
+def test_hooks_are_kept():
+    network, seen = nn.Sequential(nn.Linear(2, 2)), []
+    network[0].register_forward_hook(lambda *_: seen.append(1))
+    converted(network, tripled)[0](torch.randn(1, 2))
+    assert seen == [1]
+
+
+class Loud(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Marked(nn.Linear):
+    """A subclass that keeps the forward."""
+
+
+def test_what_cannot_be_converted_is_listed_with_the_reason():
+    network = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(4, 2),
+            "lstm": nn.LSTM(4, 4),
+            "loud": Loud(4, 4),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "prelu": nn.PReLU(),
+            "norm": nn.LayerNorm(4),
+            "marked": Marked(4, 4),
+        }
+    )
+    cut_network, account = converted(network, tripled)
+    assert list(account.converted) == ["marked"]
+    assert isinstance(cut_network["marked"], Marked)
+    words = {
+        "attention": "inside its own forward",
+        "attention.out_proj": "MultiheadAttention reads its weight",
+        "lstm": "recurrent",
+        "loud": "forward of its own",
+        "normed": "computed from others",
+        "prelu": "PReLU has parameters",
+    }
+    for name, word in words.items():
+        assert word in account.left[name], name
+    assert "norm" not in account.left
+    assert all(name in str(account) for name in [*account.converted, *account.left])
+
+
+def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).eval()
+    x = torch.randn(3, 5, 8)
+    cut_layer, _ = converted(layer, tripled)
+    with torch.no_grad():
+        fast, slow = cut_layer(x), cut_layer(x.clone().requires_grad_())
+        torch.testing.assert_close(fast, slow)
+        assert not torch.allclose(fast, layer(x), atol=1e-2)
+        torch.testing.assert_close(folded(cut_layer)(x), fast)
+    assert plain(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+
+
+def test_cut_layers_are_copied_and_pickled():
+    cut_network, _ = converted(nn.Sequential(nn.Linear(2, 3), Marked(3, 1)), tripled)
+    x = torch.randn(4, 2)
+    for again in (copy.deepcopy(cut_network), pickle.loads(pickle.dumps(cut_network))):
+        assert isinstance(again[1], Marked)
+        assert type(again[0]) is type(cut_network[0])
+        assert torch.equal(again(x), cut_network(x))
+
+
+def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    _, account = converted(network, tripled, layers=["1.*"])
+    assert list(account.converted) == ["1.0", "1.1"]
+    assert "not among" in account.left["0"]
+    with pytest.raises(ValueError, match="expected names of layers, got head"):
+        converted(network, tripled, layers=["1.*", "head"])
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
+        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got lazy"),
+        (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
+    ],
+)
+def test_a_network_without_anything_to_convert_is_refused(network, words):
+    with pytest.raises(ValueError, match=words):
+        converted(network, tripled)
+
+
+def test_a_converted_network_is_not_converted_again():
+    cut_network, _ = converted(nn.Sequential(nn.Linear(2, 2)), tripled)
+    with pytest.raises(ValueError, match="already converted"):
+        converted(cut_network, tripled)
+
+
+def test_modes_stay_as_they_were():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    network[0].eval()
+    cut_network, _ = converted(network, tripled)
+    replaced, _ = converted(network, lambda name, layer: nn.Identity())
+    for each in (cut_network, replaced):
+        assert [part.training for part in each] == [False, True]
