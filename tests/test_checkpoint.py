@@ -199,6 +199,10 @@ FREE = {
     "tradi": (sampled(ds.TRADI), {"samples": 3, "covariance": "diagonal", "features": 5, "bandwidth": 2.0}),
     "gaussian_perturbation": (sampled(ds.GaussianPerturbation), {"samples": 3, "noise": 0.1}),
     "mc_dropout": (sampled(ds.MCDropout, rate=0.2), {"samples": 3}),
+    "laplace": (
+        sampled(ds.Laplace),
+        {"samples": 3, "structure": "kron", "covariance": "joint", "prior_precision": 2.0},
+    ),
 }
 
 

@@ -61,6 +61,10 @@ def swag() -> ds.Posterior:
     return posterior
 
 
+def laplace() -> ds.Posterior:
+    return ds.Laplace(net(), samples=2).fit_posthoc([(torch.randn(8, 2), torch.arange(8) % 2)])
+
+
 def saved(make: Callable[[], ds.Posterior], *, earlier: bool = False) -> Callable[[Path], list[str]]:
     def files(folder: Path) -> list[str]:
         ds.save(make(), folder)
@@ -213,6 +217,7 @@ def reported(folder: Path) -> object:
 READERS = {
     "load": Reader(saved(ensemble), ds.load),
     "load swag": Reader(saved(swag), ds.load),
+    "load laplace": Reader(saved(laplace), ds.load),
     "load earlier": Reader(saved(ensemble, earlier=True), ds.load),
     "summarise": Reader(saved(ensemble), lambda folder: ds.summarise(folder, [(x, y)])),
     "summarise earlier": Reader(saved(ensemble, earlier=True), lambda folder: ds.summarise(folder, [(x, y)])),
@@ -311,7 +316,7 @@ def places(table: object, path: tuple = ()) -> list[tuple]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [ensemble, swag])
+@pytest.mark.parametrize("make", [ensemble, swag, laplace])
 @pytest.mark.parametrize("read", [ds.load, lambda folder: ds.summarise(folder, [(x, y)])], ids=["load", "summarise"])
 def test_a_config_that_lies_under_a_checksum_that_fits_is_one_clear_error(make, read, count, tmp_path):
     ds.save(make(), tmp_path)

@@ -17,7 +17,7 @@ from dissensus.core.sampled import Sampled
 
 log = logging.getLogger("dissensus")
 
-STORED = re.compile(r"(posteriors\.\d+\.)*stored\.")  # draws of an earlier run: none is needed to go on
+STORED = re.compile(r"(posteriors\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
 PARAMETER_SHAPED = ("exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum", "prev")
 HOW = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable", "maximize"}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}

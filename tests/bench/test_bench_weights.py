@@ -51,6 +51,18 @@ def test_a_state_dict_is_read_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.npz", "w.safetensors"])
+def test_counts_of_batches_that_nobody_reads_may_be_missing(tmp_path, name):
+    saved = net()
+    write(tmp_path / name, {key: t for key, t in saved.state_dict().items() if "num_batches" not in key})
+    network = net()
+    load_weights(network, tmp_path / name)
+    assert same(network, saved.state_dict())
+    next(m for m in network.modules() if isinstance(m, torch.nn.BatchNorm1d)).momentum = None  # the mean over batches
+    with pytest.raises(ValueError, match=r"a file without layers\.1\.num_batches_tracked"):
+        load_weights(network, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.npz", "w.safetensors"])
 def test_missing_and_unexpected_names_are_one_error_that_lists_them(tmp_path, name):
     state = dict(net().state_dict())
     gone = list(state)[:2]

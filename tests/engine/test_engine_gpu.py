@@ -215,6 +215,7 @@ POSTERIORS = {
     ),
     "mc_dropout": lambda: ds.MCDropout(conv_net(), rate=0.3, samples=4),
     "gaussian_perturbation": lambda: ds.GaussianPerturbation(conv_net(), samples=4),
+    "laplace": lambda: ds.Laplace(conv_net(), samples=4),
     "map": lambda: ds.MAP(conv_net()),
 }
 
@@ -482,3 +483,19 @@ def test_predictions_from_many_threads_are_those_of_one(net):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(24)))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_laplace_of_a_network_on_the_gpu_is_that_on_the_host(structure: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    likelihood = ds.Regression(initial=0.5)
+    host = ds.Laplace(copy.deepcopy(network), structure=structure, likelihood=likelihood).fit_posthoc([(x, y)])
+    there = ds.Laplace(network.cuda(), structure=structure, likelihood=likelihood).fit_posthoc([(x, y)])
+    assert there.device.type == "cuda"
+    assert float(there.log_marginal_likelihood()) == pytest.approx(float(host.log_marginal_likelihood()), rel=1e-9)
+    for name, variance in host.variance.items():
+        torch.testing.assert_close(there.variance[name].cpu(), variance, rtol=1e-8, atol=1e-10)
+    back = there.to("cpu")
+    assert back.predict(x).mean.shape == (40, 2)

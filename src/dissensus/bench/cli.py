@@ -17,6 +17,7 @@ from rich.text import Text
 from dissensus.bench import jobs
 from dissensus.bench.claims import claims
 from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
+from dissensus.bench.convert import convert as convert_weights
 from dissensus.bench.names import listed
 from dissensus.bench.results import Results
 from dissensus.bench.run import Run
@@ -142,6 +143,20 @@ def report(
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     _print_results(results)
     _print_written(written)
+
+
+@app.command()
+def convert(
+    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .npz or .safetensors file.")],
+    method: Annotated[str, typer.Option(help="A method of one network.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
+    set_: Annotated[
+        list[str], typer.Option("--set", help="network.name=ResNet, network.depth=20, method.samples=50, …")
+    ] = [],  # noqa: B006 - typer reads it
+) -> None:
+    """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads."""
+    convert_weights(weights, method, out, overrides=set_)
+    print(out)
 
 
 @app.command("list")

@@ -41,6 +41,7 @@ DECAYED, CONSTANT = "decayed", "constant"
 TAILS = {
     "map": DECAYED,
     "gaussian_perturbation": DECAYED,
+    "laplace": DECAYED,
     "mc_dropout": DECAYED,  # where the dropout is the network's own
     "tradi": CONSTANT,
     "swa": CONSTANT,

@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from dissensus.core.statistics import statistics_layers
 from dissensus.data.locate import FOLDER_VARIABLE
 
 # A file may be larger than the network: a member of an ensemble is saved with the storage of all of them.
@@ -64,6 +65,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise ValueError(
             f"expected a whole {path.suffix} file of plain tensors, got {path} ({_line(error)}); save state_dict() again"
         ) from error
+    state = uncounted(network) | state
     check_fits(state, expected, path)
     network.load_state_dict(state)
 
@@ -88,6 +90,16 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
             raise ValueError(f"expected {name} as {wanted.dtype} in {path}, got {tensor.dtype}; save it in that type")
         if not bool(tensor.to(wanted.dtype).isfinite().all()):
             raise ValueError(f"expected finite numbers in {name} of {path}, got others; save a network that is whole")
+
+
+def uncounted(network: nn.Module) -> dict[str, Tensor]:
+    """Name -> 0 of the counts of batches that norm layers keep and do not read: files of torch 0.4 and before have none."""
+    return {
+        f"{name}.{key}" if name else key: torch.zeros_like(buffer)
+        for name, layer in statistics_layers(network).items()
+        for key, buffer in layer.named_buffers(recurse=False)
+        if key == "num_batches_tracked" and layer.momentum is not None
+    }
 
 
 class Refused(ValueError):

@@ -40,8 +40,11 @@ class Posterior(Trained, ABC):
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
     ) -> None:
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
-        self.register_buffer("temperature", torch.ones(()))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        where = next(
+            (parameter.device for parameter in particles.parameters()), None
+        )  # a network may be on a GPU already
+        self.register_buffer("temperature", torch.ones((), device=where))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
         self._known = inputs.Known()
         self.draws_itself = False  # whether the network was seen to take random numbers in eval mode

@@ -29,6 +29,8 @@ class Sampled(Posterior):
     """
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
+    own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
+    samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
     stored: Particles | None
 
     def __init__(
@@ -49,7 +51,7 @@ class Sampled(Posterior):
         self.stored = None
         self._built_with = dict(module.named_parameters())
         self._trained = {name: p for name, p in self._built_with.items() if p.requires_grad}
-        if not self._trained:
+        if not self._trained and not self.samples_frozen:
             raise ValueError(
                 f"expected a network with parameters that are trained, got none; {type(self).__name__} samples those alone: "
                 "set requires_grad on them"
@@ -83,11 +85,11 @@ class Sampled(Posterior):
         self.stored = drawn
 
     def _around(self, samples: Tensors) -> Particles:
-        """The sampled tensors and copies of the others as a stack of functions; batch statistics are own."""
+        """The sampled tensors and copies of the others as a stack of functions; `own_statistics` says whose statistics are."""
         self.check_network()
         held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
         kept = set(self.particles.shared.state_dict())
-        statistics = {f"network.{name}" for name in statistics_names(self.network)}
+        statistics = {f"network.{name}" for name in statistics_names(self.network) if self.own_statistics}
         sampled = {f"network.{name}": tensor for name, tensor in samples.items()}
         count = len(next(iter(samples.values()))) if samples else self.samples
         template = self.particles.copied_template()

@@ -8,6 +8,7 @@ from dissensus.methods.dropout_ensemble import DropoutEnsemble
 from dissensus.methods.feature_rde import FeatureRDE
 from dissensus.methods.forde import FoRDE
 from dissensus.methods.function_rde import FunctionRDE
+from dissensus.methods.laplace import Laplace
 from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
 from dissensus.methods.perturbation import GaussianPerturbation
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Posterior]] = {
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
+        Laplace,
     )
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "Laplace",
     "MCDropout",
     "SnapshotEnsemble",
     "WeightRDE",
