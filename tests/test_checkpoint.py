@@ -203,6 +203,7 @@ FREE = {
         sampled(ds.Laplace),
         {"samples": 3, "structure": "kron", "covariance": "joint", "prior_precision": 2.0},
     ),
+    "node_bnn": (sampled(ds.NodeBNN, data_size=20, components=3), {"samples": 3}),
 }
 
 

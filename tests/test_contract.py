@@ -66,6 +66,11 @@ def chain(net, **keywords):
     return seen(SGLD(net(), members=3, **keywords))
 
 
+def node_bnn(net, **keywords):
+    keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
+    return ds.NodeBNN(net(), components=2, samples=4, init_std=0.1, **keywords)
+
+
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
     """An optimiser of this kind, or of the one that the method accepts; `own_lr`: the rate of that."""
     if posterior.optimizers is not None:
@@ -100,6 +105,10 @@ METHODS = {
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
     "laplace": lambda net, **keywords: fitted(net, structure="full", **keywords),
     "laplace_kron": lambda net, **keywords: fitted(net, structure="kron", **keywords),
+    "node_bnn": lambda net, **keywords: node_bnn(net, **keywords),
+    "node_bnn_in": lambda net, **keywords: node_bnn(
+        net, mode="in", bias_latent=True, divergence="surrogate", **keywords
+    ),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.posterior import Posterior
-from dissensus.core.sampled import Sampled
 
 log = logging.getLogger("dissensus")
 
@@ -63,9 +62,9 @@ def misfits(
 def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict[str, Tensor]:
     """The state without stored draws that have another number of samples than the posterior's have now."""
     for prefix, module in posterior.named_modules():
-        if isinstance(module, Sampled):
+        if isinstance(samples := getattr(module, "samples", None), int):
             under = f"{prefix}.stored." if prefix else "stored."
-            if any(name.startswith(f"{under}own.") and len(t) != module.samples for name, t in state.items()):
+            if any(name.startswith(f"{under}own.") and len(t) != samples for name, t in state.items()):
                 state = {name: tensor for name, tensor in state.items() if not name.startswith(under)}
     return state
 

@@ -23,7 +23,12 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
 }
 # Arguments that say how many rows tensors have, and the tensors: compared before anything of that size is built.
-COUNTED = {"members": ("particles.own.", "recorded."), "samples": ("stored.own.",), "rank": ("deviations",)}
+COUNTED = {
+    "members": ("particles.own.", "recorded."),
+    "samples": ("stored.own.",),
+    "rank": ("deviations",),
+    "components": ("particles.shared.latents.",),
+}
 LARGER = 64  # than the tensors of a file: no network that a method has cut was that much before
 
 

@@ -73,6 +73,17 @@ def test_recipes_are_measured_on_training_rows_alone(tmp_path):
     assert len(inner.data.test.y) == round(0.2 * len(whole.data.train.y))
 
 
+def test_the_toy_of_ibnn_runs_with_node_based_networks_of_both_papers(tmp_path):
+    methods = ["node_bnn", "node_bnn-ibnn"]
+    runs, evaluations = run_all(load_task("cubic-gap", size="smoke"), seeds=[0], out=tmp_path, methods=methods)
+    for evaluation in evaluations:
+        assert {"gaussian_nll", "shift/cubic_between/nll", "shift/cubic_beyond/nll"} <= evaluation.metrics.keys()
+    settings = [run.posterior().settings for run in runs]
+    assert [each["divergence"] for each in settings] == ["mixture", "surrogate"]
+    assert [each["mode"] for each in settings] == ["out", "in"]
+    assert [run.posterior().data_size for run in runs] == [40, 40]
+
+
 @pytest.mark.parametrize("name", ["cubic", "gp-draw"])
 def test_toys_run_and_every_seed_is_another_draw(name, tmp_path):
     _, evaluations = run_all(load_task(name, size="smoke"), seeds=[0, 1], out=tmp_path, methods=["tradi", "swag"])

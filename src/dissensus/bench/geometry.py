@@ -73,6 +73,7 @@ GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
         position=lambda x: 2 * x[:, :1],
     ),
     "cubic": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
+    "cubic_gap": partial(line, window=(-4.5, 4.5), intervals=((-3.0, -1.0), (1.0, 3.0))),
     "gp_draw": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
     "three_clusters": partial(
         line,

@@ -13,6 +13,7 @@ from torch import Tensor
 from dissensus.core.errors import unknown
 from dissensus.data import (
     cubic,
+    cubic_gap,
     digits,
     far_ring,
     fashion,
@@ -211,6 +212,18 @@ def _outside(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0
     return Rows(x, x**3 + noise * torch.randn(200, 1, generator=generator))
 
 
+def _cubic_gap(folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0) -> Made:
+    return Rows(*cubic_gap(points, noise=noise, seed=2 * draw)), Rows(*cubic_gap(noise=noise, seed=2 * draw + 1)), ()
+
+
+def _cubic_elsewhere(
+    low: float, high: float, folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0
+) -> Rows:
+    """x³ at both signs of x from low to high."""
+    x = torch.cat([-torch.linspace(high, low, 100), torch.linspace(low, high, 100)])[:, None]
+    return Rows(x, x**3 + noise * torch.randn(200, 1, generator=torch.Generator().manual_seed(draw)))
+
+
 GAP = (0.0, 2.0)  # of the draw of a Gaussian process: seen on [−4, 0] and [2, 4]
 
 
@@ -241,6 +254,7 @@ SETS: dict[str, Source] = {
         _three_clusters, "regression", "400 points in three clusters on a line, as features x/2 and (x/2)²", "shipped"
     ),
     "cubic": Source(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
+    "cubic_gap": Source(_cubic_gap, "regression", "x³ with noise on two intervals and a gap between"),
     "gp_draw": Source(_gp_draw, "regression", "a draw of a Gaussian process, seen on two intervals"),
     "npz": Source(
         _own_images, "classification", "images and labels in .npz files: data.train_file, data.test_file", "your files"
@@ -264,4 +278,10 @@ FOREIGN: dict[str, Callable[[Folder], Rows]] = {
     "far_ring": _far_ring,
     **{name: partial(_test_images, name) for name in CATALOGUE},
 }
-SHIFTED: dict[str, Callable[..., Rows]] = {"gap": _gap, "outside": _outside, "gp_gap": _gp_gap}
+SHIFTED: dict[str, Callable[..., Rows]] = {
+    "gap": _gap,
+    "outside": _outside,
+    "gp_gap": _gp_gap,
+    "cubic_between": partial(_cubic_elsewhere, 0.0, 1.0),
+    "cubic_beyond": partial(_cubic_elsewhere, 3.0, 4.0),
+}

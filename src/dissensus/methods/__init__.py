@@ -11,6 +11,7 @@ from dissensus.methods.function_rde import FunctionRDE
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
+from dissensus.methods.node_bnn import NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation
 from dissensus.methods.snapshots import SnapshotEnsemble
 from dissensus.methods.svgd import SVGD
@@ -39,6 +40,7 @@ METHODS: dict[str, type[Posterior]] = {
         GaussianPerturbation,
         SnapshotEnsemble,
         Laplace,
+        NodeBNN,
     )
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "GaussianPerturbation",
     "Laplace",
     "MCDropout",
+    "NodeBNN",
     "SnapshotEnsemble",
     "WeightRDE",
     "branch",
