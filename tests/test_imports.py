@@ -62,12 +62,9 @@ HEAVY_ALLOWED = {
 # the floors of bench: a file may import from its own and from those below
 FLOORS = {
     "tools": "names files toml units geometry choice provenance spread threads",
-    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build",
+    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build convert",
     "runs": "records grid watch splits sharing together run theory_runs",
     "numbers": "results regions measures statistics tables sweep claims sentences reference",
-    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build convert",
-    "runs": "records grid watch splits sharing together run results theory_runs",
-    "numbers": "measures statistics tables sweep claims sentences reference",
     "pictures": "plots curves panels scenes figures theory_figures",
     "the page": "report",
     "the doors": "gather jobs theory_cli cli",

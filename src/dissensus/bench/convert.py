@@ -13,11 +13,11 @@ from dissensus.bench import build
 from dissensus.bench.arguments import resolved
 from dissensus.bench.config import RunConfig, Settings, Task, overridden, parsed, run_config
 from dissensus.bench.fitting import fitting
-from dissensus.bench.names import unknown
 from dissensus.bench.objects import OBJECTS, written
 from dissensus.bench.schema import check_task, takes_several
 from dissensus.bench.variants import base_name
 from dissensus.bench.weights import load_weights
+from dissensus.core.errors import unknown
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS

@@ -27,7 +27,9 @@ class Evaluation:
     shift: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict)  # anything a report should say: class names, title, a collapse of members
+    notes: dict[str, str] = field(
+        default_factory=dict
+    )  # what a report should say: class names, title, a collapse of members
 
     def table(self) -> str:
         """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
