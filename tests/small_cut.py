@@ -8,7 +8,7 @@ from torch import nn
 import dissensus as ds
 from dissensus.core.drawn import DrawnParticles
 from dissensus.core.particles import Particles
-from dissensus.core.tree import TensorTree
+from dissensus.numerics.tree import TensorTree
 
 
 class ScaledLinear(nn.Module):

@@ -9,8 +9,8 @@ import dissensus as ds
 from dissensus.core.drawn import DrawnParticles
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.core.sampled import Sampled
-from dissensus.core.tree import TensorTree
+from dissensus.methods.sampled import Sampled
+from dissensus.numerics.tree import TensorTree
 
 
 class Rank1Linear(nn.Module):

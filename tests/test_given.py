@@ -7,8 +7,8 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus import skeletons
-from dissensus.sealed import Header
+from dissensus.storage import skeletons
+from dissensus.storage.sealed import Header
 from small_cut import ScaledEnsemble
 
 

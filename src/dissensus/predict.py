@@ -22,7 +22,7 @@ from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
 from dissensus.engine.replayed import Replayed
-from dissensus.stored import stored_members
+from dissensus.storage.stored import stored_members
 
 log = logging.getLogger("dissensus")
 

@@ -7,8 +7,8 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus import storage
 from dissensus.methods import MAP, SWA, SWAG, TRADI, SnapshotEnsemble, track
+from dissensus.storage import folder as storage
 
 EPOCHS, STEPS = 8, 4
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Lane, Particles, Rows, Tensors
-from dissensus.core.randomness import random_state
+from dissensus.core.particles import Lane, Particles, Rows
 from dissensus.core.running import averaged
+from dissensus.numerics.randomness import random_state
+from dissensus.numerics.tree import Tensors
 
 
 class Trained(Protocol):

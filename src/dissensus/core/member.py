@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.tree import Tensors as Tensors
-from dissensus.core.tree import TensorTree
 from dissensus.core.turns import turn
+from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class Member(nn.Module):

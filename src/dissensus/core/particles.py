@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, Tensors, check_likelihood, emptied, has_ties, member_index
+from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, has_ties, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
-from dissensus.core.tree import TensorTree, named_tensors
 from dissensus.core.turns import turn
+from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
 
-__all__ = ["How", "Lane", "Member", "Particles", "Rows", "Tensors", "loop", "member_index"]
+__all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 

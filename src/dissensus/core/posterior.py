@@ -22,10 +22,11 @@ from dissensus.core.drawn import Drawn
 from dissensus.core.finite import check_predictions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
-from dissensus.core.randomness import Watch, looking_ahead, same_random_state
 from dissensus.core.trained import Trained
+from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
+from dissensus.numerics.tree import Tensors
 
 
 class Posterior(Trained, ABC):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dissensus.core.member import Tensors
 from dissensus.core.modes import plain_attention
-from dissensus.core.randomness import random_state
 from dissensus.core.turns import has_attention
+from dissensus.numerics.randomness import random_state
+from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 

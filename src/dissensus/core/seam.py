@@ -20,9 +20,10 @@ from torch import Tensor
 
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, of_members, vectorised
-from dissensus.core.particles import Rows, Tensors
+from dissensus.core.particles import Rows
 from dissensus.core.running import Attempt
 from dissensus.core.turns import PROCESS
+from dissensus.numerics.tree import Tensors
 
 
 def loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
-from dissensus.core.tree import Tensors
 from dissensus.numerics.hashing import WEYL, mixed, shifted
+from dissensus.numerics.tree import Tensors
 
 Gradient = Literal["logit", "log_prob"]
 

@@ -13,8 +13,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.clock import Clock
 from dissensus.core.empcov import EmpCov
 from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
-from dissensus.core.particles import Particles, Tensors
+from dissensus.core.particles import Particles
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.numerics.tree import Tensors
 
 
 class Trained(Clock):

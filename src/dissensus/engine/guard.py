@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import flag_not_finite, largest, suspicious
-from dissensus.core.particles import Tensors
 from dissensus.core.posterior import Posterior
 from dissensus.engine.optimisers import can_skip
+from dissensus.numerics.tree import Tensors
 
 # What may be bad, the first of it that is named: gradients before members mixed them, of one member, of all.
 KINDS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")

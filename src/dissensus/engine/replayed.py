@@ -15,10 +15,10 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
-from dissensus.core.randomness import same_random_state
 from dissensus.core.turns import PROCESS
 from dissensus.engine.lanes import Lanes
 from dissensus.engine.runner import in_lanes
+from dissensus.numerics.randomness import same_random_state
 
 log = logging.getLogger("dissensus")
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, State, Strategy, Trained
-from dissensus.core.particles import Tensors
 from dissensus.core.running import Attempt
 from dissensus.engine.lanes import Lanes
+from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 

@@ -17,9 +17,9 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
-from dissensus.core.randomness import same_random_state
 from dissensus.engine.replayed import Replayed
 from dissensus.metrics import energy_score
+from dissensus.numerics.randomness import same_random_state
 
 
 class Answer(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.core.architecture import check_distinct_weights, check_same_architecture
 from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 
 class DeepEnsemble(Posterior):

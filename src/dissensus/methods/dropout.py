@@ -10,12 +10,13 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, Tensors, member_index
+from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
-from dissensus.core.randomness import next_seed
 from dissensus.core.turns import turn
+from dissensus.numerics.randomness import next_seed
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 
 
 class MCDropout(Posterior):

@@ -13,15 +13,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 
-from dissensus.core.annealing import with_gradient_times
 from dissensus.core.batch import Inputs, call
 from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
 from dissensus.core.optimisation import Group
-from dissensus.core.particles import Particles, Tensors
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.splitting import tensors_of
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import folded, plain
 

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.annealing import with_gradient_times
 from dissensus.core.batch import Inputs
-from dissensus.core.eigen import Order, extreme_eigenvectors
-from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.core.splitting import tensors_of
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.eigen import Order, extreme_eigenvectors
+from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
+from dissensus.numerics.tree import Tensors
 
 PRIORS = ("cauchy", "gaussian", "none")
 

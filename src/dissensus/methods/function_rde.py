@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.core.batch import Inputs
-from dissensus.core.held import HeldInputs
-from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
-from dissensus.core.particles import Member, Tensors
+from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
 from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.held import HeldInputs
 from dissensus.methods.repulsive import Repulsive, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics import scores
+from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.numerics.kernels import squared_distances
+from dissensus.numerics.tree import Tensors
 
 
 class FunctionRDE(Repulsive):

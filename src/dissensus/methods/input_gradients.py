@@ -12,10 +12,11 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors
-from dissensus.core.randomness import same_random_state
+from dissensus.core.particles import Member, Particles
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
 from dissensus.methods.repulsive import Repulsive, check_whole
+from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.tree import Tensors
 
 
 class InputGradients(Repulsive):

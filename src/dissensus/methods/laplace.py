@@ -15,10 +15,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.core.particles import Particles, Tensors
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
-from dissensus.core.randomness import own_generator
-from dissensus.core.sampled import Sampled
 from dissensus.methods.curvature import (
     STRUCTURES,
     Curvature,
@@ -28,6 +26,9 @@ from dissensus.methods.curvature import (
     output_curvature,
 )
 from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
+from dissensus.methods.sampled import Sampled
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors
 
 Precision = float | Literal["marginal_likelihood"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.kernels import directions, working
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradients
+from dissensus.numerics.kernels import directions, working
 
 
 class LIT(InputGradients):

@@ -13,8 +13,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn import Drawn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, Rows, Tensors, member_index
+from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
+from dissensus.numerics.tree import Tensors
 from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.nodes import Site, by_layer, folded_tensors, standing, tied_layers
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
 from dissensus.core.prior import norm_parameters
-from dissensus.core.sampled import Sampled
+from dissensus.methods.sampled import Sampled
+from dissensus.numerics.tree import Tensors
 
 
 class GaussianPerturbation(Sampled):

@@ -5,8 +5,8 @@ from abc import abstractmethod
 import torch
 from torch.optim import Optimizer
 
-from dissensus.core.sampled import Sampled
-from dissensus.core.trajectory import TAIL, Snapshots
+from dissensus.methods.sampled import Sampled
+from dissensus.methods.trajectory import TAIL, Snapshots
 
 
 class Recorded(Sampled):

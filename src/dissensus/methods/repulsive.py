@@ -8,11 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from dissensus.core.annealing import Annealing
 from dissensus.core.drawn import Drawn, DrawnParticles
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods.deep_ensemble import placeholders
+from dissensus.numerics.annealing import Annealing
 
 
 class Repulsive(Posterior):

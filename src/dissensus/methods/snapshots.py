@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
-from dissensus.core.trajectory import Snapshots, cosine_cycles
-from dissensus.core.tree import TensorTree
 from dissensus.methods.recorded import Recorded, nothing_recorded
+from dissensus.methods.trajectory import Snapshots, cosine_cycles
+from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class SnapshotEnsemble(Recorded):

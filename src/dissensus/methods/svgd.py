@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant
 from dissensus.core.batch import Inputs
-from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood, full_precision
-from dissensus.core.particles import Member, Tensors
+from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.numerics import scores
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.kernels import squared_distances
+from dissensus.numerics.tree import Tensors
 
 
 class SVGD(Repulsive):

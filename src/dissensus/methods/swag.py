@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.flat import flatten, unflatten
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
-from dissensus.core.trajectory import Snapshots, constant_tail
 from dissensus.methods.recorded import Recorded, nothing_recorded
+from dissensus.methods.trajectory import Snapshots, constant_tail
+from dissensus.numerics.flat import flatten, unflatten
+from dissensus.numerics.tree import Tensors
 
 
 class SWAG(Recorded):

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.drawn import Drawn
-from dissensus.core.flat import state_dtype
-from dissensus.core.kalman import Drift, WeightFilters
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.normalization import refresh_statistics
-from dissensus.core.particles import Tensors
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import norm_parameters
-from dissensus.core.randomness import own_generator
-from dissensus.core.sampled import Sampled, SampledFunctions
-from dissensus.core.trajectory import constant_tail, spread
+from dissensus.methods.kalman import Drift, WeightFilters
+from dissensus.methods.sampled import Sampled, SampledFunctions
+from dissensus.methods.trajectory import constant_tail, spread
+from dissensus.numerics.flat import state_dtype
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.normalization import refresh_statistics
 
 log = logging.getLogger("dissensus")
 
