@@ -24,12 +24,12 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
-from dissensus.core.trained import Trained
+from dissensus.core.training_rules import TrainingRules
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
 from dissensus.numerics.tree import Tensors
 
 
-class Posterior(Trained, ABC):
+class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
