@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.drawn import Drawn
 from dissensus.core.errors import Diverged
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
@@ -144,7 +144,7 @@ def _in_parts(
 class _Compiled:
     """What drawn functions say, through the compiler; plain from the first failure on, said once."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: DrawnFunctions) -> None:
         self.drawn = drawn
         self.function: Any = torch.compile(drawn.describe, dynamic=False)
 
