@@ -22,7 +22,7 @@ from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
 from dissensus.engine.replayed import Replayed
-from dissensus.storage.stored import stored_members
+from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
@@ -66,7 +66,7 @@ def summarise(
     `likelihood` and `method` as in `load`. The loader must then give the same batches in the same order each time.
     """
     if not isinstance(posterior, Posterior):
-        members = stored_members(Path(posterior), network, likelihood=likelihood, method=method)
+        members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
