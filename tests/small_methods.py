@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.drawn import DrawnParticles
+from dissensus.core.functions import MemberFunctions
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.methods.sampled import Sampled
@@ -51,7 +51,7 @@ class Rank1Ensemble(Posterior):
         super().__init__(Particles.stack(networks, likelihood or ds.Classification(), own=own), **prior)
 
     def draw(self):
-        return DrawnParticles(self.particles)
+        return MemberFunctions(self.particles)
 
     def config(self):
         prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.core import batch as batches
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.optimisation import check_optimizer
@@ -238,7 +238,7 @@ class _Run:
             self.step.close()
 
 
-def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: Drawn | None = None) -> float:
+def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
     with evaluation(posterior):

@@ -21,8 +21,8 @@ from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
 
-class Trained(Protocol):
-    """What finding gradients needs of a posterior."""
+class Objective(Protocol):
+    """What is to be differentiated: the functions that a posterior declares of its members."""
 
     particles: Particles
     train_samples: int
@@ -65,10 +65,10 @@ class State(NamedTuple):
     shared_buffers: Tensors
 
 
-Strategy = Callable[[Trained, Inputs, Tensor, Tensor | None], Gradients]
+Strategy = Callable[[Objective, Inputs, Tensor, Tensor | None], Gradients]
 
 
-def vectorised(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """All members at once by vmap: the gradient of the sum over members, so that shared tensors need no copy per member."""
     state = state_of(posterior)
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
@@ -82,7 +82,7 @@ def vectorised(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) 
 
 
 def vectorised_by_transforms(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
     """`vectorised` as a pure function of tensors, which the compiler can follow; to be called within
     `particles.vectorising()`."""
@@ -97,7 +97,7 @@ def vectorised_by_transforms(
 
 
 def _objective(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensors]:
     """(the sum over members, losses, buffers afterwards) with all members at once."""
 
@@ -115,7 +115,7 @@ def _objective(
 
 
 def looped(
-    posterior: Trained,
+    posterior: Objective,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -159,7 +159,7 @@ def looped(
 
 
 def looped_keeping_graphs(
-    posterior: Trained,
+    posterior: Objective,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -239,7 +239,7 @@ def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
 
 
 def member_gradients(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
     """Loss (), gradients and buffers of one member by plain autograd, which every module knows."""
     own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
@@ -256,7 +256,7 @@ def member_gradients(
     return Gradients(value.detach(), found, detached(buffers))
 
 
-def state_of(posterior: Trained) -> State:
+def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     own, shared = particles.own_parameters(), particles.shared_parameters()

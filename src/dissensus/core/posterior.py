@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
 from dissensus.core.finite import check_predictions
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
-from dissensus.core.trained import Trained
+from dissensus.core.training_rules import TrainingRules
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
 from dissensus.numerics.tree import Tensors
 
 
-class Posterior(Trained, ABC):
+class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
@@ -91,10 +91,10 @@ class Posterior(Trained, ABC):
         return type(self).couple is not Posterior.couple
 
     @abstractmethod
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
 
-    def current(self) -> Drawn:
+    def current(self) -> DrawnFunctions:
         """The functions as training has left them so far: what validation during `fit` looks at."""
         return self.draw()
 
@@ -107,7 +107,7 @@ class Posterior(Trained, ABC):
         """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
         return self.ready
 
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
         """The functions by which validation judges such a state; None: those of `current()`."""
         return None
 

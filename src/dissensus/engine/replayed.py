@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.turns import PROCESS
 from dissensus.engine.lanes import Lanes
 from dissensus.engine.runner import in_lanes
@@ -39,7 +39,7 @@ class Replayed:
     def __init__(
         self,
         function: Function,
-        drawn: Drawn,
+        drawn: DrawnFunctions,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
         lanes: bool = True,
@@ -90,7 +90,7 @@ class Replayed:
 class _Graph:
     """One captured call, with the memory it reads and writes."""
 
-    def __init__(self, function: Function, drawn: Drawn, x: Inputs, *, lanes: bool) -> None:
+    def __init__(self, function: Function, drawn: DrawnFunctions, x: Inputs, *, lanes: bool) -> None:
         self.x = batches.apply(x, torch.clone)
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 class Functions:
     """M functions drawn once from a posterior. Made by `drawn_once`, within which they may be called."""
 
-    def __init__(self, posterior: Posterior, drawn: Drawn) -> None:
+    def __init__(self, posterior: Posterior, drawn: DrawnFunctions) -> None:
         self.posterior = posterior
         self.drawn = drawn
         self.members = drawn.members

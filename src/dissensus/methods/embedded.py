@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn, optim
 
 from dissensus.core.batch import Inputs, call
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
 from dissensus.core.optimisation import Group
@@ -101,8 +101,8 @@ class Embedded(Posterior):
             return {}
         return {"collapse": f"{members} members count as {effective:.2f}: nearly one model; {self.remedy}"}
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles, ordinary=folded)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles, ordinary=folded)
 
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))

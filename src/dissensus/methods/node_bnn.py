@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
@@ -179,12 +179,12 @@ class NodeBNN(Posterior):
 
     # ------------------------------------------------------------------ functions
 
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         stored = self.stored
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return NodeFunctions(self.particles.apart(), self.sites, latents)
 
-    def current(self) -> Drawn:
+    def current(self) -> DrawnFunctions:
         """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
         return NodeFunctions(self.particles.apart(), self.sites, self._sample())
 

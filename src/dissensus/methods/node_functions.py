@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
@@ -20,7 +20,7 @@ from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.nodes import Site, by_layer, folded_tensors, standing, tied_layers
 
 
-class NodeFunctions(Drawn):
+class NodeFunctions(DrawnFunctions):
     """S functions in eval mode, given by latents (S, D).
 
     Where there are convolutions functions run one after the other with their latents folded into the weights, so that each

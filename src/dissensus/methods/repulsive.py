@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods.deep_ensemble import placeholders
@@ -31,8 +31,8 @@ class Repulsive(Posterior):
         step = self.steps - self.began if annealing.steps is None else self.steps
         return annealing(step, self.run_length)
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

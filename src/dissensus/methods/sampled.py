@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
@@ -70,14 +70,14 @@ class Sampled(Posterior):
         """The caller's module."""
         return self.particles.template.network
 
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
             return SampledFunctions(stored)
         with self.particles.turn():
             return SampledFunctions(self._around(self.sample(own_generator(self.device))))
 
-    def current(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def current(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
@@ -162,7 +162,7 @@ class Sampled(Posterior):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class SampledFunctions(Drawn):
+class SampledFunctions(DrawnFunctions):
     """Sampled networks in eval mode, whatever the mode of the network that is being trained: the functions are fixed."""
 
     def __init__(self, particles: Particles) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import norm_parameters
@@ -146,7 +146,7 @@ class TRADI(Sampled):
         first, every = spread(epochs, LOOKS)
         return self.ready and epoch >= first and (epoch - first) % every == 0
 
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
         """Sampled networks, as they would be drawn at the end, but with batch statistics of the validation inputs.
 
         A pass over the training set for each look would cost more than the training. Statistics of the network itself

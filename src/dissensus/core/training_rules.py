@@ -1,4 +1,4 @@
-"""Trained: what a posterior says of its training: optimisers, groups of parameters, their priors, what precedes a step."""
+"""Training rules: what a method may say of its training. Its optimisers, groups of parameters, priors, what precedes a step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dissensus.core.prior import check_prior, negative_log_prior, norm_parameter
 from dissensus.numerics.tree import Tensors
 
 
-class Trained(Clock):
-    """The part of a posterior that optimisers and `fit` ask. Its attributes are what a method may say otherwise."""
+class TrainingRules(Clock):
+    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
     train_samples: int = 1  # functions that each member is trained by on a batch, each with random numbers of its own

@@ -1,4 +1,4 @@
-"""Inputs that a module holds: buffers that move and are saved with it."""
+"""Input buffers: inputs as a module, so that they move and are saved with the posterior that repels at them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dissensus.core.batch import Inputs, check_finite
 
 
-class HeldInputs(nn.Module):
+class InputBuffers(nn.Module):
     """Copies of inputs, a tensor, a tuple or a dict of tensors, as buffers."""
 
     def __init__(self, x: Inputs) -> None:

@@ -1,4 +1,4 @@
-"""Drawn functions: what a posterior gives when it is asked for M of them."""
+"""Drawn functions: what a posterior gives where M functions are drawn from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 
 
-class Drawn(nn.Module, ABC):
-    """Functions drawn from a posterior, fixed: (B, *in) -> (M, B, *out)."""
+class DrawnFunctions(nn.Module, ABC):
+    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
 
     members: int
-    particles: Particles  # whose tensors the functions are made of
+    particles: Particles  # the tensors of the functions
 
     @abstractmethod
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -45,7 +45,7 @@ class Drawn(nn.Module, ABC):
             return self.likelihood.predictive(*self.describe(x))
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        """The mixture in parts, a few functions at a time: nothing grows with their number where they run in a loop."""
+        """The mixture in parts, a few functions each: where they run in a loop, memory does not grow with their number."""
         yield self.predict(x)
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -54,11 +54,11 @@ class Drawn(nn.Module, ABC):
         return described
 
 
-class DrawnParticles(Drawn):
-    """The stored members themselves."""
+class MemberFunctions(DrawnFunctions):
+    """The members as they are stored: the draw of every method that stores them."""
 
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
-        """`ordinary`: what makes a member's network an ordinary one, of methods that cut its layers."""
+        """`ordinary`: turns a member's network with cut layers into an ordinary one; None where a method cuts none."""
         super().__init__()
         self.particles = particles
         self.ordinary = ordinary

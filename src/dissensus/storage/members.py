@@ -20,7 +20,7 @@ from dissensus.storage.skeletons import build_parts
 OWN, SHARED = "particles.own.", "particles.shared."
 
 
-def stored_members(
+def read_members(
     folder: Path,
     network: nn.Module | None = None,
     *,
@@ -29,8 +29,8 @@ def stored_members(
 ) -> Iterator[Posterior]:
     """One posterior per stored member, each read from the file when its turn comes.
 
-    The whole one where it stores none, or where a member's tensors alone are not what it says: methods of one's own, and
-    those that cut the network or have tensors beside it.
+    The whole posterior, once, where no members are stored, or where a member is more than its network's tensors: methods
+    of one's own, and those that cut the network or have tensors beside it.
     """
     path = folder / TENSORS
     while True:
