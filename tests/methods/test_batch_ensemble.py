@@ -100,7 +100,7 @@ def test_a_step_of_one_members_loss_moves_the_others_by_the_kernel_with_a_remain
     for eta in (0.02, 0.01, 0.005):
         moved = {name: w - eta * gradient[name] for name, w in shared.items()}
         predicted = -eta * posterior.gamma / particles.members * moves
-        left.append(float((outputs(of_member(a, moved), x) - before - predicted).norm()))
+        left.append(float((outputs(of_member(a, moved), x) - before - predicted).detach().norm()))
     assert left[0] / left[1] == pytest.approx(4, abs=0.2)
     assert left[1] / left[2] == pytest.approx(4, abs=0.1)
     assert left[0] < 0.05 * float(predicted.norm()) * 4

@@ -131,7 +131,11 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = [name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)]
+    names = [
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
+    ]
     last = call_order(network, names)[-1]
     bias = network.get_submodule(last).bias
     if isinstance(bias, Tensor):
