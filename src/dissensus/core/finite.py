@@ -20,12 +20,12 @@ def suspicious(tensors: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor) -> None:
+def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 where a tensor holds a number that is not finite; else it stays as it is.
 
-    One kernel for all tensors of a dtype, which nobody waits for: what mixed precision looks at gradients with.
+    One kernel for all tensors of a dtype, which nobody waits for: what mixed precision looks at gradients with. It multiplies
+    them by `one`, a 1 beside the flag.
     """
-    one = torch.ones_like(flag)
     for dtype in {tensor.dtype for tensor in tensors}:
         torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
 
