@@ -86,7 +86,7 @@ class SamplingPosterior(Posterior):
         self.stored = drawn
 
     def _particles_of(self, samples: Tensors) -> Particles:
-        """S members with these tensors (S, ...) and copies of the others; their batch statistics are own with `own_statistics`."""
+        """S members with these tensors (S, ...) and copies of the others; batch statistics of their own if `own_statistics`."""
         self.check_network()
         held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
         kept = set(self.particles.shared.state_dict())
