@@ -9,7 +9,7 @@ import dissensus as ds
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.methods.sampled import Sampled
+from dissensus.methods.sampling import SamplingPosterior
 from dissensus.numerics.tree import TensorTree
 
 
@@ -71,7 +71,7 @@ class Rank1Ensemble(Posterior):
         return cls(network, likelihood=likelihood, **config)
 
 
-class NodeNoise(Sampled):
+class NodeNoise(SamplingPosterior):
     """Inputs of linear layers times 1 + σ ε, σ learned: a loss of expected nll + KL(N(1, σ²) ‖ N(1, prior²)) · kl."""
 
     name = "node_noise"

@@ -19,9 +19,9 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
+from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
-from dissensus.engine.replayed import Replayed
 from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
@@ -109,12 +109,12 @@ def _in_parts(
         drawn = posterior.draw()
 
     @contextmanager
-    def around() -> Iterator[None]:
+    def context() -> Iterator[None]:
         # Entered anew for every piece: between two of them the caller has the world as it was.
         with evaluation(posterior), autocast(device, dtype):
             yield
 
-    describe = Replayed(_Compiled(drawn) if compiled else drawn.describe, drawn, around, lanes=not compiled)
+    describe = CapturedFunction(_Compiled(drawn) if compiled else drawn.describe, drawn, context, lanes=not compiled)
 
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
@@ -124,7 +124,7 @@ def _in_parts(
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
         pieces, seen = drawn.predict_parts(x), 0
         while True:
-            with around():
+            with context():
                 piece = next(pieces, None)
             if piece is None:
                 return

@@ -1,4 +1,4 @@
-"""Inputs buffers by a module: given back as they were, moved and saved with it."""
+"""Inputs as buffers of a module: given back as they were, moved and saved with it."""
 
 import json
 

@@ -17,7 +17,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
-from dissensus.engine.replayed import Replayed
+from dissensus.engine.captured_function import CapturedFunction
 from dissensus.metrics import energy_score
 from dissensus.numerics.randomness import same_random_state
 
@@ -37,9 +37,9 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        around = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
-        self._describe = Replayed(drawn.describe, drawn, around)
-        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn, around)
+        context = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
+        self._describe = CapturedFunction(drawn.describe, drawn, context)
+        self._everything = CapturedFunction(lambda x: drawn.each(_outputs_and_description, x), drawn, context)
 
     @property
     def device(self) -> torch.device:

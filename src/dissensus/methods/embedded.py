@@ -40,8 +40,8 @@ SCALE_FREE = frozenset((
 FEW = 1.5  # members that are effective, below which an ensemble of four and more is one model
 
 
-class Embedded(Posterior):
-    """Members with common weights, whose gradient is γ/M times the sum over members; weight decay and prior act as ever."""
+class EmbeddedPosterior(Posterior):
+    """Base class: members share weights, whose gradient is γ/M times the sum over members; decay and prior act as ever."""
 
     account: Account
     gamma: float

@@ -17,7 +17,7 @@ from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.core.splitting import tensors_of
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.repulsive import Repulsive
+from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
@@ -27,7 +27,7 @@ from dissensus.numerics.tree import Tensors
 PRIORS = ("cauchy", "gaussian", "none")
 
 
-class FeatureRDE(Repulsive):
+class FeatureRDE(RepulsivePosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
     With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal

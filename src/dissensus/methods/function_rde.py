@@ -15,7 +15,7 @@ from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_buffers import InputBuffers
-from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
@@ -23,7 +23,7 @@ from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class FunctionRDE(Repulsive):
+class FunctionRDE(RepulsivePosterior):
     """Members that repel each other by their outputs. With F_i the outputs of member i on the batch,
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],

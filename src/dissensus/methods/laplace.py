@@ -26,14 +26,14 @@ from dissensus.methods.curvature import (
     output_curvature,
 )
 from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
-from dissensus.methods.sampled import Sampled
+from dissensus.methods.sampling import SamplingPosterior
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
 Precision = float | Literal["marginal_likelihood"]
 
 
-class Laplace(Sampled):
+class Laplace(SamplingPosterior):
     """W ~ N(W*, (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
 
     `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at its
@@ -46,7 +46,7 @@ class Laplace(Sampled):
     """
 
     name = "laplace"
-    untrained = (*Sampled.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
+    untrained = (*SamplingPosterior.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
     samples_frozen = True
     own_statistics = False  # the last layer comes after all of them
     curvature: Curvature | None
@@ -92,7 +92,7 @@ class Laplace(Sampled):
         before, self.curvature = self.curvature, curvature
         try:
             with torch.no_grad():
-                self.stored = self._around(self.sample(own_generator(self.device)))
+                self.stored = self._particles_of(self.sample(own_generator(self.device)))
         except BaseException:
             self.curvature = before
             raise

@@ -15,8 +15,8 @@ from dissensus.methods.deep_ensemble import placeholders
 from dissensus.numerics.annealing import Annealing
 
 
-class Repulsive(Posterior):
-    """Stored members that repel each other while they train. With one member there is nobody to repel: it is MAP."""
+class RepulsivePosterior(Posterior):
+    """Base class of methods whose stored members repel each other while they train; one member has nobody to repel: MAP."""
 
     @property
     def coupled(self) -> bool:

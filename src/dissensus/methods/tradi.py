@@ -16,7 +16,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import norm_parameters
 from dissensus.methods.kalman import Drift, WeightFilters
-from dissensus.methods.sampled import Sampled, SampledFunctions
+from dissensus.methods.sampling import SampledFunctions, SamplingPosterior
 from dissensus.methods.trajectory import constant_tail, spread
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.randomness import own_generator
@@ -34,7 +34,7 @@ FLOOR = 0.1
 LOOKS = 10  # at most, of validation at what would be sampled
 
 
-class TRADI(Sampled):
+class TRADI(SamplingPosterior):
     """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
 
     `covariance`: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
@@ -47,7 +47,7 @@ class TRADI(Sampled):
     """
 
     name = "tradi"
-    untrained = (*Sampled.untrained, "covariance", "correlation", "features", "bandwidth")
+    untrained = (*SamplingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class TRADI(Sampled):
         if not self.looks(epoch, epochs):
             return None
         with evaluation(self):
-            drawn = self._around(self._sampled(own_generator(self.device)))
+            drawn = self._particles_of(self._sampled(own_generator(self.device)))
             refresh_statistics(drawn, validation, self.device)
         return SampledFunctions(drawn)
 

@@ -1,4 +1,4 @@
-"""Sampled: one network is trained as ever, functions are drawn by sampling its weights.
+"""Sampling: one network is trained as ever, functions are drawn by sampling its weights.
 
 A method says only how weights are sampled (`sample`). Drawing, refreshing batch statistics, storing the draw with the
 posterior and finding it again in a file are derived here.
@@ -21,12 +21,12 @@ from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics, statistics_names
 
 
-class Sampled(Posterior):
-    """A posterior around the caller's module itself. `samples`: how many functions a draw has. `latents`: tensors that are
-    trained beside the network's, deviations for example.
+class SamplingPosterior(Posterior):
+    """Base class of methods that sample weights of the caller's module, which they hold itself. `samples`: functions per draw.
 
-    Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the network as it
-    was trained. Which parameters take part is settled when it is built: those that are trained then.
+    `latents`: tensors that are trained beside the network's, deviations for example. Until `ds.refresh` has stored a draw,
+    every `draw()` samples anew and uses the batch statistics of the network as it was trained. Which parameters take part
+    is settled when it is built: those that are trained then.
     """
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
@@ -74,19 +74,19 @@ class Sampled(Posterior):
         if (stored := self.stored) is not None:
             return SampledFunctions(stored)
         with self.particles.turn():
-            return SampledFunctions(self._around(self.sample(own_generator(self.device))))
+            return SampledFunctions(self._particles_of(self.sample(own_generator(self.device))))
 
     def current(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
-            drawn = self._around(self.sample(own_generator(self.device)))
+            drawn = self._particles_of(self.sample(own_generator(self.device)))
         refresh_statistics(drawn, loader, self.device)
         self.stored = drawn
 
-    def _around(self, samples: Tensors) -> Particles:
-        """The sampled tensors and copies of the others as a stack of functions; `own_statistics` says whose statistics are."""
+    def _particles_of(self, samples: Tensors) -> Particles:
+        """S members with these tensors (S, ...) and copies of the others; batch statistics of their own if `own_statistics`."""
         self.check_network()
         held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
         kept = set(self.particles.shared.state_dict())
@@ -104,7 +104,7 @@ class Sampled(Posterior):
         )
 
     def check_network(self) -> None:
-        """Raises where the network has other parameters, or trains others, than when this was built around it."""
+        """Raises where the network has other parameters, or trains others, than when this was built."""
         found, known = dict(self.network.named_parameters()), self._built_with
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
@@ -129,7 +129,7 @@ class Sampled(Posterior):
         }
 
     @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Sampled":
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "SamplingPosterior":
         keywords = {key: value for key, value in config.items() if key not in ("stored", "frozen")}
         for name, parameter in network.named_parameters():
             if "frozen" in config and parameter.is_floating_point():
@@ -146,7 +146,7 @@ class Sampled(Posterior):
     def _blank(self) -> Particles:
         """A stored draw of the right shapes, to be filled from a file."""
         tensors = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
-        return self._around(
+        return self._particles_of(
             {
                 name: tensors[name].detach().new_zeros(self.samples, *tensors[name].shape)
                 for name in self.sampled_names()

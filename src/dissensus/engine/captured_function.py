@@ -28,26 +28,26 @@ WARM_UP = 2  # plain calls before a capture
 MOST_GRAPHS = 3
 
 
-class Replayed:
-    """A function of a batch that calls drawn members: on a GPU replayed from a graph where there is one for the batch's shape.
+class CapturedFunction:
+    """A function of a batch that runs drawn members; on a GPU replayed from a graph for batches of a shape seen before.
 
-    `around()`: the context (evaluation mode, mixed precision) that the function is called in. `lanes`: whether members may
-    run on streams side by side; a compiled function would be compiled anew for that. The members' tensors must
-    stay where they are as long as this object is used. What cannot be captured runs plainly, said once.
+    `context()`: what the function is called in (evaluation mode, mixed precision). `lanes`: whether members may run on
+    streams side by side, for which a compiled function would have to be compiled anew. The members' tensors must stay
+    where they are for as long as this object is used. What cannot be captured runs plainly; the log says so once.
     """
 
     def __init__(
         self,
         function: Function,
         drawn: DrawnFunctions,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
         lanes: bool = True,
     ) -> None:
         self.function = function
         self.lanes = lanes
         self.drawn = drawn
-        self.around = around
+        self.context = context
         self.graphs: dict[Any, _Graph] = {}
         self.seen: Counter[Any] = Counter()
         self.failed = False
@@ -70,12 +70,12 @@ class Replayed:
         return self._plain(x) if graph is None else graph.replay(x)
 
     def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
-        with self.around():
+        with self.context():
             return self.function(x)
 
     def _capture(self, key: Any, x: Inputs) -> "_Graph | None":
         try:
-            with self.around():
+            with self.context():
                 self.graphs[key] = _Graph(self.function, self.drawn, x, lanes=self.lanes)
         except Exception as error:  # whatever a user's network does that a capture refuses
             torch.cuda.synchronize()

@@ -1,16 +1,16 @@
-"""Recorded: what SWAG, SWA and snapshot ensembles have in common, a run whose weights are looked at now and then."""
+"""Recording: what SWAG, SWA and snapshot ensembles have in common, a run whose weights are looked at now and then."""
 
 from abc import abstractmethod
 
 import torch
 from torch.optim import Optimizer
 
-from dissensus.methods.sampled import Sampled
+from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL, Snapshots
 
 
-class Recorded(Sampled):
-    """A posterior that takes snapshots of the network in training. A method says what it keeps of one (`record`)."""
+class RecordingPosterior(SamplingPosterior):
+    """Base class of methods that take snapshots of the network in training; `record` says what is kept of one."""
 
     snapshots: Snapshots
     keeps_best = False  # the snapshots of a run belong together

@@ -8,7 +8,7 @@ from torch import nn
 import dissensus as ds
 from dissensus.core.particles import Particles
 from dissensus.data import Batches
-from dissensus.engine.replayed import Replayed
+from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.runner import in_lanes
 
 
@@ -37,16 +37,16 @@ def test_without_a_gpu_every_call_is_a_plain_one_in_its_context() -> None:
     posterior = ds.DeepEnsemble(networks())
     drawn, entered = posterior.draw(), []
 
-    def around():
+    def context():
         entered.append(True)
         return nullcontext()
 
-    replayed = Replayed(drawn.describe, drawn, around)
+    captured = CapturedFunction(drawn.describe, drawn, context)
     x = torch.randn(5, 2, 4)
     for _ in range(5):
-        assert torch.equal(replayed(x)[0], drawn.describe(x)[0])
+        assert torch.equal(captured(x)[0], drawn.describe(x)[0])
     assert len(entered) == 5
-    assert not replayed.graphs
+    assert not captured.graphs
 
 
 def test_predicted_batches_leave_the_modes_as_they_were_between_them() -> None:
