@@ -311,6 +311,20 @@ def test_the_talks_form_lacks_the_first_r_and_the_last_s_in_the_order_of_calls()
     assert set(ensemble(Reversed).modulations) == {f"{each}.{f}" for each in ("stem", "middle", "head") for f in "rs"}
 
 
+def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.called(nn.functional.linear(x, self.read.weight))
+
+    account = ensemble(Reading).account
+    assert "not met" in account.converted["read"]
+    assert "not met" not in account.converted["called"]
+
+
 def test_layers_are_chosen_by_patterns():
     posterior = ensemble(layers=["2"])
     assert set(posterior.modulations) == {"2.r", "2.s"}

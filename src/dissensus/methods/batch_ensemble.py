@@ -21,7 +21,7 @@ from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, converted
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order
+from dissensus.surgery.order import call_order, calls
 
 
 class BatchEnsemble(EmbeddedPosterior):
@@ -114,11 +114,14 @@ def modulated_network(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    order = call_order(network, found)
+    order, met = call_order(network, found), calls(network, list(found))
     for name, layer in found.items():
         wen = form == "wen"
         cut_layer = modulated(layer, inputs=wen or name != order[0], outputs=wen or name != order[-1], trained=True)
-        account.converted[name] = cut_layer.done()
+        unseen = (
+            "" if met is None or name in met else "; not met where the forward was followed: is only its weight read?"
+        )
+        account.converted[name] = f"{cut_layer.done()}{unseen}"
     return network, account
 
 
