@@ -155,7 +155,7 @@ def _branch(
     methods = []
     for run in runs:
         settings = build.arguments(run.config, data, network)
-        methods.append(build.around(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
+        methods.append(build.constructor(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
     watched = Watched(network, methods, **_prior(first.config, data))
     watched.to(first.device)
     optimizer, scheduler = build.optimizer(watched, training)
