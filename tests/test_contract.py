@@ -120,7 +120,7 @@ OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNois
 
 @pytest.fixture(params=METHODS, ids=str)
 def build(request):
-    """Builds a posterior of the method around small networks, in float64."""
+    """Builds a posterior of the method from small networks, in float64."""
     method = METHODS[request.param]
 
     def make(net=tiny.mlp, **keywords):

@@ -1,4 +1,4 @@
-"""A posterior is saved and loaded around the network it was given, also where the method cuts layers or is one's own."""
+"""A posterior is saved and loaded with the network it was given, also where the method cuts layers or is one's own."""
 
 import json
 

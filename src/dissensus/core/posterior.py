@@ -113,7 +113,7 @@ class Posterior(TrainingRules, ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, all JSON, that build this posterior again around a network."""
+        """The keyword arguments, all JSON, that build this posterior again, given a network."""
 
     def identity(self) -> dict[str, Any]:
         """What a run must agree in, all JSON, to go on from a checkpoint: the method and the settings that training reads."""
@@ -128,8 +128,8 @@ class Posterior(TrainingRules, ABC):
     def given(self) -> nn.Module:
         """A network of the architecture that the caller passed, with some member's tensors; it shares nothing with this.
 
-        What a saved posterior is loaded around. Methods that cut layers of the network put the plain ones back here; then
-        `skeleton` is given such a network, and cuts it again.
+        What saved files describe, and what `load` takes. Methods that cut layers of the network put the plain ones back
+        here; `skeleton` is then given such a network, and cuts it again.
         """
         return self.particles.member(0)
 

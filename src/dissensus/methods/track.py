@@ -24,7 +24,7 @@ def track(
 ) -> "Tracked":
     """A run over the module that every method watches; the posteriors are its elements, by position or by name.
 
-    `methods`: classes that hold the caller's module (MAP, TRADI, SWAG, …), or functions that build one around it, such as
+    `methods`: classes that hold the caller's module (MAP, TRADI, SWAG, …), or functions of it that build one, such as
     `functools.partial(SWAG, rank=5)`. All see one network and one likelihood. Train the run, use the posteriors:
 
         tradi, swag = run = track(module, [TRADI, SWAG])

@@ -81,7 +81,7 @@ def build(
     network: nn.Module,
     likelihood: Likelihood,
 ) -> Posterior:
-    """The posterior that the config describes around a network, its tensors to be overwritten by those of the file."""
+    """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
         posterior = method.skeleton(network, config["arguments"], likelihood)
         shared = "particles.shared."

@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 
+import tiny
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import companions, remove_leftovers, shares
+from dissensus.bench.run.together import SharedTraining, companions, remove_leftovers, shares
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.methods import TRADI
+from dissensus.methods import MAP, TRADI
 
 TASK = """
 methods = ["map", "tradi", "tradi-diagonal", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble", "mc_dropout"]
@@ -234,3 +235,8 @@ def test_a_folder_is_tried_without_leaving_anything_and_what_was_left_is_removed
         os.utime(tmp_path / name, (0, 0))
     jobs.checked_folder(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_checkpoints_of_shared_trainings_are_known_by_the_name_they_always_had():
+    """A run that an earlier version began is gone on with."""
+    assert SharedTraining(tiny.mlp(), [MAP]).identity()["class"] == "Watched"

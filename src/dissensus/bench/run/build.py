@@ -46,14 +46,14 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
         settings.pop("members", None)
     first_layer_prior = settings.pop(EMPCOV, None)
     with fitting(f"the method {config.method}"):
-        built = around(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
+        built = constructor(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
     if first_layer_prior is not None:
         built.use_first_layer_prior(first_layer_prior)
     return built
 
 
-def around(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
-    """The method of a run with its settings, to be called with what it is built around and a likelihood."""
+def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
+    """The method of a run with its settings, to be called with its network or networks and a likelihood."""
     method = METHODS[base_name(config.method)]
     signature = inspect.signature(method).parameters
     if unfit := settings.keys() - signature.keys():

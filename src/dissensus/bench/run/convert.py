@@ -29,7 +29,7 @@ UNREAD: Settings = {"data": {"name": "two_moons"}, "training": {"epochs": 1}}
 
 
 def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] = ()) -> Posterior:
-    """The posterior of that method around the network with these weights, saved in the folder `out`, which must be new.
+    """The posterior of that method, of a network with these weights, saved in the folder `out`, which must be new.
 
     `overrides`: "section.key=value" as of a task: network.name and the network's arguments, settings of the method, a
     likelihood. All is built and checked before anything is written.
@@ -94,7 +94,7 @@ def network(config: RunConfig) -> nn.Module:
 
 
 def posterior(config: RunConfig, network: nn.Module) -> Posterior:
-    """The method of the config around the network."""
+    """The posterior of the config's method with this network."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
     for key in config.settings.keys() & OBJECTS.keys():
         if "inputs" in inspect.signature(written(key, config.settings[key]).make).parameters:
@@ -104,4 +104,4 @@ def posterior(config: RunConfig, network: nn.Module) -> Posterior:
     supplied: dict[str, Any] = {"network": network, "data_size": config.settings.get("data_size")}
     settings = resolved(config.settings, parameters, **supplied)
     with fitting(f"the method {config.method}"):
-        return build.around(config, settings)(network, likelihood=build.likelihood(config)).eval()
+        return build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()

@@ -96,7 +96,7 @@ def remove_leftovers(out: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Watched(Tracked):
+class SharedTraining(Tracked):
     """A tracked run that knows who observes, how long each took, and that nothing is drawn before the end."""
 
     def __init__(self, module: nn.Module, methods: Sequence[Callable[..., Posterior]], **keywords: Any) -> None:
@@ -113,6 +113,9 @@ class Watched(Tracked):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing: what is drawn at the end of the head would be thrown away."""
+
+    def identity(self) -> Settings:
+        return super().identity() | {"class": "Watched"}  # its name in checkpoints, which are to be gone on from
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.seconds, dtype=torch.float64)
@@ -156,10 +159,10 @@ def _branch(
     methods = []
     for run in runs:
         settings = build.arguments(run.config, data, network)
-        methods.append(build.around(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
-    watched = Watched(network, methods, **_prior(first.config, data))
-    watched.to(first.device)
-    optimizer, scheduler = build.optimizer(watched, training)
+        methods.append(build.constructor(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
+    shared = SharedTraining(network, methods, **_prior(first.config, data))
+    shared.to(first.device)
+    optimizer, scheduler = build.optimizer(shared, training)
     settings = {
         "clip": training.get("clip"),
         "precision": training.get("precision", "auto"),
@@ -174,9 +177,9 @@ def _branch(
 
         return write
 
-    watched.active = watchers.observing()
+    shared.active = watchers.observing()
     before = fit(
-        watched,
+        shared,
         loader,
         epochs=head,
         optimizer=optimizer,
@@ -189,9 +192,9 @@ def _branch(
     if tail == CONSTANT and optimizer is not None:
         for group in optimizer.param_groups:
             group["lr"] = _tail_rate(training)
-    watched.active = watchers.observing(tail)
+    shared.active = watchers.observing(tail)
     after = fit(
-        watched,
+        shared,
         loader,
         epochs=training["epochs"] - head,
         optimizer=optimizer,
@@ -205,21 +208,21 @@ def _branch(
     for i, run in enumerate(runs):
         if run not in waiting:
             continue
-        posterior, leader = watched[i], watched[watchers.leader[i]]
+        posterior, leader = shared[i], shared[watchers.leader[i]]
         if posterior is not leader:
             _copy_filters(leader, posterior)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
         refresh(posterior, loader)
-        run.keep(posterior.eval(), epochs, engine=after.engine, **_cost(watched, watchers, i, epochs))
+        run.keep(posterior.eval(), epochs, engine=after.engine, **_cost(shared, watchers, i, epochs))
 
 
-def _cost(watched: Watched, watchers: Watchers, index: int, epochs: Sequence[Epoch]) -> Settings:
+def _cost(shared: SharedTraining, watchers: Watchers, index: int, epochs: Sequence[Epoch]) -> Settings:
     """Seconds that the method would have taken alone, and how they were found."""
     total = sum(epoch.seconds for epoch in epochs)
     names = [run.config.method for run in watchers.runs]
-    if watched.device.type == "cuda":
+    if shared.device.type == "cuda":
         return {"seconds": total, "counted": f"the whole shared run, watched by {', '.join(names)}"}
-    others = sum(s for i, s in enumerate(watched.seconds) if i != watchers.leader[index])
+    others = sum(s for i, s in enumerate(shared.seconds) if i != watchers.leader[index])
     how = f"a run shared by {', '.join(names)}: {total:.3f} s, less {others:.3f} s in which others observed"
     return {"seconds": total - others, "counted": how}
 
