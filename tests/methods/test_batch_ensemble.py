@@ -320,6 +320,7 @@ def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
         def forward(self, x):
             return self.called(nn.functional.linear(x, self.read.weight))
 
+    assert "not met" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
     account = ensemble(Reading).account
     assert "not met" in account.converted["read"]
     assert "not met" not in account.converted["called"]

@@ -130,7 +130,8 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
     norms = norm_parameters(network)
     statistics = set(statistics_names(network))
     tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in [*norms, *statistics_names(network)]):
+    layers = {name.rpartition(".")[0] for name in norms | statistics}
+    for layer in (name for name, _ in network.named_modules() if name in layers):
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
