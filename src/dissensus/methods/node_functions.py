@@ -15,7 +15,6 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
-from dissensus.numerics.tree import Tensors
 from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.nodes import Site, by_layer, standing
 
