@@ -18,8 +18,8 @@ from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import commit, device_name
-from dissensus.bench.weights import load_weights
+from dissensus.bench.run.provenance import commit, device_name
+from dissensus.bench.run.weights import load_weights
 from dissensus.data.images import ImageSet
 from dissensus.metrics import ece
 

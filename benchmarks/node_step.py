@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 from dissensus.core.statistics import statistics_layers
 from dissensus.engine import build_step
 

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save
 
-from dissensus.bench.config import load_task
-from dissensus.bench.jobs import run_all
-from dissensus.core.atomic import temporary_name
+from dissensus.bench.run.jobs import run_all
+from dissensus.bench.task.config import load_task
+from dissensus.storage.atomic import temporary_name
 
 CRITERION = "calibration/nll_scaled"
 # What is tried, by method: settings of the method, and of its training behind "training.".

@@ -91,17 +91,24 @@ METHODS = {
     "svgd": lambda net, **keywords: three("svgd", net, sized=True, **keywords),
     "svgd_function": lambda net, **keywords: three("svgd", net, sized=True, space="function", **keywords),
     "lit": lambda net, **keywords: three("lit", net, strength=0.5, **keywords),
+    "batch_ensemble": lambda net, **keywords: ds.BatchEnsemble(
+        net(), members=4, modulation=ds.Modulation.normal(1.0, 0.5), **keywords
+    ),
+    "batch_ensemble_signs": lambda net, **keywords: ds.BatchEnsemble(
+        net(), members=3, modulation=ds.Modulation.sign(), form="talk", **keywords
+    ),
+    "dropout_ensemble": lambda net, **keywords: ds.DropoutEnsemble(net(), members=3, keep=0.7, **keywords),
     "tradi": lambda net, **keywords: observed("tradi", net, samples=3, state_noise=(1.0, 0.5), **keywords),
     "swag": lambda net, **keywords: observed("swag", net, rank=3, samples=4, **keywords),
     "swa": lambda net, **keywords: observed("swa", net, **keywords),
     "gaussian_perturbation": lambda net, **keywords: ds.METHODS["gaussian_perturbation"](net(), samples=3, **keywords),
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
+    "laplace": lambda net, **keywords: fitted(net, structure="full", **keywords),
+    "laplace_kron": lambda net, **keywords: fitted(net, structure="kron", **keywords),
     "node_bnn": lambda net, **keywords: node_bnn(net, **keywords),
     "node_bnn_in": lambda net, **keywords: node_bnn(
         net, mode="in", bias_latent=True, divergence="surrogate", **keywords
     ),
-    "laplace": lambda net, **keywords: fitted(net, structure="full", **keywords),
-    "laplace_kron": lambda net, **keywords: fitted(net, structure="kron", **keywords),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
@@ -113,7 +120,7 @@ OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNois
 
 @pytest.fixture(params=METHODS, ids=str)
 def build(request):
-    """Builds a posterior of the method around small networks, in float64."""
+    """Builds a posterior of the method from small networks, in float64."""
     method = METHODS[request.param]
 
     def make(net=tiny.mlp, **keywords):
@@ -562,11 +569,16 @@ def test_parameter_groups_hold_every_trainable_parameter_once(build):
     torch.optim.SGD(groups, lr=0.3)
 
 
+def is_modulation(posterior, parameter):
+    return any(parameter is each for each in getattr(posterior, "modulations", {}).values())
+
+
 def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
     posterior = build(likelihood=ds.Regression("learned"))
     groups = posterior.parameter_groups(lr=0.3, weight_decay=0.01, likelihood_lr=3.0)
     by_name = {id(parameter): name for name, parameter in posterior.named_parameters()}
-    latents = [group for group in groups if all("latents." in by_name[id(p)] for p in group["params"])]
+    apart = {name for name, p in posterior.named_parameters() if "latents." in name or is_modulation(posterior, p)}
+    latents = [group for group in groups if all(by_name[id(p)] in apart for p in group["params"])]
     assert all(group["weight_decay"] == 0 for group in latents)
     groups = [group for group in groups if group not in latents]
     for group in groups:
@@ -581,7 +593,8 @@ def test_the_network_trains_in_one_group_in_the_order_of_its_parameters(build):
     posterior = build(likelihood=ds.Regression("learned"))
     network, *_, noise = posterior.parameter_groups(lr=0.3, weight_decay=0.01)
     apart = ("likelihood.log_noise", ".latents.")
-    expected = [p for name, p in posterior.named_parameters() if not any(each in name for each in apart)]
+    network_only = [p for name, p in posterior.named_parameters() if not any(each in name for each in apart)]
+    expected = [p for p in network_only if not is_modulation(posterior, p)]
     assert [id(p) for p in network["params"]] == [id(p) for p in expected]
     assert (network["lr"], network["weight_decay"], noise["lr"], noise["weight_decay"]) == (0.3, 0.01, 0.3, 0.0)
 

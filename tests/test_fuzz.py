@@ -19,18 +19,18 @@ import torch
 from scipy.io import savemat
 
 import dissensus as ds
-from dissensus.bench import records
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.report import report_content
-from dissensus.bench.results import results_of_runs
-from dissensus.bench.run import Run
-from dissensus.bench.watch import read_distances
-from dissensus.checkpoint import resume, write_checkpoint
+from dissensus.bench.run import records
+from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.watch import read_distances
+from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import formats, tabular
 from dissensus.data.corruption import published
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.distances import MemberDistances
-from dissensus.history import Best, Epoch, History
+from dissensus.reporting.report import report_content
+from dissensus.training.checkpoint import resume, write_checkpoint
+from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
 from saved_files import config_of, make_earlier, reseal
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench import jobs
-from dissensus.bench.config import load_task
+from dissensus.bench.run import jobs
+from dissensus.bench.task.config import load_task
 
 TASK = """
 methods = ["map", "laplace", "laplace-kron"]

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 import dissensus as ds
-from dissensus.bench import jobs
-from dissensus.bench.calibrated import with_calibration
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.measures import measures
-from dissensus.bench.records import read_predictions
-from dissensus.bench.sets import task_data
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run import jobs
+from dissensus.bench.run.calibrated import with_calibration
+from dissensus.bench.run.records import read_predictions
+from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
+from dissensus.reporting.measures import measures
 
 TASK = """
 methods = ["map", "map-scaled", "node_bnn"]

@@ -215,8 +215,8 @@ POSTERIORS = {
     ),
     "mc_dropout": lambda: ds.MCDropout(conv_net(), rate=0.3, samples=4),
     "gaussian_perturbation": lambda: ds.GaussianPerturbation(conv_net(), samples=4),
-    "node_bnn": lambda: ds.NodeBNN(conv_net(), data_size=90, components=2, samples=4),
     "laplace": lambda: ds.Laplace(conv_net(), samples=4),
+    "node_bnn": lambda: ds.NodeBNN(conv_net(), data_size=90, components=2, samples=4),
     "map": lambda: ds.MAP(conv_net()),
 }
 

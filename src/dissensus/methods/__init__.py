@@ -1,8 +1,10 @@
 """The methods, one file each. METHODS is what the command line, saved files and the contract test go by."""
 
 from dissensus.core.posterior import Posterior
+from dissensus.methods.batch_ensemble import BatchEnsemble
 from dissensus.methods.deep_ensemble import DeepEnsemble
 from dissensus.methods.dropout import MCDropout
+from dissensus.methods.dropout_ensemble import DropoutEnsemble
 from dissensus.methods.feature_rde import FeatureRDE
 from dissensus.methods.forde import FoRDE
 from dissensus.methods.function_rde import FunctionRDE
@@ -30,13 +32,15 @@ METHODS: dict[str, type[Posterior]] = {
         FoRDE,
         SVGD,
         LIT,
+        BatchEnsemble,
+        DropoutEnsemble,
         TRADI,
         SWAG,
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
-        NodeBNN,
         Laplace,
+        NodeBNN,
     )
 }
 
@@ -48,7 +52,9 @@ __all__ = [
     "SWA",
     "SWAG",
     "TRADI",
+    "BatchEnsemble",
     "DeepEnsemble",
+    "DropoutEnsemble",
     "FeatureRDE",
     "FoRDE",
     "FunctionRDE",

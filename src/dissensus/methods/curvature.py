@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
-from dissensus.core.member import Tensors
+from dissensus.numerics.tree import Tensors
 
 Structure = Literal["full", "kron"]
 STRUCTURES = ("full", "kron")

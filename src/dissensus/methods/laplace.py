@@ -15,10 +15,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.core.particles import Particles, Tensors
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
-from dissensus.core.randomness import own_generator
-from dissensus.core.sampled import Sampled
 from dissensus.methods.curvature import (
     STRUCTURES,
     Curvature,
@@ -28,11 +26,14 @@ from dissensus.methods.curvature import (
     output_curvature,
 )
 from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
+from dissensus.methods.sampling import SamplingPosterior
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors
 
 Precision = float | Literal["marginal_likelihood"]
 
 
-class Laplace(Sampled):
+class Laplace(SamplingPosterior):
     """W ~ N(W*, (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
 
     `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at its
@@ -45,7 +46,7 @@ class Laplace(Sampled):
     """
 
     name = "laplace"
-    untrained = (*Sampled.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
+    untrained = (*SamplingPosterior.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
     samples_frozen = True
     own_statistics = False  # the last layer comes after all of them
     curvature: Curvature | None
@@ -91,7 +92,7 @@ class Laplace(Sampled):
         before, self.curvature = self.curvature, curvature
         try:
             with torch.no_grad():
-                self.stored = self._around(self.sample(own_generator(self.device)))
+                self.stored = self._particles_of(self.sample(own_generator(self.device)))
         except BaseException:
             self.curvature = before
             raise

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.annealing import Annealing, annealing_or_constant
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.core.randomness import own_generator
 from dissensus.core.statistics import statistics_layers
-from dissensus.core.tree import TensorTree
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
 
@@ -182,12 +182,12 @@ class NodeBNN(Posterior):
 
     # ------------------------------------------------------------------ functions
 
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         stored = self.stored
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return NodeFunctions(self.particles.apart(), self.sites, latents)
 
-    def current(self) -> Drawn:
+    def current(self) -> DrawnFunctions:
         """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
         return NodeFunctions(self.particles.apart(), self.sites, self._sample())
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.tree import TensorTree
 from dissensus.methods.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
 from dissensus.methods.node_settings import Bound, Divergence
+from dissensus.numerics.tree import TensorTree
 
 
 @dataclass(frozen=True)

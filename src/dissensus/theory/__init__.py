@@ -1,7 +1,7 @@
 """The theory of wide ensembles: what they will do, computed before they are trained."""
 
 from dissensus.theory.activations import Activation, Smooth, activation_of
-from dissensus.theory.blocks import EnsembleBlocks, ensemble_blocks
+from dissensus.theory.blocks import EnsembleBlocks, ensemble_blocks, posterior_blocks
 from dissensus.theory.descent import residuals
 from dissensus.theory.dynamics import EnsembleDynamics, EnsembleLaw, ensemble_dynamics
 from dissensus.theory.embedded import EmbeddedKernels, embedded_kernels
@@ -9,6 +9,7 @@ from dissensus.theory.embedded_network import EmbeddedNetwork
 from dissensus.theory.empirical import empirical_ntk
 from dissensus.theory.kernel import Kernels, kernel
 from dissensus.theory.random_network import random_network
+from dissensus.theory.regime import Regime, regime
 from dissensus.theory.regression import gp_predict
 from dissensus.theory.toy import ToyLosses, largest_eigenvalue, optimal_members, toy_losses, toy_spectrum, transition
 from dissensus.theory.training import train_embedded
@@ -21,6 +22,7 @@ __all__ = [
     "EnsembleDynamics",
     "EnsembleLaw",
     "Kernels",
+    "Regime",
     "Smooth",
     "ToyLosses",
     "activation_of",
@@ -32,7 +34,9 @@ __all__ = [
     "kernel",
     "largest_eigenvalue",
     "optimal_members",
+    "posterior_blocks",
     "random_network",
+    "regime",
     "residuals",
     "toy_losses",
     "toy_spectrum",

@@ -1,0 +1,152 @@
+"""BatchEnsemble: shared weights, a rank-one factor of each member's own (Wen, Tran & Ba, ICLR 2020).
+
+    y_α = s_α ∘ (W (r_α ∘ x) + b)
+
+The talk on Embedded Ensembles has x^l = u^l ∘ φ(v^l ∘ z^l): r^{l+1} = u^l and s^l = v^l, with neither the first r nor the
+last s (`form="talk"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.prior import norm_parameters
+from dissensus.core.statistics import statistics_names
+from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
+from dissensus.surgery.account import Account
+from dissensus.surgery.conversion import CONVERTIBLE, converted
+from dissensus.surgery.modulated import Modulated, modulated
+from dissensus.surgery.modulation import Modulation
+from dissensus.surgery.order import call_order, calls
+
+
+class BatchEnsemble(EmbeddedPosterior):
+    """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
+
+    `modulation`: the law of r and s, which decides whether members are M networks or one: `Modulation.sign()` makes
+    independent members, `Modulation.normal(1, σ)` keeps what a pretrained network knows. `regime`: γ, "independent" (M),
+    "collective" (1), a number, or "auto" by the modulation's collectivity and M. `form`: "wen", or "talk". `modulation_lr`: the
+    modulations' learning rate in `parameter_groups`, that of the weights where it is None. `layers`: patterns of names
+    of the layers to be cut, None for all. Norm layers (affine and statistics) and the output bias are each member's own:
+    a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the sign of s to act.
+    """
+
+    name = "batch_ensemble"
+    remedy = (
+        "modulations with a mean of 0, such as Modulation.sign(), make members differ, in a wide network with few members and "
+        'regime="independent"; ds.theory.regime(posterior) says what to expect'
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        members: int = 4,
+        modulation: Modulation | None = None,
+        regime: Regime = "auto",
+        form: Literal["wen", "talk"] = "wen",
+        modulation_lr: float | None = None,
+        layers: Sequence[str] | None = None,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        check_members(members)
+        if not isinstance(modulation, Modulation):
+            given = "none" if modulation is None else repr(modulation)
+            raise (ValueError if modulation is None else TypeError)(
+                f"expected a modulation, got {given}; pass Modulation.sign(), which makes independent members, or "
+                "Modulation.normal(1, 0.5), which keeps what a pretrained network knows"
+            )
+        if form not in ("wen", "talk"):
+            raise ValueError(
+                f'expected form "wen" or "talk", got {form!r}; the talk\'s lacks the first r and the last s'
+            )
+        if modulation_lr is not None and not modulation_lr >= 0:
+            raise ValueError(
+                f"expected a modulation_lr of at least 0, got {modulation_lr}; None takes the weights' rate"
+            )
+        gamma = checked_gamma(regime, members, lambda: modulation.collectivity)
+        network, account = modulated_network(module, form=form, layers=layers)
+        sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
+        factors = {
+            name: modulation.sample((members, len(one)), dtype=one.dtype, device=one.device)
+            for name, one in sizes.items()
+        }
+        own = own_tensors(network, account)
+        particles = embed(network, factors, own, likelihood or Classification(), members)
+        prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
+        super().__init__(particles, factors=list(factors), account=account, **prior)
+        self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form
+        self.modulation_lr = modulation_lr
+        self.layers = None if layers is None else tuple(layers)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "members": self.particles.members,
+            "modulation": self.modulation.config(),
+            "regime": self.regime,
+            "form": self.form,
+            "modulation_lr": self.modulation_lr,
+            "layers": None if self.layers is None else list(self.layers),
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> BatchEnsemble:
+        modulation = Modulation.from_config(config["modulation"])
+        return cls(network, likelihood=likelihood, **{**config, "modulation": modulation})
+
+
+def modulated_network(
+    module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
+) -> tuple[nn.Module, Account]:
+    """(a copy of the module with neutral r and s, the account); in the talk's form without the first r and the last s."""
+    found: dict[str, nn.Module] = {}
+
+    def remember(name: str, layer: nn.Module) -> nn.Module:
+        found[name] = layer
+        return layer
+
+    network, account = converted(module, remember, layers=layers)
+    order, met = call_order(network, found), calls(network, list(found))
+    for name, layer in found.items():
+        wen = form == "wen"
+        cut_layer = modulated(layer, inputs=wen or name != order[0], outputs=wen or name != order[-1], trained=True)
+        unseen = (
+            "" if met is None or name in met else "; not met where the forward was followed: is only its weight read?"
+        )
+        account.converted[name] = f"{cut_layer.done()}{unseen}"
+    return network, account
+
+
+def own_tensors(network: nn.Module, account: Account) -> set[int]:
+    """The ids of tensors that are each member's own beside r and s: norm layers and the output bias; told the account."""
+    norms = norm_parameters(network)
+    statistics = set(statistics_names(network))
+    tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}
+    layers = {name.rpartition(".")[0] for name in norms | statistics}
+    for layer in (name for name, _ in network.named_modules() if name in layers):
+        parts = {"affine": norms, "statistics": statistics}
+        held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
+        account.converted[layer] = f"own {' and '.join(held)}"
+    names = [
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
+    ]
+    last = call_order(network, names)[-1]
+    bias = network.get_submodule(last).bias
+    if isinstance(bias, Tensor):
+        account.converted[last] = "; ".join([each for each in (account.converted.get(last),) if each] + ["own bias"])
+    return {id(tensors[name]) for name in {*norms, *statistics}} | ({id(bias)} if isinstance(bias, Tensor) else set())
+
+
+def _is_factor(network: nn.Module, name: str) -> bool:
+    layer, _, leaf = name.rpartition(".")
+    return leaf in ("r", "s") and isinstance(network.get_submodule(layer), Modulated)

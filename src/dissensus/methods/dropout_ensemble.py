@@ -1,0 +1,91 @@
+"""Dropout ensembles: M fixed dropout masks on the units of one network, MC dropout's embedded twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.statistics import statistics_names
+from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
+from dissensus.surgery.conversion import converted
+from dissensus.surgery.modulated import features, modulated
+from dissensus.surgery.modulation import Modulation
+from dissensus.surgery.order import call_order
+
+
+class DropoutEnsemble(EmbeddedPosterior):
+    """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps, not trained.
+
+    `keep`: the probability that a unit is kept. Masks are on what linear and convolutional layers take in, whole channels
+    before convolutions, but for the first in the order of calls: inputs and outputs are not dropped. Units that are
+    kept are scaled by 1/keep, as dropout in training does; collectivity is `keep` with or without it, so members are
+    always a collective and "auto" is γ = 1. Batch statistics are each member's own, everything else is shared.
+    """
+
+    name = "dropout_ensemble"
+    remedy = (
+        "masks on shared weights always make a collective: a smaller keep makes members differ more, BatchEnsemble with "
+        "Modulation.sign() makes independent ones"
+    )
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        members: int = 4,
+        keep: float = 0.9,
+        regime: Regime = "auto",
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+        data_size: int | None = None,
+    ) -> None:
+        check_members(members)
+        if not 0 < keep < 1:
+            raise ValueError(
+                f"expected keep between 0 and 1, got {keep}; it is the share of units kept, 0.9 is a usual one"
+            )
+        gamma = 1.0 if regime == "auto" else checked_gamma(regime, members, lambda: keep)
+        found: dict[str, nn.Module] = {}
+
+        def remember(name: str, layer: nn.Module) -> nn.Module:
+            found[name] = layer
+            return layer
+
+        network, account = converted(module, remember)
+        first, *rest = call_order(network, found)
+        if not rest:
+            raise ValueError(
+                f"expected at least two linear or convolutional layers to drop units between, got {first or 'one'} alone; "
+                "masks are on hidden units: pass a deeper network"
+            )
+        del account.converted[first]
+        account.left[first] = "the first one called: inputs are not dropped"
+        law = Modulation.bernoulli(keep, 1 / keep)
+        masks = {}
+        for name in rest:
+            layer = modulated(found[name], inputs=True, outputs=False, trained=False)
+            weight: Tensor = layer.weight
+            size = features(layer)[0]
+            masks[f"{name}.r"] = law.sample((members, size), dtype=weight.dtype, device=weight.device)
+            account.converted[name] = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
+        buffers = dict(network.named_buffers())
+        own = {id(buffers[name]) for name in statistics_names(network)}
+        particles = embed(network, masks, own, likelihood or Classification(), members)
+        prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
+        super().__init__(particles, factors=list(masks), account=account, **prior)
+        self.keep, self.regime, self.gamma = keep, regime, gamma
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "members": self.particles.members,
+            "keep": self.keep,
+            "regime": self.regime,
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> DropoutEnsemble:
+        return cls(network, likelihood=likelihood, **config)

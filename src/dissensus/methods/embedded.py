@@ -1,0 +1,165 @@
+"""Embedded ensembles: M members that share their weights and differ by factors of their own (a talk on Embedded Ensembles).
+
+    Δu_α = −μ_u ∂L_α/∂u_α,    Δw = −μ_w (γ(M)/M) Σ_α ∂L_α/∂w
+
+γ = M makes M networks of it where their tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = 1 one where they do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn, optim
+
+from dissensus.core.batch import Inputs, call
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import Member, check_likelihood, emptied
+from dissensus.core.optimisation import Group
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior
+from dissensus.core.splitting import tensors_of
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.account import Account
+from dissensus.surgery.conversion import folded, plain
+
+log = logging.getLogger("dissensus")
+
+Regime = Literal["auto", "independent", "collective"] | float
+REGIMES = ("auto", "independent", "collective")
+# Optimisers, by the name of a class or of one that it derives from, that divide by the gradient's own size or take its sign.
+# fmt: off
+SCALE_FREE = frozenset((
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lamb", "Lion", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SparseAdam",
+))
+# fmt: on
+FEW = 1.5  # members that are effective, below which an ensemble of four and more is one model
+
+
+class EmbeddedPosterior(Posterior):
+    """Base class: members share weights, whose gradient is γ/M times the sum over members; decay and prior act as ever."""
+
+    account: Account
+    gamma: float
+    regime: Regime
+    modulation_lr: float | None = None
+    remedy: str
+
+    def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
+        super().__init__(particles, **prior)
+        self.account = account
+        self._factors = tuple(factors)
+        log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
+
+    @property
+    def modulations(self) -> dict[str, Tensor]:
+        """Name ("layers.0.r": of inputs, "layers.0.s": of outputs) -> (M, n) factors, the tensors themselves."""
+        own = {**self.particles.own_parameters(), **self.particles.own_buffers()}
+        return {name: own[f"network.{name}"] for name in self._factors}
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        def nll(member: Member) -> Tensor:
+            return member.likelihood.nll(call(member.network, x), y, weight)
+
+        # The gradient is scaled, not a rate: what decays weights, or draws them to a prior, keeps its meaning.
+        factor = self.gamma / self.particles.members
+        used = params
+        if factor != 1:
+            shared = self.particles.shared_parameters()
+            used = {name: with_gradient_times(p, factor) if name in shared else p for name, p in params.items()}
+        value, after = self.particles.call(nll, used, buffers)
+        return value + self.penalty(params), (), after
+
+    def groups(self) -> list[Group]:
+        trained = {f"network.{n}": p for n, p in self.modulations.items() if isinstance(p, nn.Parameter)}
+        mine = Group("modulations", trained, rate=self.modulation_lr, decay=False, prior=False)
+        *others, noise = super().groups()
+        return [*others, mine, noise]
+
+    def remarks(self, optimizer: optim.Optimizer) -> list[str]:
+        found = super().remarks(optimizer)
+        if not SCALE_FREE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+            found.append(
+                f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
+                "divides gradients by their size; SGD shows the difference"
+            )
+        factors = {id(tensor) for tensor in self.modulations.values()}
+        decayed = any(
+            group.get("weight_decay") and any(id(p) in factors for p in group["params"])
+            for group in optimizer.param_groups
+        )
+        if decayed:
+            found.append(
+                "the optimizer draws modulations to 0 by its weight decay; build it on posterior.parameter_groups(lr, decay)"
+            )
+        return found
+
+    def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        effective, members = metrics.get("members/effective_members"), self.particles.members
+        if effective is None or members < 4 or effective >= FEW:
+            return {}
+        return {"collapse": f"{members} members count as {effective:.2f}: nearly one model; {self.remedy}"}
+
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles, ordinary=folded)
+
+    def given(self) -> nn.Module:
+        return plain(self.particles.member(0))
+
+
+def embed(
+    network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood, members: int
+) -> Particles:
+    """M members of a cut network: `factors`, rows (M, n) by name, and the tensors with these ids are own, the rest shared.
+
+    Built from one network, not from M copies: of shared tensors there is never more than one.
+    """
+    check_likelihood(likelihood)
+    member = Member(network, likelihood)
+    rows: dict[str, Sequence[Tensor] | Tensor] = {}
+    mine: set[str] = set()
+    for name, tensor in tensors_of(member).items():
+        factor = factors.get(name.removeprefix("network."))
+        if factor is not None:
+            rows[name] = nn.Parameter(factor) if isinstance(tensor, nn.Parameter) else factor
+        else:
+            rows[name] = [tensor] * members
+        if factor is not None or id(tensor) in own or name.startswith("likelihood."):
+            mine.add(name)
+    kept = member.state_dict()
+    particles = Particles.split(emptied(member), rows, own=mine.__contains__, kept=kept, members=members)
+    return particles.train(particles.training)
+
+
+def checked_gamma(regime: Regime, members: int, collectivity: Callable[[], float]) -> float:
+    """γ of a regime: M, 1, the number, or for "auto" what the collectivity ρ of the modulations asks for.
+
+    In the wide limit the members' mean learns with a kernel of at most 1 + (M − 1)ρ times the one of their differences (the
+    individual kernel dilutes it). Up to twice is taken as M networks, γ = M; beyond, γ = M would only force the
+    rate down by that factor, and γ = 1 trains the common mode as one network trains. That is the transition at
+    ρ ~ 1/M.
+    """
+    if isinstance(regime, bool) or not isinstance(regime, int | float | str):
+        raise TypeError(f"expected a regime as a word or a number, got {regime!r}; pass one of {', '.join(REGIMES)}")
+    if isinstance(regime, str):
+        if regime not in REGIMES:
+            raise ValueError(f"expected a regime of {', '.join(REGIMES)} or a number, got {regime!r}; name one of them")
+        if regime == "auto":
+            return float(members) if (members - 1) * collectivity() <= 1 else 1.0
+        return float(members) if regime == "independent" else 1.0
+    if not 0 < regime < float("inf"):
+        raise ValueError(f"expected a positive number as regime, got {regime}; it is γ: M is independent, 1 collective")
+    return float(regime)
+
+
+def check_members(members: int) -> None:
+    if isinstance(members, bool) or not isinstance(members, int):
+        raise TypeError(f"expected a number of members, got {members!r}; 4 is a usual one")
+    if members < 1:
+        raise ValueError(f"expected at least one member, got {members}; 4 is a usual number")

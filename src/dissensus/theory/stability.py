@@ -1,0 +1,198 @@
+"""Stability of gradient descent on an embedded ensemble as it is: the largest eigenvalue of its whole tangent kernel.
+
+    Θ = (γ/M) J_w J_wᵀ + J_o J_oᵀ + (μ_u/μ_w) J_u J_uᵀ
+
+over members × examples × outputs; w shared, u modulations, o whatever else members own. A product with Θ is one backward and
+one forward derivative: nothing of the size of Θ is formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dissensus.core import batch as batches
+from dissensus.core.likelihood import Classification, Regression
+from dissensus.core.modes import plain_attention
+from dissensus.core.particles import Rows
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.normalization import estimating, statistics_layers
+
+ITERATIONS, TOLERANCE = 100, 1e-4
+PROBES = 8  # of the trace that members' kernels are compared by
+
+
+class Outputs:
+    """All members' outputs as a function of their trained tensors, batch statistics taken from the batch, dropout off."""
+
+    def __init__(self, posterior: Any, x: batches.Inputs) -> None:
+        self.posterior, self.particles, self.x = posterior, posterior.particles, batches.to(x, posterior.device)
+        shared, own = self.particles.shared_parameters(), self.particles.own_parameters()
+        network = {n: p for n, p in {**shared, **own}.items() if n.startswith("network.") and p.requires_grad}
+        self.at = {name: tensor.detach() for name, tensor in network.items()}
+        self.shared = {name for name in network if name in shared}
+        self.factors = {f"network.{name}" for name in posterior.modulations} & network.keys()
+        self.fixed = {n: p.detach() for n, p in shared.items() if n not in network}
+        self.fixed_own = {n: p.detach() for n, p in own.items() if n not in network}
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        """(M, B, …), by vmap where members can be vectorised."""
+        found: Tensor = self.particles.run(self._one(tensors), self._rows(tensors), self.particles.members)
+        return found
+
+    def member(self, tensors: Tensors, m: int) -> Tensor:
+        """(B, …)."""
+        return self._one(tensors)(self._rows(tensors).at(m))
+
+    def _rows(self, tensors: Tensors) -> Rows:
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared}
+        return Rows({**self.fixed_own, **own}, self.particles.own_buffers(), {})
+
+    def _one(self, tensors: Tensors) -> Callable[[Rows], Tensor]:
+        shared = {**self.fixed, **{name: tensors[name] for name in self.shared}}
+
+        def one(row: Rows) -> Tensor:
+            buffers = {**self.particles.shared_buffers(), **row.buffers}
+            held = {name: buffer.clone() for name, buffer in buffers.items()}  # batch norm writes in place
+            found: Tensor = torch.func.functional_call(
+                self.particles.template,
+                {**shared, **row.own, **held},
+                (lambda member: batches.call(member.network, self.x),),
+            )[0]
+            return found
+
+        return one
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What the functions are called in: this thread's turn, forms of attention that have all derivatives."""
+        template = self.particles.template
+        layers = {n: each for n, each in statistics_layers(template).items() if n not in template.always_eval}
+        with self.particles.turn(), plain_attention(), sdpa_kernel(SDPBackend.MATH), estimating(self.particles, layers):
+            yield
+
+
+def largest_rate(outputs: Outputs) -> float:
+    """The learning rate of the weights beyond which descent on the batch diverges, in the kernel's approximation.
+
+    2B/λ_max for squared errors: for noise σ that times σ², since the loss has 1/σ². For classification twice 2B/λ_max: the
+    curvature of the softmax is at most ½, so that is a rate that is stable whatever it predicts. With a `modulation_lr`, which
+    is no multiple of the weights' rate, the largest rate that is stable beside it; 0 where that alone is too much.
+    """
+    posterior = outputs.posterior
+    gamma, members, own = posterior.gamma, outputs.particles.members, posterior.modulation_lr
+    with outputs.running():
+        f, back = torch.func.vjp(outputs, outputs.at)[:2]
+        limit = 2 / curvature(posterior.likelihood, f.detach(), posterior.particles.own_parameters())
+        vector = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=_generator(f.device))
+
+        def eigenvalue(weights: float, factors: float) -> float:
+            nonlocal vector
+            rates = {
+                name: factors
+                if name in outputs.factors
+                else weights * (gamma / members if name in outputs.shared else 1.0)
+                for name in outputs.at
+            }
+            value, vector = _largest(outputs, back, rates, vector)
+            return value
+
+        if own is None:
+            return limit / eigenvalue(1.0, 1.0)
+        low, high = 0.0, limit / eigenvalue(1.0, 0.0)
+        if not own:
+            return high
+        below, above = eigenvalue(low, own), eigenvalue(high, own)
+        if below >= limit:
+            return 0.0
+        # λ_max of lr A + μ_u U is convex in lr: chords lie above it, so their roots come from below.
+        while below < (1 - 1e-3) * limit:
+            low += (limit - below) * (high - low) / (above - below)
+            below = eigenvalue(low, own)
+        return low
+
+
+def overlap(outputs: Outputs) -> float:
+    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes: 0 for independent members, 1 for equal ones."""
+    members = outputs.particles.members
+    shared = {name: outputs.at[name] for name in outputs.shared}
+    if members == 1 or not shared:
+        return math.nan
+    across = within = 0.0
+    with outputs.running():
+        backs = []
+        for m in range(members):
+            f, back = torch.func.vjp(lambda w, m=m: outputs.member({**outputs.at, **w}, m), shared)[:2]
+            backs.append(back)
+        generator = _generator(f.device)
+        for _ in range(PROBES):
+            probe = torch.randint(2, f.shape, device=f.device, generator=generator).to(f.dtype) * 2 - 1
+            total: Tensors = {}
+            mine = 0.0
+            for back in backs:
+                gradient = back(probe)[0]
+                mine += float(sum(g.double().square().sum() for g in gradient.values()))
+                total = {name: g + total[name] if total else g for name, g in gradient.items()}
+            within += mine
+            across += float(sum(g.double().square().sum() for g in total.values())) - mine
+    return float(across / ((members - 1) * within))
+
+
+def curvature(likelihood: object, outputs: Tensor, own: Tensors) -> float:
+    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it."""
+    if isinstance(likelihood, Classification):
+        places = outputs.numel() / (outputs.shape[0] * outputs.shape[2])
+        return 0.5 / places  # diag p − ppᵀ has no eigenvalue above ½
+    if isinstance(likelihood, Regression):
+        learned = own.get("likelihood.log_noise")
+        variance = float(likelihood.noise) ** 2 if learned is None else float(torch.exp(2 * learned.detach()).min())
+        return 1 / (variance * outputs.shape[1])
+    return 1 / outputs.shape[1]
+
+
+def _largest(
+    outputs: Outputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
+) -> tuple[float, Tensor]:
+    """(λ_max of J diag(rates) Jᵀ, about its eigenvector), by power iteration.
+
+    The value is the best that all powers so far together give (Lanczos), which needs a tenth of the products that the last
+    power alone would: the largest eigenvalues of members that are alike lie close together.
+    """
+    basis: list[Tensor] = []
+    alphas: list[float] = []
+    betas: list[float] = []
+    vector, value, values, vectors = start / start.norm(), 0.0, torch.zeros(1), torch.ones(1, 1)
+    for _ in range(min(ITERATIONS, start.numel())):
+        basis.append(vector)
+        gradient = {name: g * rates[name] for name, g in back(vector)[0].items()}
+        moved: Tensor = torch.func.jvp(outputs, (outputs.at,), (gradient,))[1].detach()
+        alphas.append(float((vector * moved).sum()))
+        for _ in range(2):  # twice is enough against rounding
+            for each in basis:
+                moved = moved - (each * moved).sum() * each
+        values, vectors = torch.linalg.eigh(
+            torch.diag(torch.tensor(alphas, dtype=torch.float64))
+            + sum((torch.diag(torch.tensor(betas, dtype=torch.float64), k) for k in (-1, 1)), torch.zeros(1))
+            if betas
+            else torch.tensor([alphas], dtype=torch.float64)
+        )
+        before, value = value, float(values[-1])
+        size = float(moved.norm())
+        if abs(value - before) <= TOLERANCE * abs(value) or not size > 1e-12 * abs(value):
+            break
+        betas.append(size)
+        vector = moved / size
+    weights = vectors[:, -1].tolist()
+    found = sum((w * each for w, each in zip(weights, basis, strict=True)), torch.zeros_like(start))
+    return value, found
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Probes of one kind each time: the same posterior gives the same numbers, and no one's stream is moved."""
+    return torch.Generator(device).manual_seed(0)

@@ -1,0 +1,52 @@
+"""What `fit` refuses, or remarks on, before anything is trained."""
+
+import logging
+
+import torch.distributed as distributed
+from torch.optim import Optimizer
+
+from dissensus.core.posterior import Posterior
+
+log = logging.getLogger("dissensus")
+
+
+def check_settings(
+    posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
+) -> None:
+    """Raises where settings make no sense for this posterior."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
+    if epochs < 1:
+        raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
+    if accumulate < 1:
+        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
+    if patience is not None and not posterior.keeps_best:
+        raise ValueError(
+            f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
+            "run; leave it out"
+        )
+    if patience is not None and validation is None:
+        raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def check_ranks(ranks: str | None) -> None:
+    """Raises where several processes of a group would each train a model of their own without having asked for that."""
+    if ranks not in (None, "independent"):
+        raise ValueError(f'expected ranks of None or "independent", got {ranks!r}; leave it out in a single process')
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if ranks is None and grouped and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"expected one process, got rank {distributed.get_rank()} of {distributed.get_world_size()}: fit does not share "
+            "gradients or members between ranks, so each would train another model; call it on one rank (members run together "
+            'on one GPU), or pass ranks="independent" for a run per rank with a seed and a checkpoint of its own'
+        )
+
+
+def say_remarks(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Logs what the posterior has to say of such an optimiser."""
+    for remark in posterior.remarks(optimizer):
+        log.info("%s", remark)

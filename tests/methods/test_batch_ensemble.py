@@ -1,0 +1,425 @@
+"""BatchEnsemble: the talk's updates, weights stored once, members that fold into ordinary networks."""
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.surgery.conversion import Cut
+
+SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)
+
+
+def smooth():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def ensemble(net=smooth, modulation=AROUND, **keywords):
+    return ds.BatchEnsemble(net(), modulation=modulation, **({"members": 3} | keywords)).double()
+
+
+# ------------------------------------------------------------------------------------------------------------ updates
+
+
+def by_hand(posterior, x):
+    """(M, B, 3) of `smooth` written out, and the tensors it reads."""
+    t = {name: p.detach().clone().requires_grad_() for name, p in posterior.named_parameters()}
+    own, shared = "particles.own.network.", "particles.shared.network."
+    r1, s1, r2, s2 = (t[f"{own}{name}"][:, None] for name in ("0.r", "0.s", "2.r", "2.s"))
+    hidden = torch.tanh(s1 * ((r1 * x) @ t[f"{shared}0.weight"].T + t[f"{shared}0.bias"]))
+    return s2 * ((r2 * hidden) @ t[f"{shared}2.weight"].T + t[f"{own}2.bias"][:, None]), t
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize(("regime", "gamma"), [("collective", 1.0), ("independent", 3.0), (2.0, 2.0)])
+def test_steps_are_those_of_the_talk_under_sgd_with_decay_and_momentum(regime, gamma, engine):
+    """Δu = −μ_u ∂L_α, Δw = −μ_w (γ/M) Σ ∂L_α; decay λw on shared weights whole, none on modulations."""
+    lr, mu, decay, momentum = 0.1, 0.03, 0.2, 0.9
+    posterior, (x, y) = ensemble(regime=regime, modulation_lr=mu), tiny.points()
+    assert posterior.gamma == gamma
+    optimizer = torch.optim.SGD(posterior.parameter_groups(lr, decay), lr=lr, momentum=momentum)
+    velocity = {}
+    for _ in range(3):
+        outputs, tensors = by_hand(posterior, x)
+        torch.testing.assert_close(posterior(x), outputs, rtol=0, atol=1e-12)
+        loss = sum(nn.functional.cross_entropy(each, y) for each in outputs)
+        gradients = dict(zip(tensors, torch.autograd.grad(loss, list(tensors.values())), strict=True))
+        expected = {}
+        for name, w in tensors.items():
+            modulation = name.endswith((".r", ".s"))
+            g = gradients[name] * (gamma / 3 if ".shared." in name else 1.0) + (
+                0.0 if modulation else decay * w.detach()
+            )
+            velocity[name] = momentum * velocity[name] + g if name in velocity else g
+            expected[name] = w.detach() - (mu if modulation else lr) * velocity[name]
+        ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, engine=engine, progress=False)
+        found = {name: p.detach() for name, p in posterior.named_parameters()}
+        assert tiny.largest_difference(found, expected) < 1e-12
+
+
+def test_the_weight_prior_counts_once_and_is_not_scaled_by_the_regime():
+    """As weight decay of 1/(N σ²) under SGD, whatever γ."""
+    x, y = tiny.points()
+    for regime in ("collective", "independent"):
+        torch.manual_seed(0)
+        plain = ensemble(regime=regime)
+        torch.manual_seed(0)
+        prior = ensemble(regime=regime, weight_prior_std=0.5, data_size=12)
+        for each in (plain, prior):
+            each.backward(x, y)
+        weight = plain.particles.shared_parameters()["network.0.weight"]
+        other = prior.particles.shared_parameters()["network.0.weight"]
+        torch.testing.assert_close(other.grad - weight.grad, weight.detach() / (12 * 0.25), rtol=0, atol=1e-12)
+        torch.testing.assert_close(prior.modulations["0.r"].grad, plain.modulations["0.r"].grad, rtol=0, atol=1e-12)
+
+
+def test_a_step_of_one_members_loss_moves_the_others_by_the_kernel_with_a_remainder_of_the_square():
+    """f_α moves by −η (γ/M) Θ_αβ ∂L_β/∂f_β; halving η quarters what is left."""
+    posterior, (x, y) = ensemble(regime="independent", modulation=SIGN), tiny.points()
+    particles, (a, b) = posterior.particles, (0, 1)
+    shared, own = particles.shared_parameters(), particles.own_parameters()
+
+    def outputs(params, inputs):
+        return particles.call(lambda member: member.network(inputs), params, particles.shared_buffers())[0]
+
+    def of_member(m, weights):
+        return {**weights, **{name: tensor[m] for name, tensor in own.items()}}
+
+    blocks = ds.theory.ensemble_blocks(outputs, shared, own, x)
+    before = outputs(of_member(a, shared), x)
+    slope = torch.autograd.functional.jacobian(
+        lambda f: nn.functional.cross_entropy(f, y), outputs(of_member(b, shared), x)
+    )
+    moves = torch.einsum("nmop,mp->no", blocks.common[a, b], slope)
+    gradient = torch.func.grad(lambda weights: posterior.member_loss(of_member(b, weights), {}, x, y)[0])(dict(shared))
+    left = []
+    for eta in (0.02, 0.01, 0.005):
+        moved = {name: w - eta * gradient[name] for name, w in shared.items()}
+        predicted = -eta * posterior.gamma / particles.members * moves
+        left.append(float((outputs(of_member(a, moved), x) - before - predicted).detach().norm()))
+    assert left[0] / left[1] == pytest.approx(4, abs=0.2)
+    assert left[1] / left[2] == pytest.approx(4, abs=0.1)
+    assert left[0] < 0.05 * float(predicted.norm()) * 4
+
+
+# ------------------------------------------------------------------------------------------------------ independence
+
+
+def overlap(width, seed):
+    """(4,) Θ_αβ/Θ_αα of two members with signs at four inputs."""
+    torch.manual_seed(seed)
+    net = ds.nets.MLP(10, 1, hidden=(width, width), parameterization="ntk")
+    posterior = ds.BatchEnsemble(net, members=2, modulation=SIGN, form="talk", likelihood=ds.Regression(1.0))
+    particles, x = posterior.particles, torch.randn(4, 10)
+    shared, rows = particles.shared_parameters(), particles.rows()
+    wanted = list(shared.values())
+
+    def gradients(member, one):
+        params = {**shared, **rows.at(member).own}
+        f = particles.call(lambda each: each.network(one[None]), params, {})[0]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(f.sum(), wanted)])
+
+    pairs = [(gradients(0, one), gradients(1, one)) for one in x]
+    return torch.stack([first @ second / (first @ first) for first, second in pairs]).double()
+
+
+def slope_of_overlap(widths, seeds):
+    rms = [float(torch.cat([overlap(w, seed) for seed in range(seeds)]).square().mean().sqrt()) for w in widths]
+    logs = torch.tensor([widths, rms], dtype=torch.float64).log()
+    centred = logs - logs.mean(1, keepdim=True)
+    return float((centred[0] * centred[1]).sum() / centred[0].square().sum())
+
+
+def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_width():
+    """The slope's own error over 12 seeds and 4 inputs is about 0.06."""
+    assert slope_of_overlap([64, 128, 256, 512], 12) == pytest.approx(-0.5, abs=0.15)
+
+
+@pytest.mark.slow
+def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_width_over_forty_seeds():
+    assert slope_of_overlap([128, 256, 512, 1024, 2048], 40) == pytest.approx(-0.5, abs=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- surgery
+
+
+class Encoder(nn.Module):
+    """Tokens (B, L) -> (B, 3) by a small transformer encoder, its output layer tied to nothing."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens)).mean(1))
+
+
+IMAGES, TOKENS = torch.randn(2, 3, 32, 32), torch.randint(11, (2, 5))
+NETWORKS = {
+    "resnet18": (lambda: ds.nets.ResNet(18), IMAGES),  # nested, where another library's conversion crashes
+    "vgg16": (lambda: ds.nets.VGG16(), IMAGES),
+    "encoder": (Encoder, TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_neutral_modulations_keep_what_a_network_computes(name):
+    """Pretrained weights, however nested: another library draws new ones."""
+    make, x = NETWORKS[name]
+    network = make().eval()
+    posterior = ds.BatchEnsemble(network, members=2, modulation=NEUTRAL).eval()
+    with torch.no_grad():
+        expected, found = network(x), posterior(x)
+        for each in (*found, posterior.member(1).eval()(x)):
+            torch.testing.assert_close(each, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_ten_million_parameters_convert_in_under_a_second():
+    network = ds.nets.ResNet(18)
+    assert sum(p.numel() for p in network.parameters()) > 1e7
+    start = time.process_time()
+    ds.BatchEnsemble(network, members=4, modulation=SIGN)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ds.nets.ResNet(20), lambda: ds.nets.WideResNet(28, 10)], ids=["rn20", "wrn28"]
+)
+def test_sixteen_members_have_fewer_than_a_fifth_more_parameters(make):
+    with torch.device("cpu"):
+        network = make()
+    count = sum(p.numel() for p in network.parameters())
+    posterior = ds.BatchEnsemble(network, members=16, modulation=SIGN)
+    assert count < sum(p.numel() for p in posterior.parameters()) < 1.2 * count
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (Encoder, torch.randint(11, (6, 5))),
+        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
+         torch.randn(6, 2, 5, 5)),
+    ],
+    ids=["encoder", "conv"],
+)  # fmt: skip
+def test_it_trains_under_accumulate_and_clip_and_goes_on_from_a_checkpoint(net, x, tmp_path):
+    y, network = torch.arange(6) % 3, net()
+    network(x)  # fills in lazy sizes
+
+    def fit(epochs, checkpoint=None):
+        torch.manual_seed(0)
+        posterior = ds.BatchEnsemble(network, members=2, modulation=AROUND)
+        optimizer = torch.optim.SGD(posterior.parameter_groups(0.05), lr=0.05, momentum=0.9)
+        loader, common = [(x[:3], y[:3]), (x[3:], y[3:])], {"optimizer": optimizer, "accumulate": 2, "clip": 0.5}
+        history = ds.fit(posterior, loader, epochs=epochs, checkpoint=checkpoint, progress=False, **common)
+        return posterior, history
+
+    whole, history = fit(6)
+    assert history[-1].loss < history[0].loss
+    fit(3, tmp_path / "half")
+    resumed, _ = fit(6, tmp_path / "half")
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3, groups=2, padding=1, padding_mode="reflect"), (2, 4, 8)),
+        (nn.Conv2d(4, 6, 3, groups=2, stride=2), (2, 4, 8, 8)),
+        (nn.Conv3d(4, 6, 2, bias=False), (2, 4, 4, 4, 4)),
+        (nn.ConvTranspose1d(4, 6, 3, groups=2), (2, 4, 8)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+        (nn.ConvTranspose3d(4, 6, 2), (2, 4, 3, 3, 3)),
+        (nn.Linear(8, 5), (2, 4, 8)),
+        (ds.nets.MLP(8, 5, hidden=(3,), parameterization="ntk").layers[0], (2, 8)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_factors_of_activations_of_kernels_and_folded_ones_agree(layer, shape):
+    posterior = ds.BatchEnsemble(nn.Sequential(layer), members=3, modulation=ds.Modulation.normal(0.3, 1.0)).double()
+    x = torch.randn(shape, dtype=torch.float64)
+    one_by_one = posterior.particles.each(lambda member: member.network(x), how="loop")
+    at_once = posterior.particles.each(lambda member: member.network(x), how="vectorised")
+    torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
+    for m in range(3):
+        ordinary = posterior.member(m)
+        assert type(ordinary[0]) is type(layer)
+        assert list(ordinary.state_dict()) == [f"0.{name}" for name in layer.state_dict()]
+        torch.testing.assert_close(ordinary(x), one_by_one[m], rtol=0, atol=1e-12)
+
+
+def test_members_are_ordinary_networks_after_training_and_the_given_one_has_the_shared_weights():
+    posterior, (x, y) = ensemble(tiny.mlp), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=3, progress=False)
+    outputs = posterior.eval()(x)
+    for m in range(3):
+        ordinary = posterior.member(m).eval()
+        assert not any(isinstance(part, Cut) for part in ordinary.modules())
+        torch.testing.assert_close(ordinary(x), outputs[m], rtol=0, atol=1e-12)
+    weight = posterior.particles.shared_parameters()["network.0.weight"]
+    assert torch.equal(posterior.given()[0].weight, weight)
+
+
+def test_norm_layers_and_the_output_bias_are_own_and_everything_else_is_stored_once():
+    posterior = ds.BatchEnsemble(ds.nets.ResNet(20), members=3, modulation=SIGN)
+    own, shared = posterior.particles.own_parameters(), posterior.particles.shared_parameters()
+    assert "network.linear.bias" in own
+    assert all(
+        name.endswith((".r", ".s", "bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias", "linear.bias")) for name in own
+    )
+    assert all(name.endswith(("conv1.weight", "conv2.weight", "linear.weight")) for name in shared)
+    statistics = [name for name in posterior.particles.own_buffers() if name.endswith("running_mean")]
+    assert len(statistics) == 19
+    assert posterior.account.converted["bn1"] == "own affine and statistics"
+    assert posterior.account.converted["linear"] == "r (64) and s (10), one for each unit; own bias"
+    assert set(posterior.modulations) == {n.removeprefix("network.") for n in own if n.endswith((".r", ".s"))}
+
+
+def test_the_account_names_what_is_left_alone(caplog):
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        posterior = ds.BatchEnsemble(Encoder(), members=2, modulation=SIGN)
+    assert set(posterior.account.left) == {
+        "embedding", "encoder.layers.0.self_attn", "encoder.layers.0.self_attn.out_proj",
+        "encoder.layers.1.self_attn", "encoder.layers.1.self_attn.out_proj",
+    }  # fmt: skip
+    assert [str(posterior.account) in record.getMessage() for record in caplog.records] == [True]
+
+
+class Reversed(nn.Module):
+    """Registers its layers from the last to the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.middle, self.stem = nn.Linear(5, 3), nn.Linear(5, 5), nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.middle(self.norm(self.stem(x)))))
+
+
+def test_the_talks_form_lacks_the_first_r_and_the_last_s_in_the_order_of_calls():
+    posterior = ensemble(Reversed, form="talk")
+    assert set(posterior.modulations) == {"stem.s", "middle.r", "middle.s", "head.r"}
+    assert "network.head.bias" in posterior.particles.own_parameters()
+    assert set(ensemble(Reversed).modulations) == {f"{each}.{f}" for each in ("stem", "middle", "head") for f in "rs"}
+
+
+def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.called(nn.functional.linear(x, self.read.weight))
+
+    assert "not met" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
+    account = ensemble(Reading).account
+    assert "not met" in account.converted["read"]
+    assert "not met" not in account.converted["called"]
+
+
+def test_layers_are_chosen_by_patterns():
+    posterior = ensemble(layers=["2"])
+    assert set(posterior.modulations) == {"2.r", "2.s"}
+    assert "not among" in posterior.account.left["0"]
+
+
+def test_a_tied_output_layer_stays_tied_to_its_embedding():
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.body, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(torch.tanh(self.body(self.embedding(tokens)))).mean(1)
+
+    posterior, tokens = ensemble(Language), torch.randint(7, (5, 3))
+    assert "network.head.weight" not in posterior.particles.shared_parameters()  # stored once, as the embedding's
+    ordinary, outputs = posterior.member(1), posterior(tokens)
+    torch.testing.assert_close(ordinary(tokens), outputs[1], rtol=0, atol=1e-12)
+    posterior.backward(tokens, torch.arange(5) % 7)
+    assert posterior.particles.shared_parameters()["network.embedding.weight"].grad.abs().sum() > 0
+
+
+# ------------------------------------------------------------------------------------------------------- what it says
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"members": 0}, ValueError, "at least one member, got 0"),
+        ({"members": 2.0}, TypeError, "number of members"),
+        ({"modulation": None}, ValueError, r"got none; pass Modulation.sign\(\), which makes independent .* pretrained"),
+        ({"modulation": "sign"}, TypeError, "expected a modulation, got 'sign'"),
+        ({"regime": "both"}, ValueError, "regime of auto, independent, collective or a number"),
+        ({"regime": 0.0}, ValueError, "positive number as regime"),
+        ({"form": "u"}, ValueError, 'form "wen" or "talk"'),
+        ({"modulation_lr": -1.0}, ValueError, "modulation_lr of at least 0"),
+        ({"net": lambda: nn.Sequential(nn.ReLU())}, ValueError, "with a linear or convolutional layer"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_with_what_to_do(keywords, error, words):
+    with pytest.raises(error, match=words):
+        ensemble(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("modulation", "members", "gamma"),
+    [(SIGN, 8, 8), (NEUTRAL, 8, 1), (AROUND, 2, 2), (AROUND, 3, 1), (ds.Modulation.between(0.3), 8, 8)],
+)
+def test_the_regime_follows_from_the_collectivity_and_the_number_of_members(modulation, members, gamma):
+    assert ensemble(modulation=modulation, members=members).gamma == gamma
+
+
+def test_fit_says_once_that_scale_free_optimisers_do_not_see_the_regime(caplog):
+    posterior, (x, y) = ensemble(), tiny.points()
+    groups = posterior.parameter_groups(1e-3, 1e-2)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        for optimizer in (torch.optim.AdamW(groups), torch.optim.SGD(groups, lr=1e-3)):
+            ds.fit(posterior, [(x, y)], epochs=2, optimizer=optimizer, progress=False)
+    assert [("AdamW" in line) for line in caplog.messages if "changes nothing under" in line] == [True]
+    assert not any("draws modulations to 0" in line for line in caplog.messages)
+
+
+def test_fit_says_that_an_optimiser_decays_modulations(caplog):
+    posterior, (x, y) = ensemble(), tiny.points()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-3, weight_decay=0.1)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
+    assert any("draws modulations to 0" in line for line in caplog.messages)
+
+
+def test_evaluate_notes_that_the_members_are_one_model():
+    x, y = tiny.points(32)
+    for members, modulation, noted in ((4, NEUTRAL, True), (3, NEUTRAL, False), (4, SIGN, False)):
+        torch.manual_seed(0)
+        found = ds.evaluate(ensemble(modulation=modulation, members=members), [(x, y)])
+        assert ("collapse" in found.notes) == noted
+        if noted:
+            assert "count as 1.00" in found.notes["collapse"]
+            assert "Modulation.sign()" in found.notes["collapse"]
+            assert found.notes["collapse"] in repr(found)
+
+
+def test_a_network_of_the_library_is_loaded_without_being_passed(tmp_path):
+    posterior = ds.BatchEnsemble(
+        ds.nets.ResNet(20), members=3, modulation=SIGN, form="talk", regime=2, layers=["layer*"]
+    )
+    ds.save(posterior, tmp_path)
+    loaded, x = ds.load(tmp_path), torch.randn(2, 3, 32, 32)
+    assert (loaded.modulation, loaded.gamma, loaded.layers, loaded.config()) == (
+        SIGN,
+        2.0,
+        ("layer*",),
+        posterior.config(),
+    )
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)

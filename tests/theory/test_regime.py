@@ -1,0 +1,213 @@
+"""The regime of an embedded ensemble: what its modulations foretell, and the largest stable rate of the network at hand."""
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus import Modulation, theory
+from dissensus.theory.regime import wide_limit
+
+LAWS = {"sign": Modulation.sign(), "normal": Modulation.normal(1, 0.5), "p": Modulation.between(0.3)}
+
+
+def ensemble(
+    modulation=LAWS["sign"], *, width=512, members=8, outputs=1, likelihood=None, seed=0, hidden=2, **keywords
+):
+    torch.manual_seed(seed)
+    net = ds.nets.MLP(10, outputs, hidden=(width,) * hidden, parameterization="ntk").double()
+    keywords = {"form": "talk", "likelihood": likelihood or ds.Regression(1.0)} | keywords
+    return ds.BatchEnsemble(net, members=members, modulation=modulation, **keywords)
+
+
+def inputs(n=16, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 10, generator=generator, dtype=torch.float64)
+
+
+def whole_kernel(posterior, x):
+    """(M·B·O, M·B·O) (γ/M) Θ^com + Θ^ind, and the blocks."""
+    particles = posterior.particles
+    own = {n: p for n, p in particles.own_parameters().items() if n.startswith("network.")}
+
+    def outputs(params, some):
+        return particles.call(lambda member: member.network(some), params, {})[0]
+
+    blocks = theory.ensemble_blocks(outputs, particles.shared_parameters(), own, x)
+    return blocks.total(posterior.gamma), blocks
+
+
+@pytest.mark.parametrize(("regime", "noise"), [("independent", 1.0), ("collective", 0.3)])
+def test_the_rate_is_that_of_the_whole_kernels_largest_eigenvalue(regime, noise):
+    posterior, x = (
+        ensemble(LAWS["normal"], width=24, members=3, outputs=2, regime=regime, likelihood=ds.Regression(noise)),
+        inputs(5),
+    )
+    theta, blocks = whole_kernel(posterior.double(), x)
+    found = theory.regime(posterior, x)
+    expected = 2 * 5 * noise**2 / float(torch.linalg.eigvalsh(theta)[-1])
+    assert found.rate == pytest.approx(expected, rel=1e-3)
+    same, cross = (torch.einsum("nnoo->", each) for each in (blocks.same, blocks.cross))
+    assert found.overlap == pytest.approx(float(cross / same), abs=0.15)  # eight random probes
+
+
+def test_the_rate_of_classification_is_safe_for_the_softmax():
+    posterior, x = ensemble(width=24, members=3, outputs=3, likelihood=ds.Classification()), inputs(5)
+    largest = float(torch.linalg.eigvalsh(whole_kernel(posterior, x)[0])[-1])
+    assert theory.regime(posterior, x).rate == pytest.approx(2 * 5 / (largest / 2), rel=1e-3)
+
+
+def test_a_rate_of_the_modulations_own_is_taken_as_it_is():
+    """λ_max((γ/M) lr Θ_w + lr Θ_bias + μ Θ_u) = 2B at the rate found; 0 where μ alone is too much."""
+    x, mu = inputs(5), 0.05
+    free = ensemble(LAWS["normal"], width=24, members=3, modulation_lr=0.0)
+    fixed = ensemble(LAWS["normal"], width=24, members=3, modulation_lr=mu)
+    rate, largest = theory.regime(fixed, x).rate, theory.regime(free, x).rate
+    assert 0 < rate < largest
+    fixed.modulation_lr = None
+    theta = whole_kernel(fixed, x)[0] * rate
+    for parameter in fixed.modulations.values():
+        parameter.requires_grad_(False)
+    fixed.modulation_lr = 0.0
+    assert theory.regime(fixed, x).rate == pytest.approx(largest, rel=1e-3)
+    # the kernel of modulations counts μ/lr times: move it from lr to μ
+    own = {n: p for n, p in fixed.particles.own_parameters().items() if n.removeprefix("network.") in fixed.modulations}
+    rest = {n: p[0] for n, p in fixed.particles.own_parameters().items() if n not in own and n.startswith("network.")}
+    shared = fixed.particles.shared_parameters()
+
+    def outputs(params, some):
+        return fixed.particles.call(lambda member: member.network(some), {**rest, **params}, {})[0]
+
+    individual = theory.ensemble_blocks(outputs, shared, own, x).individual  # (M, N, N, 1, 1)
+    theta = theta + (mu - rate) * torch.block_diag(*individual[..., 0, 0])
+    assert float(torch.linalg.eigvalsh(theta)[-1]) == pytest.approx(2 * 5, rel=5e-3)
+    assert theory.regime(ensemble(LAWS["normal"], width=24, members=3, modulation_lr=1e3), x).rate == 0
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_descent_below_the_rate_never_climbs_and_at_three_times_it_diverges(law):
+    posterior, x = ensemble(LAWS[law]), inputs()
+    y = torch.randn(16, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rate, start = theory.regime(posterior, x).rate, tiny.state(posterior)
+
+    stable = descent(posterior, x, y, 0.8 * rate, 30)
+    posterior.load_state_dict(start)
+    unstable = descent(posterior, x, y, 3.0 * rate, 30)
+    assert max(stable) == stable[0]
+    assert not unstable[-1] < 1e3 * unstable[0]
+
+
+def test_members_with_signs_reach_the_loss_of_independent_networks_in_about_their_steps():
+    """N = 32 M, both at 0.9 of their rates; benchmarks/embedded_descent.py has more of it."""
+    x, members, reference = inputs(), 4, 40
+    y = torch.sin(x.sum(1, keepdim=True))
+    alone = [ensemble(width=128, members=1, seed=seed) for seed in range(1, 1 + members)]
+    rate = 0.9 * min(theory.regime(each, x).rate for each in alone)
+    wanted = sum(descent(each, x, y, rate, reference)[-1] for each in alone)
+    together = ensemble(width=128, members=members)
+    losses = descent(together, x, y, 0.9 * theory.regime(together, x).rate, int(1.5 * reference))
+    assert min(losses) <= wanted
+
+
+def descent(posterior, x, y, rate, steps):
+    """Sums of members' losses before each step and after the last."""
+    optimizer = torch.optim.SGD(posterior.parameter_groups(rate), lr=rate)
+    found = []
+    for _ in range(steps + 1):
+        optimizer.zero_grad()
+        found.append(float(posterior.backward(x, y).sum()))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("u", "depth"),
+    [(Modulation.normal(0.6, 0.8), 1), (Modulation.normal(0.6, 0.8), 3), (LAWS["normal"], 2), (LAWS["p"], 2)],
+)
+def test_the_wide_limit_from_drawn_modulations_is_that_of_the_analytic_kernels(u, depth):
+    """The moments of 2 × 200,000 factors differ from the law's by some per mille."""
+    torch.manual_seed(0)
+    posterior = ds.BatchEnsemble(
+        nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(2, 2), nn.ReLU())], nn.Linear(2, 1)),
+        members=2, modulation=u, form="talk", likelihood=ds.Regression(1.0),
+    )  # fmt: skip
+    wide = {name: u.sample((2, 200_000), dtype=torch.float64) for name in posterior.modulations}
+    x = torch.ones(1, 4, dtype=torch.float64)
+    exact = theory.embedded_kernels(x, depth=depth, activation="relu", u=u, v=u, weight_variance=2.0)
+    correlation, overlap = wide_limit(posterior, wide)
+    assert correlation == pytest.approx(float(exact.gp_cross / exact.gp_same), abs=0.01)
+    assert overlap == pytest.approx(float(exact.common_cross / exact.common_same), abs=0.01)
+
+
+def test_signs_are_independent_and_factors_around_one_are_collective():
+    independent, collective = theory.regime(ensemble()), theory.regime(ensemble(LAWS["normal"]))
+    assert (independent.kind, collective.kind) == ("independent", "collective")
+    assert abs(independent.correlation) < 0.02
+    assert collective.correlation > 0.4
+    assert independent.effective_members > 7
+    assert independent.rate is None
+    assert "8 members with γ = 8 are independent" in str(independent)
+    assert "wide limit" in str(collective)
+
+
+def test_a_gamma_that_does_not_suit_the_modulations_is_said():
+    assert 'regime="collective"' in str(theory.regime(ensemble(LAWS["normal"], regime="independent", width=64)))
+    assert 'regime="independent"' in str(theory.regime(ensemble(regime="collective", width=64)))
+    assert theory.regime(ensemble(width=64)).advice == ""
+
+
+def test_equal_members_have_correlation_one_and_one_member_is_no_ensemble():
+    equal = theory.regime(ensemble(Modulation.constant(1.0), width=16, members=4), inputs(3))
+    assert equal.correlation == pytest.approx(1)
+    assert equal.overlap == pytest.approx(1)
+    assert equal.effective_members == pytest.approx(1)
+    assert theory.regime(ensemble(width=16, members=1), inputs(3)).kind == "independent"
+
+
+def test_behind_an_own_batch_norm_only_the_sign_of_s_acts():
+    def correlation(batch_norm):
+        torch.manual_seed(0)
+        net = ds.nets.MLP(10, 3, hidden=(256,), batch_norm=batch_norm)
+        posterior = ds.BatchEnsemble(net, members=4, modulation=Modulation.normal(1, 0.3), form="talk")
+        for name, factor in posterior.modulations.items():
+            if name.endswith(".r"):
+                factor.data.fill_(1.0)
+        return theory.regime(posterior).correlation
+
+    assert correlation(True) == pytest.approx(1, abs=1e-2)
+    assert correlation(False) < 0.95
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (tiny.mlp, torch.randn(12, 4)),
+        (
+            lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1)),
+            torch.randn(6, 2, 5, 5),
+        ),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), torch.randn(4, 3, 8)),
+    ],
+    ids=["batch norm", "conv", "attention"],
+)
+def test_any_network_is_measured_and_left_as_it_was(net, x):
+    posterior = ds.BatchEnsemble(net(), members=4, modulation=Modulation.sign())
+    before, modes = tiny.state(posterior), [part.training for part in posterior.particles.template.modules()]
+    first, again = theory.regime(posterior, x), theory.regime(posterior, x)
+    assert first == again
+    assert first.rate > 0
+    assert tiny.largest_difference(before, tiny.state(posterior)) == 0
+    assert modes == [part.training for part in posterior.particles.template.modules()]
+
+
+def test_masks_are_always_a_collective():
+    posterior = ds.DropoutEnsemble(ds.nets.MLP(10, 3, hidden=(64, 64)), members=8, keep=0.8)
+    found = theory.regime(posterior, inputs().float())
+    assert found.kind == "collective"
+    assert found.advice == ""
+
+
+def test_other_posteriors_are_refused():
+    with pytest.raises(TypeError, match="expected an embedded ensemble, got MAP"):
+        theory.regime(ds.MAP(tiny.mlp()))
