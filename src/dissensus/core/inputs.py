@@ -20,7 +20,7 @@ log = logging.getLogger("dissensus")
 Run = Callable[[Inputs], Tensor]
 
 
-class Known:
+class KnownInputs:
     """Kinds of inputs (shapes without the batch axis, dtypes) that a network was tried on and takes."""
 
     def __init__(self) -> None:

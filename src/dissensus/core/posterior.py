@@ -47,7 +47,7 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        self._known = inputs.Known()
+        self._known = inputs.KnownInputs()
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares

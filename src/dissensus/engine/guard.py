@@ -18,7 +18,7 @@ from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.tree import Tensors
 
 # What may be bad, in the order of naming: a loss, a gradient before mixing, a member's gradient, a shared one.
-KINDS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
+FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 
 
 class Guard:
@@ -38,7 +38,7 @@ class Guard:
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
-        self.bad = torch.zeros(len(KINDS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
+        self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._kept: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
         self._aside = Aside(device)
@@ -152,8 +152,8 @@ class Guard:
         if self.halted > 0:
             self.undo()
             self.posterior.zero_grad(set_to_none=True)
-            of_kinds = dict(zip(KINDS, self.bad.tolist(), strict=True))
-            what, members = next((what, each) for what, each in of_kinds.items() if any(each))
+            by_fault = dict(zip(FAULTS, self.bad.tolist(), strict=True))
+            what, members = next((what, each) for what, each in by_fault.items() if any(each))
             self.halted.zero_()
             self.bad.zero_()
             numbers = [number for number, bad in enumerate(members) if bad]

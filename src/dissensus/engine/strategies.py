@@ -30,12 +30,12 @@ def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strate
     """The strategy of this kind; falls back to a plainer one where it fails."""
     if kind == "vectorised":
         plain = OrElse(gradients.vectorised, gradients.looped, Plainer(kind="loop"))
-        return OrElse(Compiled(), plain, Plainer(compiled=False)) if compiled else plain
+        return OrElse(CompiledVectorised(), plain, Plainer(compiled=False)) if compiled else plain
     if kind == "loop":
         return OrElse(CompiledLoop(), gradients.looped, Plainer(compiled=False)) if compiled else gradients.looped
     if compiled:
-        return OrElse(Streamed(streams, compiled=True), Streamed(streams), Plainer(compiled=False))
-    return Streamed(streams)
+        return OrElse(StreamedLoop(streams, compiled=True), StreamedLoop(streams), Plainer(compiled=False))
+    return StreamedLoop(streams)
 
 
 class Plainer(NamedTuple):
@@ -75,7 +75,7 @@ def fallen_back(run: Strategy) -> Iterator[Plainer]:
         run = run.second
 
 
-class Compiled:
+class CompiledVectorised:
     """The strategy that compiles vectorised gradients."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class CompiledLoop:
         return gradients.looped(posterior, x, y, weight, member=self.member)
 
 
-class Streamed:
+class StreamedLoop:
     """The strategy that spreads members over CUDA streams, so that small kernels of several run together."""
 
     def __init__(self, streams: int, *, compiled: bool = False) -> None:
