@@ -68,8 +68,8 @@ def main() -> None:
                 **about,
             }
         )
-    if arguments.csv:
-        write_rows(arguments.csv, rows)
+        if arguments.csv:
+            write_rows(arguments.csv, rows)
 
 
 def timed(name: str, members: int, repeats: int, device: torch.device) -> tuple[float, float, str]:

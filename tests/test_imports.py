@@ -64,7 +64,7 @@ FLOORS = {
     "bench/rows": ["sources geometry", "sets loaders grid units"],
     "bench/task": ["toml objects variants", "arguments", "schema", "config"],
     "bench/run": [
-        "provenance records choice watch threads sharing same weights",
+        "provenance records choice calibrated watch threads sharing same weights",
         "build splits convert",
         "together",
         "run",

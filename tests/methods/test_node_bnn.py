@@ -314,6 +314,20 @@ def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights():
         assert layer.training == moved
 
 
+def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):
+    x, y = tiny.points()
+    fresh, seen = build(conv, batch_norm="frozen"), conv().double()
+    for _ in range(2):
+        fresh.backward(x, y)
+    assert [record.message for record in caplog.records if "no data have passed in 2" in record.message] != []
+    assert len(caplog.records) == 1
+    caplog.clear()
+    seen(x)
+    ds.NodeBNN(seen, data_size=12, batch_norm="frozen").backward(x, y)
+    build(conv).backward(x, y)
+    assert not caplog.records
+
+
 def test_latents_train_where_every_weight_is_frozen():
     network, (x, y) = tiny.mlp().double().requires_grad_(False), tiny.points()
     posterior = ds.NodeBNN(network, data_size=12)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dissensus.nets import NTKLinear
 from dissensus.surgery.conversion import folded
-from dissensus.surgery.nodes import Nodes, by_layer, folded_tensors, standing, tied_layers, with_nodes
+from dissensus.surgery.nodes import Nodes, by_layer, folded_tensors, standing, with_nodes
 from dissensus.surgery.scaling import scaled
 
 LAYERS = {
@@ -110,7 +110,7 @@ def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
     assert made.network.mixer.nodes is None
 
 
-def test_tied_layers_are_found_and_folding_one_leaves_the_other_alone():
+def test_folding_a_tied_layer_leaves_the_other_alone():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -122,7 +122,6 @@ def test_tied_layers_are_found_and_folding_one_leaves_the_other_alone():
             return self.head(self.embed(x))
 
     made = with_nodes(Tied(), "out")
-    assert tied_layers(made.network, made.sites) == {"head"}
     x, z = torch.arange(7), 0.5 + torch.rand(7)
     with standing(made.network, by_layer(made.sites, z)):
         expected = made.network(x)

@@ -20,12 +20,12 @@ def suspicious(tensors: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor) -> None:
+def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 where a tensor holds a number that is not finite; else it stays as it is.
 
-    One kernel for all tensors of a dtype, without waiting for the device: the one that torch's GradScaler uses.
+    One kernel for all tensors of a dtype, without waiting for the device: the one that torch's GradScaler uses. It multiplies
+    the tensors by `one`, a 1 on their device.
     """
-    one = torch.ones_like(flag)
     for dtype in {tensor.dtype for tensor in tensors}:
         torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
 

@@ -39,6 +39,7 @@ class Guard:
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
+        self._one = torch.ones_like(self.halted)
         self._kept: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
         self._aside = Aside(device)
@@ -67,9 +68,9 @@ class Guard:
                 self.halted.copy_(self.bad.any())
                 self._raise_if_halted()
         elif given:
-            flag_not_finite(given, self.halted)
-            with self._aside():
+            with self._aside():  # first: beside the flag's kernel too
                 self._note(losses, gradients)
+            flag_not_finite(given, self.halted, self._one)
 
     def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
         """Notes what is bad and in which members, unless something was noted before."""

@@ -8,6 +8,7 @@ at batch 16 on two cores (`benchmarks/speed.py --cases mlp16`): 33 ms a step bec
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +47,13 @@ class StackedLinear:
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
-    """Whether a convolution's kernel is own: under vmap these are grouped convolutions, slower than a loop everywhere."""
+    """Whether a convolution has a tensor of its own for each member, which is slower under vmap than in a loop.
+
+    Stacked kernels become grouped convolutions there, on CPUs and GPUs alike; and factors of a member's own, trained or not,
+    are cheaper on a kernel than on what passes it.
+    """
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
-    return any(id(parameter) in own for layer in layers for parameter in layer.parameters())
+    return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))
 
 
 class _Transposed:

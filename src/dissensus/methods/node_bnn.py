@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,8 @@ from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
+
+log = logging.getLogger("dissensus")
 
 
 class NodeBNN(Posterior):
@@ -209,6 +212,8 @@ class NodeBNN(Posterior):
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
+        if not self._checked and self.settings["batch_norm"] == "frozen":
+            _warn_of_blank_statistics(self.particles.template.network)
         if shapes not in self._checked:
             self._check_batch_axis(x)
             self._checked.add(shapes)
@@ -266,6 +271,20 @@ class NodeBNN(Posterior):
         there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
         self.stored = None if not there else self.stored or self._blank()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _warn_of_blank_statistics(network: nn.Module) -> None:
+    """Says where frozen statistics are those a layer was built with: it would normalise nothing, for good."""
+    blank = [
+        name
+        for name, layer in statistics_layers(network).items()
+        if bool((layer.running_mean == 0).all()) and bool((layer.running_var == 1).all())  # type: ignore[union-attr]
+    ]
+    if blank:
+        log.warning(
+            'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
+            ", ".join(blank[:3]) + (", …" if len(blank) > 3 else ""),
+        )
 
 
 def _repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:

@@ -15,15 +15,14 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
-from dissensus.numerics.tree import Tensors
 from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.nodes import Site, by_layer, folded_tensors, standing, tied_layers
+from dissensus.surgery.nodes import Site, by_layer, standing
 
 
 class NodeFunctions(DrawnFunctions):
     """S functions in eval mode, given by latents (S, D).
 
-    Where there are convolutions functions run one after the other with their latents folded into the weights, so that each
+    Where there are convolutions functions run one after the other with their latents folded into the kernels, so that each
     costs one plain pass; a network of dense layers alone runs all at once, with weights in common and latents on activations.
     """
 
@@ -34,22 +33,21 @@ class NodeFunctions(DrawnFunctions):
         self.latents = latents
         self.members = len(latents)
         self.training = False
-        network = particles.template.network
-        layers = {site.layer: network.get_submodule(site.layer) for site in sites}
-        particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers.values()) else "loop"
-        tied = tied_layers(network, sites)
-        alone = particles.how == "loop"
-        self.foldable = {name: layer for name, layer in layers.items() if alone and name not in tied}
+        layers = [particles.template.network.get_submodule(site.layer) for site in sites]
+        particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         particles = self.particles
-        shared, common = particles.shared_parameters(), particles.shared_buffers()
 
-        def one(row: Rows) -> Any:
-            return self._call(function, row.varying["latents"], shared, common, *args)
+        def all_of(member: Member) -> Any:  # the weights are put in once for all
+            def one(row: Rows) -> Any:
+                with standing(member.network, by_layer(self.sites, row.varying["latents"])):
+                    return function(member, *args)
+
+            return particles.run(one, Rows({}, {}, {"latents": self.latents}), self.members)
 
         with particles.turn(), eval_mode(particles, particles.template):
-            return particles.run(one, Rows({}, {}, {"latents": self.latents}), self.members)
+            return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         particles = self.particles
@@ -57,26 +55,15 @@ class NodeFunctions(DrawnFunctions):
             yield from super().predict_parts(x)
             return
         for latents in self.latents:
+            nodes = by_layer(self.sites, latents)
+
+            def described(member: Member, nodes: Any = nodes) -> tuple[Tensor, ...]:
+                with standing(member.network, nodes):
+                    return member.likelihood.describe(batches.call(member.network, x))
+
             with particles.turn(), eval_mode(particles, particles.template), batches.unchanged(x):
-                described: tuple[Tensor, ...] = self._call(
-                    _described, latents, particles.shared_parameters(), particles.shared_buffers(), x
-                )
-            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
-
-    def _call(self, function: Callable[..., Any], latents: Tensor, shared: Tensors, common: Tensors, *args: Any) -> Any:
-        """function(member, *args) of the member with these latents (D,)."""
-        nodes = by_layer(self.sites, latents)
-        params = dict(shared)
-        for name, layer in self.foldable.items():
-            weight, bias = (f"network.{name}.{leaf}" if name else f"network.{leaf}" for leaf in ("weight", "bias"))
-            found = folded_tensors(layer, shared[weight], shared.get(bias), nodes.pop(name))
-            params |= {key: tensor for key, tensor in zip((weight, bias), found, strict=True) if tensor is not None}
-
-        def with_latents(member: Member, *inner: Any) -> Any:
-            with standing(member.network, nodes):
-                return function(member, *inner)
-
-        return self.particles.call(with_latents, params, common, *args)[0]
+                found = particles.call(described, particles.shared_parameters(), particles.shared_buffers())[0]
+            yield self.likelihood.predictive(*(tensor[None] for tensor in found))
 
     def member(self, index: int) -> nn.Module:
         return collapsed(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()
@@ -93,7 +80,3 @@ def collapsed(particles: Particles, sites: Sequence[Site], latents: Tensor) -> n
         network.get_submodule(name).nodes = nodes  # type: ignore[assignment]
     with torch.no_grad():
         return folded(network)
-
-
-def _described(member: Member, x: Inputs) -> tuple[Tensor, ...]:
-    return member.likelihood.describe(batches.call(member.network, x))

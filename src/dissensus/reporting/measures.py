@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -92,6 +92,8 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
             Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
         ]
+    if "calibrated/nll" in evaluation.metrics:
+        found += _calibrated(evaluation)
     for key in region_keys(evaluation):
         region, quantity = spoken(key)
         unit = "nats" if quantity == "entropy" else ""
@@ -154,6 +156,24 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
         Measure("miou", "mIoU", test, "high", 100, 2, "%"),
     ]
+
+
+def _calibrated(evaluation: Evaluation) -> list[Measure]:
+    """At each method's own temperature, found on held-out test rows."""
+    group = "at its best temperature"
+    samples: dict[str, Arrays] = {
+        "accuracy": ("calibrated/correct",),
+        "nll": ("calibrated/nll",),
+        "ece": ("calibrated/confidence", "calibrated/correct"),
+        "rmse": ("calibrated/squared_error",),
+    }
+    base = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    found = [
+        replace(each, key=f"calibrated/{each.key}", group=group, samples=(samples[each.key],))
+        for each in base
+        if each.key in samples
+    ]
+    return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
 
 
 def _regression() -> list[Measure]:

@@ -21,6 +21,7 @@ from dissensus.surgery.scaling import scaled
 
 Mode = Literal["in", "out", "both"]
 MODES: tuple[Mode, ...] = ("in", "out", "both")
+PLAIN_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
 
 
@@ -46,6 +47,10 @@ class Noded(Cut):
         nodes = self.nodes
         if nodes is None:
             return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
+        if isinstance(self, PLAIN_CONVOLUTIONS) and all(each is None or each.ndim == 1 for each in nodes):
+            # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
+            folded: Tensor = self._conv_forward(x, *folded_tensors(self, self.weight, self.bias, nodes))
+            return folded
         if nodes.before is not None:
             x = scaled(x, self._across(nodes.before, x), alone=True)
         outputs: Tensor = super().forward(x, *args, **keywords)
@@ -161,17 +166,6 @@ def standing(network: nn.Module, nodes: Mapping[str, Nodes]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.nodes = None  # type: ignore[assignment]
-
-
-def tied_layers(network: nn.Module, sites: Sequence[Site]) -> set[str]:
-    """Names of layers with a tensor that another module has as well: folding latents in would change that one along."""
-    holders = Counter(id(p) for part in network.modules() for p in part._parameters.values() if p is not None)
-    names = dict.fromkeys(site.layer for site in sites)
-    return {
-        name
-        for name in names
-        if any(holders[id(p)] > 1 for p in network.get_submodule(name)._parameters.values() if p is not None)
-    }
 
 
 def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes) -> tuple[Tensor, Tensor | None]:

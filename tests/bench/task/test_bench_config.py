@@ -20,7 +20,7 @@ def test_every_shipped_task_resolves_at_every_size(name, size):
     for method in task.methods:
         config = run_config(task, method, seed=1)
         assert (config.task, config.size, config.method, config.seed) == (name, size, method, 1)
-        assert config.training["epochs"] >= 1
+        assert config.training["epochs"] >= (0 if "weights" in config.network else 1)
         assert config.data["validation"] > 0 or not config.training["keep_best"]
         assert "training" not in config.settings
 

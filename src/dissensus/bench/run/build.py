@@ -71,6 +71,11 @@ def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",
                 f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
                 f"in the task, or pass --set method.{config.method}.{name}=…"
             )
+    if config.training["epochs"] == 0 and "weights" not in config.network:
+        raise ValueError(
+            f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
+            "trained nor given says nothing: set epochs to 1 or more, or name a file of weights"
+        )
     if config.training.get("patience") is not None and not METHODS[base_name(config.method)].keeps_best:
         raise ValueError(
             f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "

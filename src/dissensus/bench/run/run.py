@@ -26,6 +26,7 @@ from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, Kind, Rows
 from dissensus.bench.run import build
+from dissensus.bench.run.calibrated import CALIBRATION, with_calibration
 from dissensus.bench.run.choice import with_choice
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
@@ -37,7 +38,7 @@ from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.arguments import EMPCOV
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.toml import toml
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameters
 from dissensus.evaluation.evaluation import Evaluation
@@ -157,6 +158,8 @@ class Run:
         validation = self.loader(self.data.validation)
         with self.prepared():
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
+            if training["epochs"] == 0:
+                return self._keep_untrained(posterior)
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
                 posterior,
@@ -178,6 +181,11 @@ class Run:
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         checkpoint.unlink(missing_ok=True)
 
+    def _keep_untrained(self, posterior: Posterior) -> None:
+        """Keeps what the method makes of its network without training, by the training rows as they are."""
+        refresh(posterior.eval(), self.loader(self.data.train))
+        self.keep(posterior, [], seconds=0.0, best=None, engine="none")
+
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """The run's seed and threads; torch's own are put back afterwards."""
@@ -189,7 +197,7 @@ class Run:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
         temperature = 1.0
         if self.config.training.get("temperature", False):
-            temperature = temperature_scale(posterior, self.loader(self.data.validation))
+            temperature = temperature_scale(posterior, self.loader(self.data.held_out))
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
@@ -263,6 +271,8 @@ class Run:
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive
             evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if CALIBRATION in splits:
+            evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
         if CHOOSE in splits:
             evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
         if "distances_every" in self.config.evaluation:

@@ -12,6 +12,7 @@ from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.rows.sources import Rows
 from dissensus.bench.rows.units import in_original_units
+from dissensus.bench.run.calibrated import CALIBRATION
 from dissensus.bench.run.records import write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
@@ -23,8 +24,9 @@ CORRUPT, CHOOSE, GRID = "corrupt", "validation-corrupt", "grid"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
-    names = ["test", *(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
+    """test, calibration, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
+    names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0)
+    names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
@@ -89,4 +91,4 @@ def grid_rows(config: RunConfig, data: TaskData) -> Rows:
 
 
 def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
-    return {"test": {"": data.test}, "ood": data.ood, "shift": data.shift}
+    return {"test": {"": data.test}, CALIBRATION: {"": data.calibration}, "ood": data.ood, "shift": data.shift}

@@ -63,7 +63,8 @@ FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as 
 def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     own_rate = base_name(config.method) == "mc_dropout" and config.settings.get("rate") is not None
-    return bool(config.training.get("together")) and base_name(config.method) in TAILS and not own_rate
+    asked = bool(config.training.get("together")) and config.training["epochs"] != 0
+    return asked and base_name(config.method) in TAILS and not own_rate
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:

@@ -159,6 +159,10 @@ def check_validation(data: Settings, training: Settings, evaluation: Settings) -
     """An error where training or a choice asks for validation rows and none are held out."""
     askers = {"keep_best": True, "temperature": False, "patience": None}  # with their defaults
     asking = [key for key, default in askers.items() if training.get(key, default)]
+    if data.get("calibration", 0) != 0:
+        asking = [key for key in asking if key != "temperature"]
+    if training["epochs"] == 0:
+        asking = [key for key in asking if key == "temperature"]
     if data.get("validation") == 0 and asking:
         raise ValueError(
             f"expected validation rows for training.{asking[0]}, got data.validation = 0; hold some out, or set "

@@ -26,15 +26,16 @@ DATA: dict[str, Types] = {
     "validation": REAL,  # rows held out of the training set, or their share; 0 holds none
     "train": WHOLE,  # at most so many training rows
     "test": WHOLE,  # at most so many test rows
+    "calibration": REAL,  # of those, rows held out to fit temperatures, or their share; the others are tested on
     "ood": TEXTS,  # sets of foreign inputs
     "ood_rows": WHOLE,  # at most so many of each
     "shift": TEXTS,  # labelled sets of another distribution
     "seed": WHOLE,  # of what is held out; the same for every run, so that runs are compared on the same rows
-    "standardise": TEXT,  # inputs: by the training rows, to [−1, 1] ("unit", images), or not at all ("none")
+    "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
     "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
 }
 TRAINING: dict[str, Types] = {
-    "epochs": WHOLE,
+    "epochs": WHOLE,  # 0: the network stays as it is, samples are drawn
     "batch_size": WHOLE,
     "optimizer": TEXT,  # adamw, adam, sgd or default: what the method itself would take
     "lr": REAL,
@@ -50,7 +51,7 @@ TRAINING: dict[str, Types] = {
     "precision": TEXT,
     "engine": TEXT,
     "threads": WHOLE,  # of the processor; small networks run faster on one
-    "temperature": TRUTH,  # fit one on the validation set afterwards
+    "temperature": TRUTH,  # fit one afterwards, on the calibration rows or else on the validation rows
     "together": TRUTH,  # one training for all methods that hold the same network
     "branch_at": REAL,  # share of the epochs after which it goes on in two ways
     "tail_rate": REAL,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
