@@ -33,10 +33,11 @@ from dissensus.bench.records import read_counts, read_evaluation, read_predictio
 from dissensus.bench.same import check_same, check_same_weights
 from dissensus.bench.sets import LastData, TaskData
 from dissensus.bench.sources import SETS, Kind, Rows
-from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_of, split_names, write_split
+from dissensus.bench.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
 from dissensus.bench.threads import threads
 from dissensus.bench.together import shares, train_together
 from dissensus.bench.toml import toml
+from dissensus.bench.training_rows import with_training_rows
 from dissensus.bench.watch import ROWS, watcher, with_distances
 from dissensus.core.posterior import Posterior
 from dissensus.core.randomness import same_random_state
@@ -262,6 +263,8 @@ class Run:
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive
             evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if TRAIN in splits:
+            evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
         if CHOOSE in splits:
             evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
         if "distances_every" in self.config.evaluation:

@@ -1,0 +1,152 @@
+"""Tasks over widths: ensembles of shared weights beside independent ones, over the width and the number of members.
+
+The section [widths] of a task says which cells there are; each is a run with a folder of its own, a variant of its method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dissensus.bench.config import RunConfig, Task, run_config
+from dissensus.bench.schema import check_type
+
+INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
+REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The section [widths]: `factors` of the network's setting `of`, numbers of members, and the laws of the transition."""
+
+    of: str
+    factors: tuple[float, ...]
+    members: tuple[int, ...]
+    p: tuple[float, ...]
+    p_members: int
+    p_factor: float
+
+    @property
+    def most(self) -> int:
+        """Members of the independent ensembles; smaller ones are subsets of them."""
+        return max(*self.members, self.p_members)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One ensemble to be trained. `p`: of modulations p + √(1 − p²) N(0, 1), None for those of the task."""
+
+    method: str
+    factor: float
+    units: int
+    members: int
+    p: float | None
+    gamma: str  # "M", "1", or "" where weights are not shared
+    config: RunConfig
+
+
+def widths_of(task: Task) -> Widths | None:
+    """The section [widths] of a task, checked; None where it has none."""
+    table = task.settings.get("widths")
+    if not table:
+        return None
+    needed = ("of", "factors", "members")
+    if missing := [key for key in needed if key not in table]:
+        raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
+    found = Widths(
+        of=table["of"],
+        factors=_numbers(table["factors"], "factors"),
+        members=tuple(int(each) for each in _numbers(table["members"], "members", whole=True)),
+        p=_numbers(table.get("p", []), "p", above=False),
+        p_members=table.get("p_members", 8),
+        p_factor=float(table.get("p_factor", 1.0)),
+    )
+    if not found.factors or not found.members or found.p_members < 1:
+        raise ValueError("expected factors and numbers of members in [widths], got none; give at least one of each")
+    if found.p and found.p_factor not in found.factors:
+        raise ValueError(
+            f"expected widths.p_factor among the factors {list(found.factors)}, got {found.p_factor:g}; name one of them"
+        )
+    if set(task.methods) != {INDEPENDENT, EMBEDDED}:
+        raise ValueError(
+            f"expected methods {INDEPENDENT} and {EMBEDDED} in a task with [widths], got {', '.join(task.methods)}; "
+            "it compares these two"
+        )
+    return found
+
+
+def cells(task: Task, widths: Widths, seeds: Sequence[int]) -> list[Cell]:
+    """All ensembles of a task, the longest to train first."""
+    found = []
+    for factor in sorted(widths.factors, reverse=True):
+        found += [_cell(task, widths, INDEPENDENT, factor, widths.most, seed) for seed in seeds]
+    for factor in sorted(widths.factors, reverse=True):
+        for members in sorted(widths.members, reverse=True):
+            found += [_cell(task, widths, EMBEDDED, factor, members, seed) for seed in seeds]
+    for p in widths.p:
+        for regime in REGIMES:
+            found += [
+                _cell(task, widths, EMBEDDED, widths.p_factor, widths.p_members, seed, p=p, regime=regime)
+                for seed in seeds
+            ]
+    return found
+
+
+def _cell(
+    task: Task,
+    widths: Widths,
+    method: str,
+    factor: float,
+    members: int,
+    seed: int,
+    *,
+    p: float | None = None,
+    regime: str | None = None,
+) -> Cell:
+    config = run_config(task, method, seed)
+    network = {**config.network, widths.of: _scaled(config.network.get(widths.of), factor, widths.of)}
+    units = _first(network[widths.of])
+    settings = {**config.settings, "members": members}
+    name, gamma = f"{method}-N{units}", ""
+    if method == EMBEDDED:
+        name += f"-M{members}"
+        if p is not None and regime is not None:
+            settings |= {"modulation": {"between": p}, "regime": regime}
+            name += f"-p{p:g}-{regime}".replace(".", "_")
+        gamma = REGIMES.get(settings.get("regime", ""), "")
+        if not gamma:
+            raise ValueError(
+                f'expected method.{EMBEDDED}.regime = "independent" or "collective" in a task with [widths], got '
+                f"{settings.get('regime')!r}; write one of them"
+            )
+    return Cell(
+        method, factor, units, members, p, gamma, replace(config, method=name, network=network, settings=settings)
+    )
+
+
+def _scaled(value: Any, factor: float, name: str) -> Any:
+    """A whole number, or a list of them, times the factor; an error where that is none."""
+    if isinstance(value, list) and value:
+        return [_scaled(each, factor, name) for each in value]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(
+            f"expected whole numbers for network.{name}, which widths.of names, got {value!r}; set it, or name another"
+        )
+    if not (value * factor).is_integer() or value * factor < 1:
+        raise ValueError(
+            f"expected factors that make whole numbers of network.{name} = {value}, got {factor:g}; choose others"
+        )
+    return int(value * factor)
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, list) else value)
+
+
+def _numbers(values: Sequence[float], name: str, *, whole: bool = False, above: bool = True) -> tuple[float, ...]:
+    for value in values:
+        check_type(value, (int,) if whole else (int, float), f"widths.{name}")
+        if above and value <= 0:
+            raise ValueError(f"expected positive numbers in widths.{name}, got {value}; correct it")
+    return tuple(float(value) for value in dict.fromkeys(values))
