@@ -24,8 +24,8 @@ from dissensus.bench.run import Run
 from dissensus.bench.sets import LastData
 from dissensus.bench.sources import SETS, present
 from dissensus.bench.tables import Table, draws_of, main_table
-from dissensus.bench.width_report import bench_widths
 from dissensus.bench.theory_cli import app as theory
+from dissensus.bench.width_report import bench_widths
 from dissensus.methods import METHODS
 
 app = typer.Typer(

@@ -17,4 +17,6 @@ def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
     """The evaluation with train/NAME of the training rows: accuracy or RMSE, NLL, and the members' own."""
     part: Any = classification if isinstance(said.predictive, ClassificationPredictive) else regression
     found = part.test_metrics(said) | part.member_metrics(said)
-    return replace(evaluation, metrics=evaluation.metrics | {f"train/{key}": found[key] for key in KEPT if key in found})
+    return replace(
+        evaluation, metrics=evaluation.metrics | {f"train/{key}": found[key] for key in KEPT if key in found}
+    )

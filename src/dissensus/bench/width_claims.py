@@ -173,7 +173,10 @@ def _best(table: Table) -> list[Claim]:
         math.fsum(x * math.log2(m) for x, m in zip(centred, best[s], strict=True)) / math.fsum(x * x for x in centred)
         for s in seeds
     ]
-    return [*said, Claim(BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings")]
+    return [
+        *said,
+        Claim(BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings"),
+    ]
 
 
 def _price(table: Table) -> list[Claim]:

@@ -104,6 +104,8 @@ def _draw(
         return
     at = [each for each, _ in drawn]
     value, lower, upper = zip(*(found for _, found in drawn), strict=True)
+    if name != "effective":  # no accuracy is beyond these, however few the seeds
+        lower, upper = (tuple(min(max(each, 0.0), 1.0) for each in side) for side in (lower, upper))
     colour = PALETTE[i % len(PALETTE)]
     axes.fill_between(at, lower, upper, color=colour, alpha=0.13 if line == "-" else 0.06, linewidth=0)
     style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "markersize": 4} if line == "-" else {}
@@ -121,7 +123,7 @@ def _handles(rows: Sequence[WidthRow], factors: Sequence[float]) -> list[Line2D]
                label=f"{factor:g}× (N = {units[factor]})")
         for i, factor in enumerate(factors)
     ]  # fmt: skip
-    kinds = (("-", "embedded"), ("--", "independent"))
+    kinds: tuple[tuple[Any, str], ...] = (("-", "embedded"), ("--", "independent"))
     return [*found, *(Line2D([], [], color=INK, linestyle=line, label=label) for line, label in kinds)]
 
 

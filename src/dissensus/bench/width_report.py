@@ -19,8 +19,8 @@ from dissensus.bench.width_verdicts import verdicts
 from dissensus.bench.widths import cells, widths_of
 
 MAIN = (
-    "Accuracy over the number of members, lines for ensembles that share their weights, dashes for independent ones of the same "
-    "width; bands are 95 % intervals."
+    "Accuracy over the number of members: lines for ensembles that share their weights, dashes for independent ones of the "
+    "same width; bands are 95 % intervals."
 )
 SWEPT = (
     "From members that start independent (p = 0) to equal ones (p = 1), with the shared gradient summed (γ = M) or averaged "
@@ -52,18 +52,16 @@ def bench_widths(
     return write_page(rows, folder, title=task.title, description=str(task.settings.get("description", "")))
 
 
-def write_page(
-    rows: Sequence[WidthRow], folder: Path, *, title: str, description: str
-) -> tuple[list[str], list[Path]]:
+def write_page(rows: Sequence[WidthRow], folder: Path, *, title: str, description: str) -> tuple[list[str], list[Path]]:
     """(sentences, files) of rows: the rows themselves, their claims, two figures, report.md and report.html."""
-    from dissensus.bench.figures import svg  # loads matplotlib
-    from dissensus.bench.report import rendered
-    from dissensus.bench.width_figures import transition_figure, width_figure
-
     found = claims(rows)
     said = [*verdicts(found), *_lost(rows)]
     written = write_rows(rows, folder)
     write_text(folder / "claims.csv", claims_text(found, rows))
+    from dissensus.bench.figures import svg  # loads matplotlib
+    from dissensus.bench.report import rendered
+    from dissensus.bench.width_figures import transition_figure, width_figure
+
     figures = {"widths": (width_figure(rows), MAIN)}
     if any(row.p is not None and row.diverged is None for row in rows):
         figures["transition"] = (transition_figure(rows), SWEPT)
@@ -118,7 +116,14 @@ def read_claims(path: Path) -> list[Claim]:
     """What `claims_text` wrote."""
     with path.open(newline="") as file:
         return [
-            Claim(row["question"], row["about"], *(float(row[key]) for key in ("value", "lower", "upper")), row["unit"])
+            Claim(
+                row["question"],
+                row["about"],
+                float(row["value"]),
+                float(row["lower"]),
+                float(row["upper"]),
+                row["unit"],
+            )
             for row in csv.DictReader(file)
         ]
 

@@ -88,17 +88,17 @@ def _row(cell: Cell, run: Run, members: int) -> WidthRow:
         return WidthRow(**facts, parameters=0, diverged=int(read_json(run.folder / DIVERGED)["step"]))
     evaluation = read_evaluation(run.folder).metrics
     test, train = (read_predictions(run.folder / "predictions" / f"{name}.safetensors") for name in ("test", "train"))
-    groups = torch.arange(cell.members).split(members)
-    subsets = [each for each in groups if len(each) == members]
+    count = cell.members // members
+    subsets = list(torch.arange(count * members).view(count, members))  # disjoint
     tested = [_measured(test.predictive, test.targets, each) for each in subsets]
     trained = [_measured(train.predictive, train.targets, each) for each in subsets]
     examples = {name: torch.stack([each[name] for each in tested]).mean(0) for name in ("accuracy", "member_accuracy")}
+    facts |= {name: _mean(tested, name) for name in ("accuracy", "nll", "member_accuracy", "member_nll", "effective")}
+    facts |= {f"train_{name}": _mean(trained, name) for name in ("accuracy", "member_accuracy")}
     return WidthRow(
         **facts,
         parameters=round(evaluation["cost/parameters"] * members / cell.members),
         diverged=None,
-        **{name: _mean(tested, name) for name in ("accuracy", "nll", "member_accuracy", "member_nll", "effective")},
-        **{f"train_{name}": _mean(trained, name) for name in ("accuracy", "member_accuracy")},
         seconds=round(evaluation["cost/train_seconds"] * members / cell.members, 3),
         subsets=len(subsets),
         examples=examples,

@@ -12,7 +12,13 @@ NEAR = 0.01  # a point of accuracy: what is as good as equal
 def verdicts(found: Sequence[Claim]) -> list[str]:
     """One sentence for each question: whether the numbers show it."""
     said = []
-    for question, judge in ((FOLLOW, _followed), (FALL, _fallen), (BEST, _grown), (PRICE, _paid), (TRANSITION, _turned)):
+    for question, judge in (
+        (FOLLOW, _followed),
+        (FALL, _fallen),
+        (BEST, _grown),
+        (PRICE, _paid),
+        (TRANSITION, _turned),
+    ):
         mine = [claim for claim in found if claim.question == question]
         if mine:
             said.append(f"{question} {judge(mine)}")
@@ -25,7 +31,7 @@ def _followed(found: Sequence[Claim]) -> str:
     said = []
     for members, claim in last.items():
         width = claim.about.rpartition(" ")[2]
-        if -NEAR < claim.lower and claim.upper < NEAR:
+        if claim.lower > -NEAR and claim.upper < NEAR:
             word = "yes, within a point"
         elif claim.lower > NEAR or claim.upper < -NEAR:
             word = f"no, more than a point {'above' if claim.value > 0 else 'below'}"
@@ -45,7 +51,9 @@ def _fallen(found: Sequence[Claim]) -> str:
             continue
         mean, narrow = mine[-1], mine[0]
         word = "yes" if mean.upper < 0 else "no, it grows" if mean.lower > 0 else "not to be told"
-        said.append(f"on {what} rows {word}: {mean.text} points for every doubling of M, {narrow.text} at the narrowest")
+        said.append(
+            f"on {what} rows {word}: {mean.text} points for every doubling of M, {narrow.text} at the narrowest"
+        )
     return f"{'; '.join(said)}."
 
 
@@ -53,7 +61,7 @@ def _grown(found: Sequence[Claim]) -> str:
     slope = found[-1]
     word = "Yes" if slope.lower > 0 else "No, it falls" if slope.upper < 0 else "Not to be told"
     bests = ", ".join(f"{2**claim.value:.3g}" for claim in found[:-1])
-    return f"{word}: by {slope.text} doublings for every doubling of the width; from the narrowest to the widest, best M {bests}."
+    return f"{word}: by {slope.text} doublings for every doubling of the width; best M, narrowest first: {bests}."
 
 
 def _paid(found: Sequence[Claim]) -> str:
