@@ -54,7 +54,7 @@ HEAVY_ALLOWED = {
     ("bench/report.py", "jinja2"),
     *(
         (f"bench/{name}.py", "matplotlib")
-        for name in ("plots", "curves", "panels", "scenes", "figures", "theory_figures")
+        for name in ("plots", "curves", "panels", "scenes", "figures", "theory_figures", "width_figures")
     ),
 }
 
