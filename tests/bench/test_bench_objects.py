@@ -64,6 +64,30 @@ def test_annealing_is_written_by_name(config, text, expected):
     assert built(config(text)).annealing == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{ normal = [1.0, 0.5] }", ds.Modulation.normal(1.0, 0.5)),
+        ('"sign"', ds.Modulation.sign()),
+        ("{ between = 0.3 }", ds.Modulation.between(0.3)),
+        ("{ bernoulli = { keep = 0.8 } }", ds.Modulation.bernoulli(0.8)),
+    ],
+)
+def test_a_modulation_is_written_by_name(config, tmp_path, text, expected):
+    path = tmp_path / "embedded.toml"
+    method = f"modulation = {text}\nregime = 1.5"
+    path.write_text(TASK.replace("svgd", "batch_ensemble").format(method=method, top="", data="two_moons"))
+    made = built(run_config(load_task(str(path)), "batch_ensemble", 0))
+    assert (made.modulation, made.gamma, made.particles.members) == (expected, 1.5, 2)
+
+
+def test_a_forgotten_modulation_says_which_suits_what(tmp_path):
+    path = tmp_path / "embedded.toml"
+    path.write_text(TASK.replace("svgd", "batch_ensemble").format(method="", top="", data="two_moons"))
+    with pytest.raises(ValueError, match="independent members"):
+        built(run_config(load_task(str(path)), "batch_ensemble", 0))
+
+
 def test_an_object_is_named_on_the_command_line(config):
     assert built(config("", "method.svgd.annealing=cyclic")).annealing == ds.Annealing("cyclic")
     assert built(config("", "method.annealing={cyclic = 3}")).annealing == ds.Annealing("cyclic", cycles=3)
