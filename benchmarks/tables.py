@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import embedded_width
 import mnist_ood
 import toy_entropy
 import tradi_schedule
@@ -287,6 +288,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
+    if rows("embedded_width.csv"):
+        yield docs / "embedded.md", "embedded-width", embedded_width.page()
     if rows("false_positives.csv"):
         yield docs / "bench.md", "false-positives", false_positive_table()
 

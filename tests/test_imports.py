@@ -60,13 +60,13 @@ HEAVY_ALLOWED = {
 
 # the floors of bench: a file may import from its own and from those below
 FLOORS = {
-    "tools": "names files toml units geometry choice provenance spread threads",
-    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build",
-    "runs": "records grid watch splits sharing together run results theory_runs",
-    "numbers": "measures statistics tables sweep claims sentences reference",
-    "pictures": "plots curves panels scenes figures theory_figures",
+    "tools": "names files toml units geometry choice training_rows provenance spread threads",
+    "what is to be run": "fitting objects arguments variants sources schema config weights same sets loaders build widths",
+    "runs": "records grid watch splits sharing together run results processes width_rows theory_runs",
+    "numbers": "measures statistics tables sweep claims sentences reference width_claims width_verdicts",
+    "pictures": "plots curves panels scenes figures theory_figures width_figures",
     "the page": "report",
-    "the doors": "jobs theory_cli cli",
+    "the doors": "jobs width_report theory_cli cli",
 }
 FLOOR = {name: height for height, names in enumerate(FLOORS.values()) for name in names.split()}
 

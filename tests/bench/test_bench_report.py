@@ -116,9 +116,9 @@ def test_the_page_has_all_its_parts(page):
         "What the numbers mean", "Provenance",
     ):  # fmt: skip
         assert heading in text, heading
-    # five methods: reliability and scores each, one ROC, one risk curve, three corruption curves, two costs
-    assert found.tags.count("svg") == 5 + 5 + 1 + 1 + 3 + 2
-    assert found.tags.count("img") >= 5 * 2 * 8
+    # seven methods: reliability and scores each, one ROC, one risk curve, three corruption curves, two costs
+    assert found.tags.count("svg") == 7 + 7 + 1 + 1 + 3 + 2
+    assert found.tags.count("img") >= 7 * 2 * 8
     assert plots.INK not in (page / "report.html").read_text()
 
 
