@@ -34,7 +34,7 @@ class Claim(NamedTuple):
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
-        digits = 2 if self.unit == "points" else 1
+        digits = 2
         shown = [f"{scale * each:+.{digits}f}" for each in (self.value, self.lower, self.upper)]
         return f"{shown[0]} ({shown[1]} … {shown[2]})".replace("-", "−")
 
@@ -120,6 +120,10 @@ def _follow(table: Table) -> list[Claim]:
             change = {**gap(factors[-1]), **{place: -w for place, w in gap(factors[0]).items()}}
             about = f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, M = {members}"
             said += _claimed(FOLLOW, about, table, change)
+    for factor in factors:
+        pair = {embedded(table, factor, sizes[-1]): 1.0, independent(factor, sizes[-1]): -1.0}
+        about = f"a member's accuracy, embedded − independent, M = {sizes[-1]}, width {factor:g}×"
+        said += _claimed(FOLLOW, about, table, pair, "member_accuracy")
     return said
 
 
@@ -195,7 +199,7 @@ def _price(table: Table) -> list[Claim]:
         if mine is None or other is None:
             continue
         about = (
-            f"at most {budget:,} parameters: embedded {mine.factor:g}×, M = {mine.members} "
+            f"at most {budget:,} parameters, embedded {mine.factor:g}×, M = {mine.members} "
             f"({100 * _mean(table, mine, 'accuracy'):.2f} %) − independent {other.factor:g}×, M = {other.members} "
             f"({100 * _mean(table, other, 'accuracy'):.2f} %)"
         )

@@ -10,9 +10,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
-from dissensus.bench.plots import INK, MARKERS, PALETTE, PERCENT, STYLE
+from dissensus.bench.plots import INK, MARKERS, PALETTE, PERCENT, POWER, STYLE
 from dissensus.bench.width_claims import (
     Table,
     embedded,
@@ -50,7 +50,7 @@ def width_figure(rows: Sequence[WidthRow]) -> Figure:
             for places, line in _curves(table, factor):
                 _draw(last, table, places, "accuracy", lambda place: _parameters(table, place), i, line)
         last.set(xscale="log", xlabel="parameters", ylabel="accuracy", title="ensemble, over its parameters")
-        last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        last.xaxis.set_major_formatter(POWER)
         last.xaxis.set_minor_formatter(NullFormatter())
         last.yaxis.set_major_formatter(PERCENT)
         figure.legend(handles=_handles(rows, factors), loc="lower center", ncols=len(factors) + 2)

@@ -39,7 +39,10 @@ def _followed(found: Sequence[Claim]) -> str:
             word = "not to be told to a point"
         said.append(f"at {width} and {members} {word}: {claim.text} points")
     closer = [claim for claim in found if claim.about.startswith("the same")]
-    said += [f"from the narrowest to the widest the gap changes by {claim.text}" for claim in closer]
+    said += [
+        f"with {claim.about.rpartition(', ')[2]} the gap changes by {claim.text} from the narrowest to the widest"
+        for claim in closer
+    ]
     return f"{'; '.join(said)}."
 
 
@@ -68,7 +71,7 @@ def _paid(found: Sequence[Claim]) -> str:
     won = sum(claim.lower > 0 for claim in found)
     lost = sum(claim.upper < 0 for claim in found)
     first = f"{won} of {len(found)} budgets show more, {lost} less, {len(found) - won - lost} cannot be told"
-    return f"{first}: {'; '.join(f'{claim.text} points {claim.about}' for claim in found)}."
+    return f"{first}: {'; '.join(f'{claim.about}: {claim.text} points' for claim in found)}."
 
 
 def _turned(found: Sequence[Claim]) -> str:
