@@ -2,16 +2,18 @@
 
 import csv
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dissensus.bench import processes
+from dissensus.bench import cli, processes
 from dissensus.bench.config import load_task
 from dissensus.bench.files import read_json
 from dissensus.bench.jobs import bench, run_all
+from dissensus.bench.provenance import command
 from dissensus.bench.records import read_predictions
 from dissensus.bench.spread import student_quantile
 from dissensus.bench.width_claims import BEST, FALL, FOLLOW, PRICE, TRANSITION, Claim, claims, estimate, table_of
@@ -232,7 +234,7 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     said = dict(zip((FOLLOW, FALL, BEST, PRICE, TRANSITION), verdicts(claims(made())), strict=True))
     assert "at 2× and M = 4 yes, within a point: +0.01" in said[FOLLOW]
     assert "on test rows yes: −2.00" in said[FALL]
-    assert "Yes: by +1.0 (+1.0 … +1.0) doublings" in said[BEST]
+    assert "Yes: by +1.00 (+1.00 … +1.00) doublings" in said[BEST]
     assert "1 of 2 budgets show more, 1 less, 0 cannot be told" in said[PRICE]
     assert "at p = 0 γ = M, +20.01" in said[TRANSITION]
     assert "at p = 1 γ = 1, −19.99" in said[TRANSITION]
@@ -250,3 +252,42 @@ def test_claims_as_text_name_their_origin(tmp_path: Path):
     (tmp_path / "claims.csv").write_text(claims_text(claims(rows), rows))
     with (tmp_path / "claims.csv").open(newline="") as file:
         assert {(line["commit"], line["seeds"]) for line in csv.DictReader(file)} == {("c0ffee", "3")}
+
+
+def test_training_rows_are_measured_where_a_task_asks_for_them(benched):
+    _, folder, _, _ = benched
+    found = read_json(folder / "batch_ensemble-N8-M2-seed0" / "metrics.json")["metrics"]
+    (shared,) = (
+        r for r in read_rows(folder / "results.csv") if (r.method, r.members, r.p) == ("batch_ensemble", 2, None)
+    )
+    assert found["train/accuracy"] == pytest.approx(shared.train_accuracy, abs=1e-12)
+    assert found["train/members/accuracy"] == pytest.approx(shared.train_member_accuracy, abs=1e-12)
+    assert found["train/nll"] > 0
+
+
+def test_the_command_of_a_run_is_written_however_it_was_started(monkeypatch):
+    for program, shown in (
+        ("/x/bin/dissensus", "dissensus bench digits"),
+        ("/x/src/dissensus/__main__.py", "dissensus bench digits"),
+        ("/x/pytest/__main__.py", "python"),
+    ):
+        monkeypatch.setattr(sys, "argv", [program, "bench", "digits"])
+        assert command() == shown
+
+
+def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use_for(monkeypatch, capsys, tmp_path):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dissensus", "bench", "embedded-width", "--size", "smoke", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(done.value.code or 0), captured.out, captured.err
+
+    code, _, err = run("--methods", "map")
+    assert code == 2
+    assert "expected no --methods, --baseline and --holm for a task over widths, got one" in err
+    small = ("--set", "widths.factors=[1]", "--set", "widths.members=[1]", "--set", "widths.p=[]")
+    code, out, _ = run(*small, "--set", "training.epochs=1", "--out", str(tmp_path / "here"), "--quiet")
+    assert code == 0
+    assert str(tmp_path / "here" / "report.html") in out
+    assert not (tmp_path / "here" / "transition.png").exists()

@@ -34,8 +34,7 @@ class Claim(NamedTuple):
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
-        digits = 2
-        shown = [f"{scale * each:+.{digits}f}" for each in (self.value, self.lower, self.upper)]
+        shown = [f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper)]
         return f"{shown[0]} ({shown[1]} … {shown[2]})".replace("-", "−")
 
 
