@@ -291,3 +291,25 @@ def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use
     assert code == 0
     assert str(tmp_path / "here" / "report.html") in out
     assert not (tmp_path / "here" / "transition.png").exists()
+
+
+def test_the_published_size_trains_on_files_in_the_form_of_cifar(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        images = torch.randint(256, (10, 3073), generator=generator, dtype=torch.uint8)
+        images[:, 0] = torch.arange(10)
+        (folder / f"{name}.bin").write_bytes(images.numpy().tobytes())
+    overrides = [
+        "widths.factors=[0.25]",
+        "widths.members=[2]",
+        "widths.p=[]",
+        "widths.p_members=2",
+        "training.epochs=1",
+    ]
+    paper = load_task("embedded-width", size="paper", overrides=[*overrides, "training.batch_size=25"])
+    bench_widths(paper, out=tmp_path / "out", source=str(tmp_path))
+    found = {row.method: row for row in read_rows(tmp_path / "out" / "results.csv")}
+    assert all(row.diverged is None and 0 <= row.accuracy <= 1 for row in found.values())
+    assert found["batch_ensemble"].parameters < 1.2 * found["deep_ensemble"].parameters / 2
