@@ -58,6 +58,8 @@ METHODS = {
     "forde": lambda net: ds.FoRDE(networks(net)),
     "svgd": lambda net: ds.SVGD(networks(net), data_size=12),
     "lit": lambda net: ds.LIT(networks(net), strength=0.1),
+    "batch_ensemble": lambda net: ds.BatchEnsemble(net(), members=3, modulation=ds.Modulation.sign()),
+    "dropout_ensemble": lambda net: ds.DropoutEnsemble(net(), members=3, keep=0.7),
     "tradi": lambda net: ds.TRADI(net(), samples=3, state_noise=(1.0, 0.5)),
     "swag": lambda net: ds.SWAG(net(), rank=3, samples=4, start=0, every=1),
     "swa": lambda net: ds.SWA(net(), start=0, every=1),

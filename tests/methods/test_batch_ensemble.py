@@ -100,7 +100,7 @@ def test_a_step_of_one_members_loss_moves_the_others_by_the_kernel_with_a_remain
     for eta in (0.02, 0.01, 0.005):
         moved = {name: w - eta * gradient[name] for name, w in shared.items()}
         predicted = -eta * posterior.gamma / particles.members * moves
-        left.append(float((outputs(of_member(a, moved), x) - before - predicted).norm()))
+        left.append(float((outputs(of_member(a, moved), x) - before - predicted).detach().norm()))
     assert left[0] / left[1] == pytest.approx(4, abs=0.2)
     assert left[1] / left[2] == pytest.approx(4, abs=0.1)
     assert left[0] < 0.05 * float(predicted.norm()) * 4
@@ -309,6 +309,21 @@ def test_the_talks_form_lacks_the_first_r_and_the_last_s_in_the_order_of_calls()
     assert set(posterior.modulations) == {"stem.s", "middle.r", "middle.s", "head.r"}
     assert "network.head.bias" in posterior.particles.own_parameters()
     assert set(ensemble(Reversed).modulations) == {f"{each}.{f}" for each in ("stem", "middle", "head") for f in "rs"}
+
+
+def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.called(nn.functional.linear(x, self.read.weight))
+
+    assert "not met" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
+    account = ensemble(Reading).account
+    assert "not met" in account.converted["read"]
+    assert "not met" not in account.converted["called"]
 
 
 def test_layers_are_chosen_by_patterns():

@@ -49,6 +49,7 @@ def test_channels_are_dropped_whole_and_the_loop_agrees_with_vmap():
     torch.testing.assert_close(*each, rtol=0, atol=1e-12)
     assert "network.1.running_mean" in posterior.particles.own_buffers()
     assert not posterior.particles.own_parameters()  # all that is trained is shared
+    assert posterior.particles.how == "loop"  # masks cost less on kernels than on activations
 
 
 def test_the_mean_over_many_masks_is_about_the_network():

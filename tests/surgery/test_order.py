@@ -53,3 +53,21 @@ def test_networks_of_the_library_are_run_on_symbols(make):
 
 def test_the_network_itself_may_be_the_layer():
     assert call_order(nn.Linear(2, 2), [""]) == [""]
+
+
+def test_neither_hooks_nor_the_network_keep_a_symbol():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.last, self.count = nn.Linear(2, 2), nn.Linear(2, 2), None, 0
+
+        def forward(self, x):
+            self.count += 1
+            self.last = self.a(x)
+            return self.b(self.last)
+
+    network, seen = Keeping(), []
+    network.a.register_forward_hook(lambda *_: seen.append(1))
+    network.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert call_order(network, ["b", "a"]) == ["a", "b"]
+    assert (network.last, network.count, seen) == (None, 0, [])

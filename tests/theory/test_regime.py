@@ -91,19 +91,34 @@ def test_descent_below_the_rate_never_climbs_and_at_three_times_it_diverges(law)
     y = torch.randn(16, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     rate, start = theory.regime(posterior, x).rate, tiny.state(posterior)
 
-    def losses(factor):
-        posterior.load_state_dict(start)
-        optimizer = torch.optim.SGD(posterior.parameter_groups(factor * rate), lr=factor * rate)
-        found = []
-        for _ in range(30):
-            optimizer.zero_grad()
-            found.append(float(posterior.backward(x, y).sum()))
-            optimizer.step()
-        return found
-
-    stable, unstable = losses(0.8), losses(3.0)
+    stable = descent(posterior, x, y, 0.8 * rate, 30)
+    posterior.load_state_dict(start)
+    unstable = descent(posterior, x, y, 3.0 * rate, 30)
     assert max(stable) == stable[0]
     assert not unstable[-1] < 1e3 * unstable[0]
+
+
+def test_members_with_signs_reach_the_loss_of_independent_networks_in_about_their_steps():
+    """N = 32 M, both at 0.9 of their rates; benchmarks/embedded_descent.py has more of it."""
+    x, members, reference = inputs(), 4, 40
+    y = torch.sin(x.sum(1, keepdim=True))
+    alone = [ensemble(width=128, members=1, seed=seed) for seed in range(1, 1 + members)]
+    rate = 0.9 * min(theory.regime(each, x).rate for each in alone)
+    wanted = sum(descent(each, x, y, rate, reference)[-1] for each in alone)
+    together = ensemble(width=128, members=members)
+    losses = descent(together, x, y, 0.9 * theory.regime(together, x).rate, int(1.5 * reference))
+    assert min(losses) <= wanted
+
+
+def descent(posterior, x, y, rate, steps):
+    """Sums of members' losses before each step and after the last."""
+    optimizer = torch.optim.SGD(posterior.parameter_groups(rate), lr=rate)
+    found = []
+    for _ in range(steps + 1):
+        optimizer.zero_grad()
+        found.append(float(posterior.backward(x, y).sum()))
+        optimizer.step()
+    return found
 
 
 @pytest.mark.parametrize(

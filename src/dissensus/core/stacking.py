@@ -8,6 +8,7 @@ at batch 16 on two cores (`benchmarks/speed.py --cases mlp16`): 33 ms a step bec
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +49,12 @@ class StackedLinear:
 
 
 def has_own_convolution(template: nn.Module, own: set[int]) -> bool:
-    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are."""
+    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are.
+
+    Factors of a member's own count as well, trained or not: they are cheaper on a kernel than on what passes it.
+    """
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
-    return any(id(parameter) in own for layer in layers for parameter in layer.parameters())
+    return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))
 
 
 class _Transposed:

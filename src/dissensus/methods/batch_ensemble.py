@@ -21,7 +21,7 @@ from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, converted
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order
+from dissensus.surgery.order import call_order, calls
 
 
 class BatchEnsemble(Embedded):
@@ -114,11 +114,14 @@ def modulated_network(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    order = call_order(network, found)
+    order, met = call_order(network, found), calls(network, list(found))
     for name, layer in found.items():
         wen = form == "wen"
         cut_layer = modulated(layer, inputs=wen or name != order[0], outputs=wen or name != order[-1], trained=True)
-        account.converted[name] = cut_layer.done()
+        unseen = (
+            "" if met is None or name in met else "; not met where the forward was followed: is only its weight read?"
+        )
+        account.converted[name] = f"{cut_layer.done()}{unseen}"
     return network, account
 
 
@@ -127,11 +130,16 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
     norms = norm_parameters(network)
     statistics = set(statistics_names(network))
     tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in [*norms, *statistics_names(network)]):
+    layers = {name.rpartition(".")[0] for name in norms | statistics}
+    for layer in (name for name, _ in network.named_modules() if name in layers):
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = [name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)]
+    names = [
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
+    ]
     last = call_order(network, names)[-1]
     bias = network.get_submodule(last).bias
     if isinstance(bias, Tensor):

@@ -29,8 +29,13 @@ log = logging.getLogger("dissensus")
 
 Regime = Literal["auto", "independent", "collective"] | float
 REGIMES = ("auto", "independent", "collective")
-# Optimisers that do not divide by the gradient's own size: under all others a factor of it changes nothing but ε.
-SCALED: tuple[type[optim.Optimizer], ...] = (optim.SGD, optim.ASGD, optim.LBFGS)
+# Optimisers, by the name of a class or of one that it derives from, that divide by the gradient's own size or take its sign.
+# fmt: off
+SCALE_FREE = frozenset((
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lamb", "Lion", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SparseAdam",
+))
+# fmt: on
 FEW = 1.5  # members that are effective, below which an ensemble of four and more is one model
 
 
@@ -78,7 +83,7 @@ class Embedded(Posterior):
 
     def remarks(self, optimizer: optim.Optimizer) -> list[str]:
         found = super().remarks(optimizer)
-        if not isinstance(optimizer, SCALED):
+        if not SCALE_FREE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
             found.append(
                 f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
                 "divides gradients by their size; SGD shows the difference"
