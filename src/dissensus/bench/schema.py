@@ -74,7 +74,8 @@ WIDTHS: dict[str, Types] = {  # of a task over widths: each is a cell with a run
     "members": (list,),  # of ensembles that share weights; independent ones are subsets of one with the most
     "p": (list,),  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
     "p_members": WHOLE,  # … of so many members
-    "p_factor": REAL,  # … at this width
+    "p_factor": REAL,  # … at this width …
+    "p_rates": (dict,),  # … and these learning rates by regime, one for each p
 }
 
 

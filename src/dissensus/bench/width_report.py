@@ -24,7 +24,7 @@ MAIN = (
 )
 SWEPT = (
     "From members that start independent (p = 0) to equal ones (p = 1), with the shared gradient summed (γ = M) or averaged "
-    "(γ = 1) over members at the same learning rate; dashes: as many independent networks."
+    "(γ = 1) over members, each at the learning rate of the task; dashes: as many independent networks."
 )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dissensus.bench.config import RunConfig, Task, run_config
+from dissensus.bench.names import unknown
 from dissensus.bench.schema import check_type
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
@@ -26,6 +27,7 @@ class Widths:
     p: tuple[float, ...]
     p_members: int
     p_factor: float
+    p_rates: dict[str, tuple[float, ...]]  # regime -> learning rate at every p; that of the method where it is left out
 
     @property
     def most(self) -> int:
@@ -61,6 +63,7 @@ def widths_of(task: Task) -> Widths | None:
         p=_numbers(table.get("p", []), "p", above=False),
         p_members=table.get("p_members", 8),
         p_factor=float(table.get("p_factor", 1.0)),
+        p_rates=_rates(table.get("p_rates", {}), table.get("p", [])),
     )
     if not found.factors or not found.members or found.p_members < 1:
         raise ValueError("expected factors and numbers of members in [widths], got none; give at least one of each")
@@ -84,10 +87,11 @@ def cells(task: Task, widths: Widths, seeds: Sequence[int]) -> list[Cell]:
     for factor in sorted(widths.factors, reverse=True):
         for members in sorted(widths.members, reverse=True):
             found += [_cell(task, widths, EMBEDDED, factor, members, seed) for seed in seeds]
-    for p in widths.p:
+    for i, p in enumerate(widths.p):
         for regime in REGIMES:
+            rate = widths.p_rates[regime][i] if regime in widths.p_rates else None
             found += [
-                _cell(task, widths, EMBEDDED, widths.p_factor, widths.p_members, seed, p=p, regime=regime)
+                _cell(task, widths, EMBEDDED, widths.p_factor, widths.p_members, seed, p=p, regime=regime, rate=rate)
                 for seed in seeds
             ]
     return found
@@ -103,8 +107,10 @@ def _cell(
     *,
     p: float | None = None,
     regime: str | None = None,
+    rate: float | None = None,
 ) -> Cell:
     config = run_config(task, method, seed)
+    training = config.training if rate is None else {**config.training, "lr": rate}
     network = {**config.network, widths.of: _scaled(config.network.get(widths.of), factor, widths.of)}
     units = _first(network[widths.of])
     settings = {**config.settings, "members": members}
@@ -120,9 +126,8 @@ def _cell(
                 f'expected method.{EMBEDDED}.regime = "independent" or "collective" in a task with [widths], got '
                 f"{settings.get('regime')!r}; write one of them"
             )
-    return Cell(
-        method, factor, units, members, p, gamma, replace(config, method=name, network=network, settings=settings)
-    )
+    changed = replace(config, method=name, network=network, settings=settings, training=training)
+    return Cell(method, factor, units, members, p, gamma, changed)
 
 
 def _scaled(value: Any, factor: float, name: str) -> Any:
@@ -150,3 +155,19 @@ def _numbers(values: Sequence[float], name: str, *, whole: bool = False, above: 
         if above and value <= 0:
             raise ValueError(f"expected positive numbers in widths.{name}, got {value}; correct it")
     return tuple(float(value) for value in dict.fromkeys(values))
+
+
+def _rates(table: Any, p: Sequence[float]) -> dict[str, tuple[float, ...]]:
+    found = {}
+    for regime, rates in table.items():
+        if regime not in REGIMES:
+            raise unknown("a regime of widths.p_rates", regime, REGIMES)
+        check_type(rates, (list,), f"widths.p_rates.{regime}")
+        if len(rates) != len(p):
+            raise ValueError(
+                f"expected a rate for each of {len(p)} p in widths.p_rates.{regime}, got {len(rates)}; give as many"
+            )
+        for rate in rates:
+            check_type(rate, (int, float), f"widths.p_rates.{regime}")
+        found[regime] = tuple(float(rate) for rate in rates)
+    return found
