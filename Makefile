@@ -9,7 +9,7 @@ bench: $(VENV)/installed
 	$(BIN)/dissensus bench
 
 test: $(VENV)/installed-test
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/installed-test
 	$(BIN)/pytest -m slow

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 from dissensus.engine import build_step
 
 SOURCE = str(Path(ds.__file__).parent)

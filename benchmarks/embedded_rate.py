@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rows import write_rows
 
-from dissensus.bench.build import optimizer, posterior
-from dissensus.bench.config import load_task
-from dissensus.bench.loaders import StandardisedBatches
-from dissensus.bench.provenance import provenance
-from dissensus.bench.sets import task_data
-from dissensus.bench.widths import EMBEDDED, Cell, cells, widths_of
+from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run.build import optimizer, posterior
+from dissensus.bench.run.provenance import provenance
+from dissensus.bench.task.config import load_task
+from dissensus.bench.width.grid import EMBEDDED, Cell, cells, widths_of
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.train import fit

@@ -24,7 +24,7 @@ from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 from dissensus.engine import build_step
 
 # name -> (network, shape of an example, B of each member, engine on a CPU)

@@ -11,9 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from dissensus.bench.width_report import accuracies, read_claims
-from dissensus.bench.width_rows import ORIGIN, read_rows
-from dissensus.bench.width_verdicts import verdicts
+from dissensus.bench.width.report import accuracies, read_claims
+from dissensus.bench.width.rows import ORIGIN, read_rows
+from dissensus.bench.width.verdicts import verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"

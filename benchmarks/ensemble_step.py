@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 
 NETWORKS = {"784-200-200-200-10": (784, (200, 200, 200)), "64-100-100-10": (64, (100, 100))}
 BATCHES = (16, 128)

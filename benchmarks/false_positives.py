@@ -28,11 +28,11 @@ from torch import Tensor
 
 import dissensus
 from dissensus import metrics
-from dissensus.bench.measures import Measure, measures
-from dissensus.bench.provenance import commit, device_name
-from dissensus.bench.spread import Spread
-from dissensus.bench.statistics import compared, resampled
-from dissensus.evaluate import Evaluation
+from dissensus.bench.run.provenance import commit, device_name
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.measures import Measure, measures
+from dissensus.reporting.spread import Spread
+from dissensus.reporting.statistics import compared, resampled
 
 SEEDS = (2, 3, 5, 10)
 NOISES = (0.0, 0.3, 1.0, 3.0, math.inf)

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from dissensus.bench import jobs
-from dissensus.bench.config import load_task
-from dissensus.bench.results import Results, results_of_runs
-from dissensus.bench.run import Run
+from dissensus.bench.run import jobs
+from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import load_task
+from dissensus.reporting.results import Results
 
 
 def finished(folder: Path) -> Results:

@@ -18,7 +18,7 @@ from rows import Row, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.provenance import commit, device_name
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.engine import build_step
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

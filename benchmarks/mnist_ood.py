@@ -14,12 +14,12 @@ from pathlib import Path
 from finished import finished
 from rows import Row, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
 
-from dissensus.bench.config import load_task, read_task
-from dissensus.bench.jobs import bench
-from dissensus.bench.measures import measures
-from dissensus.bench.reference import published, reference_sentences
-from dissensus.bench.results import Results
-from dissensus.evaluate import Evaluation
+from dissensus.bench.run.jobs import bench
+from dissensus.bench.task.config import load_task, read_task
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.measures import measures
+from dissensus.reporting.reference import published, reference_sentences
+from dissensus.reporting.results import Results
 
 COLUMNS = {  # metric -> (column, factor, digits)
     "accuracy": ("accuracy %", 100, 2),

@@ -25,11 +25,11 @@ from typing import Any
 from finished import finished
 from rows import write_rows
 
-from dissensus.bench import plots, scenes
-from dissensus.bench.claims import claims
-from dissensus.bench.results import Results, Swept
-from dissensus.bench.sweep import GROUPS, accuracies
-from dissensus.evaluate import Evaluation, Kind
+from dissensus.evaluation.evaluation import Evaluation, Kind
+from dissensus.reporting import plots, scenes
+from dissensus.reporting.claims import claims
+from dissensus.reporting.results import Results, Swept
+from dissensus.reporting.sweep import GROUPS, accuracies
 
 ROOT = Path(__file__).parents[1]
 ORIGIN = ("task", "size", "method", "seed", "alpha", "commit", "dissensus", "torch", "device")

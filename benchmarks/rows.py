@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dissensus.bench.spread import spread
+from dissensus.reporting.spread import spread
 
 Row = dict[str, Any]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.provenance import commit, device_name
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.data import Batches
 
 CUDA = torch.cuda.is_available()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import embedded_width
 import mnist_ood
+import pretrained_page
 import toy_entropy
 import tradi_schedule
 import uci_page
@@ -114,9 +115,8 @@ def speed_table(*, short: bool) -> str:
                 "resnet18": "ResNet-18",
                 "conv": "small conv net",
             }[row["case"]]
-            device = (
-                "H200" if "H200" in row["device"] else "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
-            )
+            cores = "2 cores, Arm" if "aarch64" in row["device"] else row["device"]
+            device = "H200" if "H200" in row["device"] else cores
             lines.append(
                 f"| {device} | {network} | {row['members']} | {row['batch']} | {row['what']} | {float(row['loop_ms']):.4g} ms "
                 f"| {float(row['ms']):.3g} ms | {float(row['ratio']):.3g}× | {row['ran']} |"
@@ -286,6 +286,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+    yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
     if rows("embedded_width.csv"):

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def dense(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    from dissensus.bench.provenance import provenance
+    from dissensus.bench.run.provenance import provenance
 
     sides = {name: timer(call) for name, call in calls(arguments.threads).items()}
     theirs = None
@@ -159,13 +159,13 @@ def resnet(folder: str) -> list[dict[str, object]]:
     import torch
 
     import dissensus as ds
-    from dissensus.bench.provenance import provenance
+    from dissensus.bench.run.provenance import provenance
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     x = torch.randn(100, 3, 32, 32)
     if folder:
-        from dissensus.bench.sources import SETS
+        from dissensus.bench.rows.sources import SETS
 
         images = SETS["cifar10"].make(folder)[1].x[:100].float() / 255
         x = (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)

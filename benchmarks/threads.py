@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import dissensus as ds
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 from dissensus.core import turns
 
 NETWORKS = {

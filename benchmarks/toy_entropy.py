@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from rows import Row, made_by, markdown, read_rows, summary, write_rows
 
-from dissensus.bench import build
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.files import write_text
-from dissensus.bench.provenance import provenance
-from dissensus.bench.run import Run
-from dissensus.bench.splits import geometry_of
+from dissensus.bench.run import build
+from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.splits import geometry_of
+from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.errors import Diverged
-from dissensus.history import Epoch
+from dissensus.storage.files import write_text
 from dissensus.train import fit
+from dissensus.training.history import Epoch
 
 ROOT = Path(__file__).parents[1]
 LOOKS = (500, 1000, 2000, 4000, 8000, 12_000, 20_000, 30_000, 40_000, 50_000)  # steps
@@ -233,7 +233,7 @@ def figure(rows: list[Row]) -> Any:
     """Entropy off the data over steps, one line a case, mean over seeds; above, where the poster is."""
     from matplotlib.figure import Figure
 
-    from dissensus.bench.plots import colours
+    from dissensus.reporting.plots import colours
 
     cases = list(dict.fromkeys(row["case"] for row in rows))
     palette, drawn = colours(cases), Figure(figsize=(9, 4.6), layout="constrained")

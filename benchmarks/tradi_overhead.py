@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.provenance import commit, device_name
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.engine import build_step
 from dissensus.methods import MAP, SWAG, TRADI
 

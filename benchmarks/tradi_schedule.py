@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus import metrics
-from dissensus.bench.provenance import provenance
+from dissensus.bench.run.provenance import provenance
 from dissensus.core.optimisation import plateau_linear
 from dissensus.core.posterior import evaluation, refresh
-from dissensus.core.trajectory import constant_tail
 from dissensus.data.splits import split_indices
+from dissensus.methods.trajectory import constant_tail
 
 HELD_OUT = {"digits": 1000, "mnist": 5000}
 

@@ -31,8 +31,8 @@ import torch
 from rows import Row, read_rows, summary, write_rows
 from uci_page import PROTEIN, table, verdicts
 
-from dissensus.bench.config import Task, load_task
-from dissensus.bench.jobs import run_all
+from dissensus.bench.run.jobs import run_all
+from dissensus.bench.task.config import Task, load_task
 from dissensus.data import REGRESSION_SETS
 
 RESULTS = Path(__file__).parent / "results"

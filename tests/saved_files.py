@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from dissensus.sealed import CHECKSUM, CONFIG, METADATA, TENSORS, sealed
+from dissensus.storage.sealed import CHECKSUM, CONFIG, METADATA, TENSORS, sealed
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.drawn import DrawnParticles
+from dissensus.core.functions import MemberFunctions
 from dissensus.core.particles import Particles
-from dissensus.core.tree import TensorTree
+from dissensus.numerics.tree import TensorTree
 
 
 class ScaledLinear(nn.Module):
@@ -51,7 +51,7 @@ class ScaledEnsemble(ds.Posterior):
         return replaced(self.particles.member(0), ScaledLinear, lambda layer: layer.linear)
 
     def draw(self):
-        return DrawnParticles(self.particles)
+        return MemberFunctions(self.particles)
 
     def config(self):
         prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.drawn import DrawnParticles
+from dissensus.core.functions import MemberFunctions
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.core.sampled import Sampled
-from dissensus.core.tree import TensorTree
+from dissensus.methods.sampling import SamplingPosterior
+from dissensus.numerics.tree import TensorTree
 
 
 class Rank1Linear(nn.Module):
@@ -51,7 +51,7 @@ class Rank1Ensemble(Posterior):
         super().__init__(Particles.stack(networks, likelihood or ds.Classification(), own=own), **prior)
 
     def draw(self):
-        return DrawnParticles(self.particles)
+        return MemberFunctions(self.particles)
 
     def config(self):
         prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
@@ -71,7 +71,7 @@ class Rank1Ensemble(Posterior):
         return cls(network, likelihood=likelihood, **config)
 
 
-class NodeNoise(Sampled):
+class NodeNoise(SamplingPosterior):
     """Inputs of linear layers times 1 + σ ε, σ learned: a loss of expected nll + KL(N(1, σ²) ‖ N(1, prior²)) · kl."""
 
     name = "node_noise"

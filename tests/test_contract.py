@@ -46,10 +46,29 @@ def seen(posterior):
     return posterior
 
 
+def fitted(net, **keywords):
+    """A Laplace that has seen a few inputs of the kind that the network takes, with targets of its outputs' kind."""
+    posterior = ds.Laplace(net(), samples=20, **keywords)
+    network = posterior.network
+    dtype = next(network.parameters()).dtype
+    image = isinstance(next(network.modules()), nn.Sequential) and isinstance(network[0], nn.Conv2d)
+    x = torch.randn(8, 2, 5, 6, dtype=dtype) if image else tiny.points(8)[0].to(dtype)
+    inputs = (x, x) if isinstance(network, tiny.Pair) else x
+    with torch.no_grad():
+        outputs = copy.deepcopy(network).eval()(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    y = outputs.argmax(1) if type(posterior.likelihood) is ds.Classification else outputs + 0.1
+    return posterior.fit_posthoc([(inputs, y)])
+
+
 def chain(net, **keywords):
     """A method that is not the library's, with an optimiser of its own; of many data: its noise is small."""
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
     return seen(SGLD(net(), members=3, **keywords))
+
+
+def node_bnn(net, **keywords):
+    keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
+    return ds.NodeBNN(net(), components=2, samples=4, init_std=0.1, **keywords)
 
 
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
@@ -84,6 +103,12 @@ METHODS = {
     "swa": lambda net, **keywords: observed("swa", net, **keywords),
     "gaussian_perturbation": lambda net, **keywords: ds.METHODS["gaussian_perturbation"](net(), samples=3, **keywords),
     "snapshot_ensemble": lambda net, **keywords: observed("snapshot_ensemble", net, members=3, **keywords),
+    "laplace": lambda net, **keywords: fitted(net, structure="full", **keywords),
+    "laplace_kron": lambda net, **keywords: fitted(net, structure="kron", **keywords),
+    "node_bnn": lambda net, **keywords: node_bnn(net, **keywords),
+    "node_bnn_in": lambda net, **keywords: node_bnn(
+        net, mode="in", bias_latent=True, divergence="surrogate", **keywords
+    ),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
@@ -95,7 +120,7 @@ OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNois
 
 @pytest.fixture(params=METHODS, ids=str)
 def build(request):
-    """Builds a posterior of the method around small networks, in float64."""
+    """Builds a posterior of the method from small networks, in float64."""
     method = METHODS[request.param]
 
     def make(net=tiny.mlp, **keywords):

@@ -11,8 +11,9 @@ import tiny
 from dissensus import metrics
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
-from dissensus.evaluate import Evaluation, evaluate, number
+from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluation import Evaluation, number
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,18 +19,18 @@ import torch
 from scipy.io import savemat
 
 import dissensus as ds
-from dissensus.bench import records
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.report import report_content
-from dissensus.bench.results import results_of_runs
-from dissensus.bench.run import Run
-from dissensus.bench.watch import read_distances
-from dissensus.checkpoint import resume, write_checkpoint
+from dissensus.bench.run import records
+from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.watch import read_distances
+from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import formats, tabular
 from dissensus.data.corruption import published
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.distances import MemberDistances
-from dissensus.history import Best, Epoch, History
+from dissensus.reporting.report import report_content
+from dissensus.training.checkpoint import resume, write_checkpoint
+from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
 from saved_files import config_of, make_earlier, reseal
 
@@ -59,6 +59,10 @@ def swag() -> ds.Posterior:
     posterior = ds.SWAG(net(), rank=2, samples=2)
     ds.fit(posterior, [(torch.randn(8, 2), torch.arange(8) % 2)], epochs=4, progress=False, engine="loop")
     return posterior
+
+
+def laplace() -> ds.Posterior:
+    return ds.Laplace(net(), samples=2).fit_posthoc([(torch.randn(8, 2), torch.arange(8) % 2)])
 
 
 def saved(make: Callable[[], ds.Posterior], *, earlier: bool = False) -> Callable[[Path], list[str]]:
@@ -213,6 +217,7 @@ def reported(folder: Path) -> object:
 READERS = {
     "load": Reader(saved(ensemble), ds.load),
     "load swag": Reader(saved(swag), ds.load),
+    "load laplace": Reader(saved(laplace), ds.load),
     "load earlier": Reader(saved(ensemble, earlier=True), ds.load),
     "summarise": Reader(saved(ensemble), lambda folder: ds.summarise(folder, [(x, y)])),
     "summarise earlier": Reader(saved(ensemble, earlier=True), lambda folder: ds.summarise(folder, [(x, y)])),
@@ -311,7 +316,7 @@ def places(table: object, path: tuple = ()) -> list[tuple]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [ensemble, swag])
+@pytest.mark.parametrize("make", [ensemble, swag, laplace])
 @pytest.mark.parametrize("read", [ds.load, lambda folder: ds.summarise(folder, [(x, y)])], ids=["load", "summarise"])
 def test_a_config_that_lies_under_a_checksum_that_fits_is_one_clear_error(make, read, count, tmp_path):
     ds.save(make(), tmp_path)

@@ -1,4 +1,4 @@
-"""A posterior is saved and loaded around the network it was given, also where the method cuts layers or is one's own."""
+"""A posterior is saved and loaded with the network it was given, also where the method cuts layers or is one's own."""
 
 import json
 
@@ -7,8 +7,8 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus import skeletons
-from dissensus.sealed import Header
+from dissensus.storage import skeletons
+from dissensus.storage.sealed import Header
 from small_cut import ScaledEnsemble
 
 

@@ -65,6 +65,8 @@ METHODS = {
     "swa": lambda net: ds.SWA(net(), start=0, every=1),
     "gaussian_perturbation": lambda net: ds.GaussianPerturbation(net(), samples=3),
     "snapshot_ensemble": lambda net: ds.SnapshotEnsemble(net(), members=3, start=0, every=1),
+    "laplace": lambda net: ds.Laplace(net(), samples=4),
+    "node_bnn": lambda net: ds.NodeBNN(net(), data_size=24, components=2, samples=4),
 }
 
 

@@ -4,18 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dissensus import data, metrics, nets
-from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import Diverged
-from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluate import Evaluation, evaluate
+from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
-from dissensus.history import Epoch, History
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import (
     LIT,
     MAP,
@@ -31,18 +29,23 @@ from dissensus.methods import (
     FoRDE,
     FunctionRDE,
     GaussianPerturbation,
+    Laplace,
     MCDropout,
+    NodeBNN,
     SnapshotEnsemble,
     WeightRDE,
     branch,
     track,
 )
+from dissensus.numerics.annealing import Annealing
+from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.predict import predict, predict_batches, summarise
 from dissensus.report import report
 from dissensus.storage import load, save
 from dissensus.surgery.modulation import Modulation
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
+from dissensus.training.history import Epoch, History
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -74,11 +77,13 @@ __all__ = [
     "GaussianPerturbation",
     "HeteroscedasticRegression",
     "History",
+    "Laplace",
     "Lengthscales",
     "Likelihood",
     "MCDropout",
     "MemberDistances",
     "Modulation",
+    "NodeBNN",
     "Posterior",
     "Predictive",
     "Regression",

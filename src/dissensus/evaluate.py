@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Any
 
 from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
@@ -16,46 +14,13 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
+from dissensus.evaluation.evaluation import Evaluation, Kind
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Predictions, predictions
 
 log = logging.getLogger("dissensus")
 
-Kind = Literal["classification", "regression", "segmentation"]
 Loaders = Mapping[str, Iterable[Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """What `evaluate` returns. `.metrics` is flat; `.arrays` holds what intervals, tests and figures are made of.
-
-    arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions: squared_error,
-    nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more foreign),
-    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
-    """
-
-    kind: Kind
-    metrics: dict[str, float]
-    arrays: dict[str, Tensor]
-    score: str  # what ood/… metrics rank by
-    ood: tuple[str, ...] = ()
-    shift: tuple[str, ...] = ()
-    corruptions: tuple[str, ...] = ()
-    severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(
-        default_factory=dict
-    )  # anything a report should say: class names, a collapse of members
-
-    def table(self) -> str:
-        """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
-        single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
-        shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
-        width = max(map(len, shown), default=0)
-        return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
-
-    def __repr__(self) -> str:
-        caution = f"\n{self.notes['collapse']}" if "collapse" in self.notes else ""
-        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}{caution}"
 
 
 def evaluate(
@@ -189,13 +154,6 @@ def checked_score(score: str | None, kind: Kind, members: int) -> str:
 def parameters(posterior: Posterior) -> int:
     """How many numbers the posterior holds as parameters, all members together, frozen ones too: they cost memory."""
     return sum(parameter.numel() for parameter in posterior.parameters())
-
-
-def number(value: float) -> str:
-    """A metric as text, four digits behind the point where that says something."""
-    if float(value).is_integer() and abs(value) >= 1:
-        return f"{value:.0f}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
 
 
 def _stated(temperature: float) -> dict[str, float]:

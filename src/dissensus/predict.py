@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.drawn import Drawn
 from dissensus.core.errors import Diverged
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
+from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
-from dissensus.engine.replayed import Replayed
-from dissensus.stored import stored_members
+from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
@@ -66,7 +66,7 @@ def summarise(
     `likelihood` and `method` as in `load`. The loader must then give the same batches in the same order each time.
     """
     if not isinstance(posterior, Posterior):
-        members = stored_members(Path(posterior), network, likelihood=likelihood, method=method)
+        members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
@@ -109,12 +109,12 @@ def _in_parts(
         drawn = posterior.draw()
 
     @contextmanager
-    def around() -> Iterator[None]:
+    def context() -> Iterator[None]:
         # Entered anew for every piece: between two of them the caller has the world as it was.
         with evaluation(posterior), autocast(device, dtype):
             yield
 
-    describe = Replayed(_Compiled(drawn) if compiled else drawn.describe, drawn, around, lanes=not compiled)
+    describe = CapturedFunction(_Compiled(drawn) if compiled else drawn.describe, drawn, context, lanes=not compiled)
 
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
@@ -124,7 +124,7 @@ def _in_parts(
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
         pieces, seen = drawn.predict_parts(x), 0
         while True:
-            with around():
+            with context():
                 piece = next(pieces, None)
             if piece is None:
                 return
@@ -144,7 +144,7 @@ def _in_parts(
 class _Compiled:
     """What drawn functions say, through the compiler; plain from the first failure on, said once."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: DrawnFunctions) -> None:
         self.drawn = drawn
         self.function: Any = torch.compile(drawn.describe, dynamic=False)
 

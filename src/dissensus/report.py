@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dissensus.evaluate import Evaluation
+from dissensus.evaluation.evaluation import Evaluation
 
 
 def report(
@@ -25,7 +25,7 @@ def report(
     and its intervals with them, for the number of its comparisons. The page is one file that needs nothing else and asks
     for nothing from the network.
     """
-    from dissensus.bench.report import write_report  # matplotlib and jinja2 are loaded only by who wants a report
-    from dissensus.bench.results import results_of_evaluations
+    from dissensus.reporting.report import write_report  # matplotlib and jinja2 are loaded only by who wants a report
+    from dissensus.reporting.results import results_of_evaluations
 
     return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))

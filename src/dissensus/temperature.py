@@ -37,12 +37,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     counted = posterior.likelihood.counted(y)
     if counted is not None:
         y = torch.where(counted, y, 0)
-
-    def nll(log_temperature: float) -> float:
-        log_prob = predictive.tempered(math.exp(log_temperature)).log_prob(y)
-        return -float(log_prob.mean() if counted is None else log_prob[counted].mean())
-
-    temperature = math.exp(minimise(nll, -math.log(WIDEST), math.log(WIDEST)))
+    temperature = best_temperature(predictive, y, counted)
     if not 1.01 / WIDEST < temperature < 0.99 * WIDEST:
         log.warning(
             "the temperature %.3g is at the edge of what is looked at: is the posterior trained at all?", temperature
@@ -50,6 +45,16 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     _warn(temperature, _all_right(predictive, y, counted))
     posterior.temperature.fill_(temperature)
     return temperature
+
+
+def best_temperature(predictive: Predictive, y: Tensor, counted: Tensor | None = None) -> float:
+    """The temperature of the smallest negative log-likelihood of targets y; `counted`: those that count, None: all."""
+
+    def nll(log_temperature: float) -> float:
+        log_prob = predictive.tempered(math.exp(log_temperature)).log_prob(y)
+        return -float(log_prob.mean() if counted is None else log_prob[counted].mean())
+
+    return math.exp(minimise(nll, -math.log(WIDEST), math.log(WIDEST)))
 
 
 def _all_right(predictive: Predictive, y: Tensor, counted: Tensor | None) -> bool:

@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from dissensus.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.checks import check_ranks, check_settings, say_remarks
 from dissensus.core import batch as batches
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.normalization import enough_examples
 from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
-from dissensus.history import Best, Epoch, History
-from dissensus.length import Length
-from dissensus.progress import Progress
+from dissensus.surgery.normalization import enough_examples
+from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
+from dissensus.training.checks import check_ranks, check_settings, say_remarks
+from dissensus.training.history import Best, Epoch, History
+from dissensus.training.length import Length
+from dissensus.training.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
 P = ParamSpec("P")
@@ -238,7 +238,7 @@ class _Run:
             self.step.close()
 
 
-def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: Drawn | None = None) -> float:
+def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
     with evaluation(posterior):

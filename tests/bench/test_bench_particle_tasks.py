@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dissensus.bench import jobs
-from dissensus.bench.build import optimizer, posterior
-from dissensus.bench.claims import claims
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.geometry import GEOMETRIES
-from dissensus.bench.results import Results
-from dissensus.bench.sets import task_data
+from dissensus.bench.rows.geometry import GEOMETRIES
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run import jobs
+from dissensus.bench.run.build import optimizer, posterior
+from dissensus.bench.task.config import load_task, run_config
 from dissensus.data.corruptions import BENCHMARK
+from dissensus.reporting.claims import claims
+from dissensus.reporting.results import Results
 
 TASKS = (
     *("toy-regression", "toy-classification", "toy-regression-small", "toy-classification-small"),

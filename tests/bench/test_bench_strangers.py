@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench import build, cli
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.jobs import report_runs
-from dissensus.bench.records import read_evaluation, write_evaluation
-from dissensus.bench.results import results_of_evaluations
-from dissensus.bench.run import Run
-from dissensus.bench.sets import task_data
+from dissensus.bench import cli
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run import build
+from dissensus.bench.run.jobs import report_runs
+from dissensus.bench.run.records import read_evaluation, write_evaluation
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import load_task, run_config
+from dissensus.reporting.results import results_of_evaluations
 
 TASK = """
 methods = ["map"]

@@ -5,12 +5,12 @@ import struct
 import numpy as np
 import pytest
 
-from dissensus.bench.config import load_task, run_config
-from dissensus.bench.jobs import bench, run_all
-from dissensus.bench.report import write_report
-from dissensus.bench.results import results_of_runs
-from dissensus.bench.run import Run
-from dissensus.bench.together import companions, shares
+from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.jobs import bench, run_all
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.together import companions, shares
+from dissensus.bench.task.config import load_task, run_config
+from dissensus.reporting.report import write_report
 from uci_files import write_uci_files
 
 
@@ -71,6 +71,17 @@ def test_recipes_are_measured_on_training_rows_alone(tmp_path):
     assert {float(y) for y in inner.data.test.y} | {float(y) for y in inner.data.train.y} == told
     assert not told & {float(y) for y in whole.data.test.y}
     assert len(inner.data.test.y) == round(0.2 * len(whole.data.train.y))
+
+
+def test_the_toy_of_ibnn_runs_with_node_based_networks_of_both_papers(tmp_path):
+    methods = ["node_bnn", "node_bnn-ibnn"]
+    runs, evaluations = run_all(load_task("cubic-gap", size="smoke"), seeds=[0], out=tmp_path, methods=methods)
+    for evaluation in evaluations:
+        assert {"gaussian_nll", "shift/cubic_between/nll", "shift/cubic_beyond/nll"} <= evaluation.metrics.keys()
+    settings = [run.posterior().settings for run in runs]
+    assert [each["divergence"] for each in settings] == ["mixture", "surrogate"]
+    assert [each["mode"] for each in settings] == ["out", "in"]
+    assert [run.posterior().data_size for run in runs] == [40, 40]
 
 
 @pytest.mark.parametrize("name", ["cubic", "gp-draw"])

@@ -177,6 +177,13 @@ def without_statistics(width):
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width, track_running_stats=False), nn.Linear(width, 3))
 
 
+def test_two_examples_that_batch_norm_makes_alike_either_way_are_two_examples():
+    for seed in range(12):
+        torch.manual_seed(seed)
+        posterior = ds.MAP(without_statistics(2), likelihood=ds.Regression(noise=1.0))
+        assert len(posterior.predict(torch.randn(2, 4))) == 2
+
+
 @pytest.mark.parametrize(
     ("network", "x", "y"),
     [

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import dissensus as ds
 import tiny
-from dissensus.bench import build
+from dissensus.bench.run import build
 from dissensus.core import optimisation
 from dissensus.core.optimisation import Group
 

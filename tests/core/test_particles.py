@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles, Rows, loop
-from dissensus.core.randomness import random_state
+from dissensus.numerics.randomness import random_state
 
 
 class Recurrent(nn.Module):

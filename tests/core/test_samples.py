@@ -11,8 +11,8 @@ import dissensus as ds
 import tiny
 from dissensus.core import gradients, seam
 from dissensus.core.particles import Particles
-from dissensus.core.tree import TensorTree
 from dissensus.engine.strategies import strategy
+from dissensus.numerics.tree import TensorTree
 from small_methods import NodeNoise, Rank1Ensemble
 
 

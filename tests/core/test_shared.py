@@ -54,8 +54,8 @@ def test_only_linear_layers_with_own_weights_are_rewritten():
     every = Particles.stack(networks, ds.Classification())
     last = Particles.stack(networks, ds.Classification(), own=lambda name: name.startswith("network.3."))
     linear = [layer for layer in every.template.network if type(layer) is nn.Linear]
-    assert [layer for layer, _ in every._linear.forwards] == linear
-    assert [layer for layer, _ in last._linear.forwards] == [last.template.network[3]]
+    assert [layer for layer, _ in every.runner.linear.forwards] == linear
+    assert [layer for layer, _ in last.runner.linear.forwards] == [last.template.network[3]]
 
 
 @pytest.mark.parametrize("make", [convolving, tiny.mlp], ids=["convolution", "mlp"])

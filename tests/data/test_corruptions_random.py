@@ -19,7 +19,7 @@ from PIL import Image
 from skimage.filters import gaussian
 
 from dissensus.data.corruption import blur, digital, noise, spatter, weather
-from dissensus.data.corruption.draws import _WEYL, Draws, _mix, image_keys
+from dissensus.data.corruption.draws import Draws, image_keys
 from dissensus.data.corruptions import RECIPES, corrupt
 
 
@@ -234,13 +234,6 @@ def test_elastic_transform_equals_opencvs_affine_map_and_scipys_interpolation(se
 
 
 # ---- the random numbers themselves
-
-
-def test_the_generator_is_splitmix64() -> None:
-    # the first outputs for the seed 1234567, as widely published for this algorithm
-    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    ours = _mix(1234567 + torch.arange(1, 6) * _WEYL)
-    assert [word % 2**64 for word in ours.tolist()] == known
 
 
 def test_uniform_and_normal_numbers_follow_their_laws_and_streams_are_independent() -> None:

@@ -9,6 +9,7 @@ from sklearn.datasets import make_moons
 
 from dissensus.data import (
     cubic,
+    cubic_gap,
     donuts,
     far_ring,
     five_blobs,
@@ -100,6 +101,18 @@ def test_x_sin_x_has_a_gap_and_noise_of_a_quarter():
     noise = y - x * torch.sin(x)
     assert abs(float(noise.std()) - 0.25) < 4 * 0.25 / 12000**0.5
     assert x_sin_x()[0].shape == (90, 1)
+
+
+def test_cubic_gap_is_a_cubic_on_two_grids_with_noise_of_two():
+    x, y = cubic_gap(dtype=FLOAT64)
+    assert x.shape == y.shape == (402, 1)
+    assert (float(x[0]), float(x[200]), float(x[201]), float(x[-1])) == (-3.0, -1.0, 1.0, 3.0)
+    torch.testing.assert_close(x[1:201] - x[:200], torch.full((200, 1), 0.01, dtype=FLOAT64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(cubic_gap(noise=0.0, dtype=FLOAT64)[1], x**3, rtol=0, atol=0)
+    assert torch.equal(y, cubic_gap(dtype=FLOAT64)[1])
+    assert not torch.equal(y, cubic_gap(seed=1, dtype=FLOAT64)[1])
+    x, y = cubic_gap(5000, dtype=FLOAT64)
+    assert float((y - x**3).std()) == pytest.approx(2.0, abs=4 * 2 / (2 * 10_000) ** 0.5)
 
 
 def test_cubic_is_a_cubic_with_noise_of_three():

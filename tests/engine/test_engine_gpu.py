@@ -215,6 +215,8 @@ POSTERIORS = {
     ),
     "mc_dropout": lambda: ds.MCDropout(conv_net(), rate=0.3, samples=4),
     "gaussian_perturbation": lambda: ds.GaussianPerturbation(conv_net(), samples=4),
+    "laplace": lambda: ds.Laplace(conv_net(), samples=4),
+    "node_bnn": lambda: ds.NodeBNN(conv_net(), data_size=90, components=2, samples=4),
     "map": lambda: ds.MAP(conv_net()),
 }
 
@@ -243,6 +245,22 @@ def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, p
     if name != "mc_dropout" and precision == "float32":
         torch.testing.assert_close(summary.mean, got.mean, rtol=0, atol=1e-5)
     torch.cuda.set_rng_state(state)
+
+
+def test_node_noise_trains_from_a_graph_with_new_numbers_at_every_step() -> None:
+    torch.manual_seed(0)
+    x, y = data(90)
+    posterior = ds.NodeBNN(conv_net(), data_size=90, components=3, train_samples=2).cuda()
+    still = torch.optim.SGD(posterior.parameter_groups(lr=0.0), lr=0.0)
+    history = ds.fit(posterior, Batches(x.float(), y, batch_size=90), epochs=6, optimizer=still, progress=False)
+    assert history.engine.endswith("captured")
+    assert len({epoch.loss for epoch in history.epochs}) == 6  # no weight has moved: the latents were others
+    posterior = ds.NodeBNN(conv_net(), data_size=90, annealing=ds.Annealing("linear")).cuda()
+    optimizer = torch.optim.Adam(posterior.parameter_groups(lr=0.02))
+    loader = Batches(x.float() + y[:, None, None, None], y, batch_size=30)
+    history = ds.fit(posterior, loader, epochs=15, optimizer=optimizer, progress=False)
+    assert history.engine.endswith("captured")
+    assert history[-1].loss < 0.8 * history[0].loss
 
 
 def test_an_evaluation_on_the_gpu_is_the_one_on_the_host() -> None:
@@ -482,3 +500,19 @@ def test_predictions_from_many_threads_are_those_of_one(net):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(24)))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_laplace_of_a_network_on_the_gpu_is_that_on_the_host(structure: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    likelihood = ds.Regression(initial=0.5)
+    host = ds.Laplace(copy.deepcopy(network), structure=structure, likelihood=likelihood).fit_posthoc([(x, y)])
+    there = ds.Laplace(network.cuda(), structure=structure, likelihood=likelihood).fit_posthoc([(x, y)])
+    assert there.device.type == "cuda"
+    assert float(there.log_marginal_likelihood()) == pytest.approx(float(host.log_marginal_likelihood()), rel=1e-9)
+    for name, variance in host.variance.items():
+        torch.testing.assert_close(there.variance[name].cpu(), variance, rtol=1e-8, atol=1e-10)
+    back = there.to("cpu")
+    assert back.predict(x).mean.shape == (40, 2)

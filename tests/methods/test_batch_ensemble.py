@@ -184,9 +184,9 @@ def test_neutral_modulations_keep_what_a_network_computes(name):
 def test_ten_million_parameters_convert_in_under_a_second():
     network = ds.nets.ResNet(18)
     assert sum(p.numel() for p in network.parameters()) > 1e7
-    start = time.perf_counter()
+    start = time.process_time()
     ds.BatchEnsemble(network, members=4, modulation=SIGN)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(

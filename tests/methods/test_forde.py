@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
-from dissensus.core.kernels import BANDWIDTHS, input_gradient_log_density
-from dissensus.core.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.methods import LIT, FoRDE
+from dissensus.numerics.kernels import BANDWIDTHS, input_gradient_log_density
+from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 
 STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
 

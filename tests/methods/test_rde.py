@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
-from dissensus.core import kernels, scores
-from dissensus.core.annealing import Annealing
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
+from dissensus.numerics import kernels, scores
+from dissensus.numerics.annealing import Annealing
 from saved_files import make_earlier
 
 STRATEGIES = {

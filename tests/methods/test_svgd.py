@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
-from dissensus.core import kernels, scores
-from dissensus.core.annealing import Annealing
 from dissensus.methods import SVGD
+from dissensus.numerics import kernels, scores
+from dissensus.numerics.annealing import Annealing
 
 STRATEGIES = {
     "vectorised": strategies.vectorised,

@@ -6,8 +6,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.flat import flatten
 from dissensus.methods import SWA, SWAG
+from dissensus.numerics.flat import flatten
 
 
 class Scalars(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.kalman import kalman
 from dissensus.methods import TRADI
+from dissensus.methods.kalman import kalman
 from saved_files import make_earlier
 
 # ---------------------------------------------------------------------------------------------------- gains

@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
+import dissensus as ds
 from dissensus import Modulation, theory
 
 ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
@@ -129,3 +131,41 @@ def test_too_little_memory_is_refused_with_the_size_and_axes_are_checked():
         given(network.own, X, memory=1000)
     with pytest.raises(ValueError, match=r"one member axis first, got lengths \[2, 3\]"):
         given({**network.own, "u1": network.own["u1"][:2]}, X)
+
+
+@pytest.mark.parametrize("kind", ["batch_ensemble", "talk", "dropout_ensemble"])
+def test_the_blocks_of_a_posterior_predict_its_training_step(kind):
+    """f after a small SGD step, of a network with convolutions, batch norm and a frozen layer: −η/B Θ(γ) (f − y)."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, 3, 1), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2)
+    ).double()
+    network[3].requires_grad_(False)
+    network[1].running_mean.normal_()
+    given = {"members": 3, "likelihood": ds.Regression(noise=1.0), "regime": 1.7}
+    if kind == "dropout_ensemble":
+        posterior = ds.DropoutEnsemble(network, keep=0.7, **given)
+    else:
+        form = "talk" if kind == "talk" else "wen"
+        posterior = ds.BatchEnsemble(network, modulation=Modulation.normal(0.6, 0.5), form=form, **given)
+    posterior.eval()
+    x, y, eta = torch.randn(4, 1, 5).double(), torch.randn(4, 2).double(), 1e-6
+    f = posterior(x).detach()
+    posterior.backward(x, y)
+    blocks = theory.posterior_blocks(posterior, x)
+    assert blocks.common.shape == (3, 3, 4, 4, 2, 2)
+    with torch.no_grad():
+        for parameter in posterior.parameters():
+            if parameter.grad is not None:
+                parameter -= eta * parameter.grad
+    predicted = -eta / 4 * blocks.total(posterior.gamma) @ (f - y).flatten()
+    torch.testing.assert_close((posterior(x) - f).flatten(), predicted, rtol=1e-3, atol=1e-10)
+    other = theory.posterior_blocks(posterior, x[:2], x[2:])
+    again = theory.posterior_blocks(posterior, x)
+    torch.testing.assert_close(other.common, again.common[:, :, :2, 2:])
+
+
+def test_blocks_of_members_that_share_nothing_are_refused():
+    ensemble = ds.DeepEnsemble([nn.Linear(2, 1) for _ in range(2)])
+    with pytest.raises(TypeError, match="members that share weights"):
+        theory.posterior_blocks(ensemble, torch.randn(3, 2))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dissensus import theory
-from dissensus.bench import theory_runs
+from dissensus.bench.theory import runs as theory_runs
 from dissensus.nets import Residual
 
 LAW = {"weight_variance": 2.0, "bias_variance": 0.1}

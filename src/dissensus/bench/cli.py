@@ -14,19 +14,20 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text
 
-from dissensus import __version__
-from dissensus.bench import jobs
-from dissensus.bench.claims import claims
-from dissensus.bench.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.names import listed
-from dissensus.bench.results import Results
-from dissensus.bench.run import Run
-from dissensus.bench.sets import LastData
-from dissensus.bench.sources import SETS, present
-from dissensus.bench.tables import Table, draws_of, main_table
-from dissensus.bench.theory_cli import app as theory
-from dissensus.bench.width_report import bench_widths
+from dissensus.bench.rows.sets import LastData
+from dissensus.bench.rows.sources import SETS, present
+from dissensus.bench.run import jobs
+from dissensus.bench.run.convert import convert as convert_weights
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
+from dissensus.bench.theory.cli import app as theory
+from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
+from dissensus.reporting.claims import claims
+from dissensus.reporting.results import Results
+from dissensus.reporting.tables import Table, draws_of, main_table
+from dissensus.version import __version__
 
 app = typer.Typer(
     help="Trains networks that say how sure they are, and measures whether they are right about it.",
@@ -155,6 +156,20 @@ def report(
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     _print_results(results)
     _print_written(written)
+
+
+@app.command()
+def convert(
+    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .npz or .safetensors file.")],
+    method: Annotated[str, typer.Option(help="A method of one network.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
+    set_: Annotated[
+        list[str], typer.Option("--set", help="network.name=ResNet, network.depth=20, method.samples=50, …")
+    ] = [],  # noqa: B006 - typer reads it
+) -> None:
+    """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads."""
+    convert_weights(weights, method, out, overrides=set_)
+    print(out)
 
 
 @app.command("list")

@@ -1,18 +1,8 @@
-"""Names in settings: lists of them, and the one grammar for those that are not known."""
+"""Lists of names in settings."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
-
-
-def unknown(what: str, name: str, known: Iterable[str], *, shown: Iterable[str] | None = None) -> ValueError:
-    """The error for an unknown name, to be raised by the caller; it lists `shown` where all that is known is too much."""
-    known = sorted(known)
-    lowered = {each.lower(): each for each in known}
-    nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
-    hint = f"; did you mean {lowered[nearest[0]]!r}?" if nearest else ""
-    return ValueError(f"expected {what} of {', '.join(known if shown is None else shown)}, got {name!r}{hint}")
+from collections.abc import Sequence
 
 
 def listed(names: str | Sequence[str]) -> list[str]:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.lengthscales import Moments, check_finite
-from dissensus.core.particles import Tensors
+from dissensus.numerics.lengthscales import Moments, check_finite
+from dissensus.numerics.tree import Tensors
 
 
 class EmpCov(nn.Module):

@@ -1,4 +1,7 @@
-"""Errors of this library that a caller may want to tell from others."""
+"""Errors: one that a caller may want to tell from others, and the one grammar for names that are not known."""
+
+import difflib
+from collections.abc import Iterable
 
 PLURALS = {"loss": "losses"}
 
@@ -21,3 +24,12 @@ class Diverged(ValueError):
 
     def __reduce__(self) -> tuple[type["Diverged"], tuple[list[int], int, str]]:
         return type(self), (self.members, self.step, self.what)  # or a process that is sent it could not read it
+
+
+def unknown(what: str, name: str, known: Iterable[str], *, shown: Iterable[str] | None = None) -> ValueError:
+    """The error for an unknown name, to be raised by the caller; it lists `shown` where all that is known is too much."""
+    known = sorted(known)
+    lowered = {each.lower(): each for each in known}
+    nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
+    hint = f"; did you mean {lowered[nearest[0]]!r}?" if nearest else ""
+    return ValueError(f"expected {what} of {', '.join(known if shown is None else shown)}, got {name!r}{hint}")

@@ -20,25 +20,33 @@ def suspicious(tensors: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def members_not_finite(own: Sequence[Tensor], shared: Sequence[Tensor], members: int) -> Tensor:
-    """(M,) whose rows of the own tensors (M, ...) are not finite; all members where only a shared tensor is not.
+def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Sets the flag, () in float32, to 1 where a tensor holds a number that is not finite; else it stays as it is.
+
+    One kernel for all tensors of a dtype, which nobody waits for: what mixed precision looks at gradients with. It multiplies
+    them by `one`, a 1 beside the flag.
+    """
+    for dtype in {tensor.dtype for tensor in tensors}:
+        torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
+
+
+@torch.no_grad()
+def largest(own: Sequence[Tensor], shared: Sequence[Tensor], members: int) -> tuple[Tensor, Tensor]:
+    """((M,) the largest absolute value of each member's rows of own tensors (M, ...), () that of shared ones); NaN where there
+    is one.
 
     Without a choice in Python and without waiting for a device, so that a CUDA graph can hold it.
     """
-    rows = [_largest(tensor, tuple(range(1, tensor.ndim))).isfinite() for tensor in own if tensor.numel()]
-    wholes = [_largest(tensor, tuple(range(tensor.ndim))).isfinite() for tensor in shared if tensor.numel()]
-    of_all = ~torch.stack(wholes).all() if wholes else None
-    if not rows:
-        nobody = torch.zeros(members, dtype=torch.bool)
-        return nobody if of_all is None else of_all.expand(members)
-    bad = ~torch.stack(rows).all(0)
-    return bad if of_all is None else torch.where(bad.any(), bad, of_all)
+    rows = _norms([row for tensor in own if tensor.numel() for row in tensor.unbind()])
+    wholes = _norms([tensor for tensor in shared if tensor.numel()])
+    device = next((tensor.device for tensor in (*own, *shared)), None)
+    mine = rows.reshape(-1, members).amax(0) if len(rows) else torch.zeros(members, device=device)
+    return mine, wholes.amax() if len(wholes) else torch.zeros((), device=device)
 
 
-def _largest(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The largest absolute value over these axes; NaN where there is one."""
-    largest: Tensor = torch.linalg.vector_norm(tensor, math.inf, dim=axes) if axes else tensor.abs()
-    return largest
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """(T,) the largest absolute value of each tensor, NaN where it holds one: all tensors in a few kernels."""
+    return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
 def check_predictions(described: Sequence[Tensor], steps: Tensor, *, first: int = 0) -> None:

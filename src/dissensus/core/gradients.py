@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Lane, Particles, Rows, Tensors
-from dissensus.core.randomness import random_state
+from dissensus.core.particles import Lane, Particles, Rows
 from dissensus.core.running import averaged
+from dissensus.numerics.randomness import random_state
+from dissensus.numerics.tree import Tensors
 
 
-class Trained(Protocol):
-    """What finding gradients needs of a posterior."""
+class Objective(Protocol):
+    """What is to be differentiated: the functions that a posterior declares of its members."""
 
     particles: Particles
     train_samples: int
@@ -64,40 +65,57 @@ class State(NamedTuple):
     shared_buffers: Tensors
 
 
-Strategy = Callable[[Trained, Inputs, Tensor, Tensor | None], Gradients]
+Strategy = Callable[[Objective, Inputs, Tensor, Tensor | None], Gradients]
 
 
-def vectorised(
-    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, *, state: State | None = None
+def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    """All members at once by vmap: the gradient of the sum over members, so that shared tensors need no copy per member."""
+    state = state_of(posterior)
+    wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
+    with posterior.particles.vectorising(), torch.enable_grad():
+        total, losses, after = _objective(posterior, state, x, y, weight)
+    # By plain autograd: function transforms would keep a graph of the gradients as well.
+    found = torch.autograd.grad(total, list(wanted.values()), materialize_grads=True) if total.requires_grad else ()
+    members, samples = posterior.particles.members, posterior.train_samples
+    gradients = dict(zip(wanted, found, strict=True)) if found else {}
+    return Gradients(losses.detach(), gradients, of_members(detached(after), members, samples))
+
+
+def vectorised_by_transforms(
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    """All members at once by vmap: the gradient of the sum over members, so that shared tensors need no copy per member.
-
-    With `state` a pure function of tensors, to be called within `particles.vectorising()`.
-    """
-    around = nullcontext() if state is not None else posterior.particles.vectorising()
-    held = state_of(posterior) if state is None else state
+    """`vectorised` as a pure function of tensors, which the compiler can follow; to be called within
+    `particles.vectorising()`."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-        def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
-            params = {**shared, **held.shared_frozen, **row.own}
-            return posterior.member_loss(params, {**held.shared_buffers, **row.buffers}, x, y, weight)
+        total, losses, after = _objective(posterior, state._replace(own=own, shared=shared), x, y, weight)
+        return total, (losses, after)
 
-        rows = Rows({**own, **held.own_frozen}, held.own_buffers, {}).repeated(members, samples)
-        losses, z, after = torch.func.vmap(one, randomness="different")(rows)
-        total = losses.sum()
-        if posterior.coupled:
-            total = total + inner(z, posterior.couple(detached(z)))
-        return total if samples == 1 else total / samples, (losses, after)
-
+    (own, shared), (losses, after) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
     members, samples = posterior.particles.members, posterior.train_samples
-    with around:
-        gradients = torch.func.grad(objective, argnums=(0, 1), has_aux=True)
-        (own, shared), (losses, after) = gradients(held.own, held.shared)
     return Gradients(losses, {**shared, **own}, of_members(after, members, samples))
 
 
+def _objective(
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensors]:
+    """(the sum over members, losses, buffers afterwards) with all members at once."""
+
+    def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
+        params = {**state.shared, **state.shared_frozen, **row.own}
+        return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, x, y, weight)
+
+    members, samples = posterior.particles.members, posterior.train_samples
+    rows = Rows({**state.own, **state.own_frozen}, state.own_buffers, {}).repeated(members, samples)
+    losses, z, after = torch.func.vmap(one, randomness="different")(rows)
+    total = losses.sum()
+    if posterior.coupled:
+        total = total + inner(z, posterior.couple(detached(z)))
+    return total if samples == 1 else total / samples, losses, after
+
+
 def looped(
-    posterior: Trained,
+    posterior: Objective,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -141,7 +159,7 @@ def looped(
 
 
 def looped_keeping_graphs(
-    posterior: Trained,
+    posterior: Objective,
     x: Inputs,
     y: Tensor,
     weight: Tensor | None,
@@ -221,7 +239,7 @@ def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
 
 
 def member_gradients(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
     """Loss (), gradients and buffers of one member by plain autograd, which every module knows."""
     own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
@@ -238,7 +256,7 @@ def member_gradients(
     return Gradients(value.detach(), found, detached(buffers))
 
 
-def state_of(posterior: Trained) -> State:
+def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     own, shared = particles.own_parameters(), particles.shared_parameters()

@@ -70,8 +70,8 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
     # Linear layers take any number of axes in front, convolutions take single images: the numbers of one example are then
     # read as examples. The first of them alone says so, unless the network runs at some sizes of batch only.
     if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
-        alone = _answer(run, x[None])
-        if alone is not None and alone.shape == (1, *outputs.shape) and _same(alone[0], outputs):
+        one = _same_with_an_axis(run, x, outputs) and not _are_examples(run, torch.cat([x, x.flip(0), x]))
+        if one:
             raise _without_batch_axis(x)
     if not kept:
         raise ValueError(
@@ -94,6 +94,21 @@ def takes_fewer_examples(run: Run, x: Inputs) -> bool:
             if outputs is not None and outputs.ndim > 0 and outputs.shape[0] == count:
                 return True
     return False
+
+
+def _same_with_an_axis(run: Run, x: Tensor, outputs: Tensor) -> bool:
+    """Whether x as one example gives what its rows as examples gave."""
+    alone = _answer(run, x[None])
+    return alone is not None and alone.shape == (1, *outputs.shape) and _same(alone[0], outputs)
+
+
+def _are_examples(run: Run, x: Tensor) -> bool:
+    """Whether the rows are taken as examples and not as one. Asked of more rows than there were: batch norm without statistics
+    makes ±1 of two, and may make the same of them either way."""
+    outputs = _answer(run, x)
+    if outputs is None or outputs.ndim == 0 or len(outputs) != len(x):
+        return False
+    return not _same_with_an_axis(run, x, outputs)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,13 +4,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.tree import TensorTree
 from dissensus.core.turns import turn
-
-Tensors = dict[str, Tensor]
+from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class Member(nn.Module):
@@ -62,6 +60,15 @@ def member_index(index: int, members: int) -> int:
             f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
         )
     return index % members
+
+
+def check_initialised(network: nn.Module) -> None:
+    """Raises where the network is none, or has tensors whose shapes its first batch would tell."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
+    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")
 
 
 def check_likelihood(likelihood: object) -> None:

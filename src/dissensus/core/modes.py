@@ -13,12 +13,14 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
     every = {id(part): part for module in modules for part in module.modules()}
     modes = [(part, part.training) for part in every.values()]
     try:
-        for module in modules:
-            module.eval()
+        if any(mode for _, mode in modes):
+            for module in modules:
+                module.eval()
         yield
     finally:
         for part, mode in modes:
-            part.training = mode
+            if part.training != mode:  # setting one costs much more than a look
+                part.training = mode
 
 
 @contextmanager

@@ -6,9 +6,8 @@ results; modules without a batching rule (`nn.LSTM`, data-dependent control flow
 
 import copy
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -16,19 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dissensus.core.architecture import check_initialised
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, Tensors, check_likelihood, emptied, has_ties, member_index
-from dissensus.core.modes import plain_attention
-from dissensus.core.products import small_products, without_onednn
-from dissensus.core.running import Attempt, How, Lane, Rows, averaged, first_line, loop
+from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, has_ties, member_index
+from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
-from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.statistics import frozen_norms
-from dissensus.core.tree import TensorTree, named_tensors
-from dissensus.core.turns import has_attention, turn
+from dissensus.core.turns import turn
+from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
 
-__all__ = ["How", "Lane", "Member", "Particles", "Rows", "Tensors", "loop", "member_index"]
+__all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 
@@ -45,20 +40,16 @@ class Particles(nn.Module):
         self.members = members
         self.training = template.training
         self._settle()
-        self.small_products = small_products(template)
-        self._attention = has_attention(template)
         # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
         self._may_be_tied = shared is template or has_ties(template)
-        self._lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
         self._frozen: set[str] = set()  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
     def _settle(self) -> None:
-        """What is vectorised, by which tensors are own."""
+        """Who runs the members: that depends on which tensors are own."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
-        self.how: How = "loop" if has_own_convolution(self.template, own) else "vectorised"
-        self._linear = StackedLinear(self.template, own=own)
+        self.runner = runner(self.template, own)
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
@@ -207,13 +198,16 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
+        if not buffers:
+            return
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
-            for name, value in buffers.items():
-                if name in own:
-                    own[name].copy_(value)
-                elif name not in self._frozen:
-                    shared[name].copy_(averaged(value))
+            mine = [name for name in buffers if name in own]
+            common = [name for name in buffers if name not in own and name not in self._frozen]
+            targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
+            if targets:
+                sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
+                torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
         """What differs between functions, each tensor with their axis first: members, or S samples of each in a row."""
@@ -249,44 +243,28 @@ class Particles(nn.Module):
         return result
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
-        """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
-        with self.turn(), without_onednn(self.small_products):
-            return self._run(one, rows, count, how)
+        """one(row) of each of `count` rows, stacked: all at once or one after the other, whichever the runner takes."""
+        with self.turn(), self.runner.running():
+            return self.runner.run(one, rows, count, device=self.device, how=how)
 
-    def _run(self, one: Callable[[Rows], Any], rows: Rows, count: int, how: How | None) -> Any:
-        if (how or self.how) == "loop" or count == 1:
-            lanes = self._lanes
-            mine = lanes[1:] if lanes is not None and lanes[0] == threading.get_ident() else ()
-            return loop(one, rows, count, *mine)
-        with Attempt() as attempt, self.vectorising():
-            return torch.func.vmap(one, randomness="different")(rows)
-        result = loop(one, rows, count)
-        self.note_fallback(attempt.failed)
-        return result
+    def vectorising(self) -> AbstractContextManager[object]:
+        """What vmap over members runs in."""
+        return self.runner.vectorising(self.device)
 
-    @contextmanager
-    def vectorising(self) -> Iterator[None]:
-        """What vmap over members runs in: layers in forms that it sees through and that are fast."""
+    @property
+    def how(self) -> How:
+        """Whether members run all at once."""
+        return self.runner.how
+
+    @how.setter
+    def how(self, how: How) -> None:
+        self.runner.how = how
+
+    @property
+    def device(self) -> torch.device:
+        """Where the members' tensors are."""
         first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
-        device = torch.device("cpu") if first is None else first.device
-        with plain_attention(self._attention), self._linear.on(device):
-            yield
-
-    @contextmanager
-    def in_lanes(self, lane: Lane, join: Callable[[], None]) -> Iterator[None]:
-        """Members that run one after the other do so within lane(i), a CUDA stream for example; join() waits for all."""
-        self._lanes = (threading.get_ident(), lane, join)
-        try:
-            yield
-        finally:
-            self._lanes = None
-
-    def note_fallback(self, reason: str) -> None:
-        """From now on members run one after the other; said once."""
-        if self.how == "loop":
-            return
-        self.how = "loop"
-        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+        return torch.device("cpu") if first is None else first.device
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
 from dissensus.core.finite import check_predictions
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
-from dissensus.core.randomness import Watch, looking_ahead, same_random_state
-from dissensus.core.trained import Trained
+from dissensus.core.training_rules import TrainingRules
+from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
+from dissensus.numerics.tree import Tensors
 
 
-class Posterior(Trained, ABC):
+class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
@@ -40,8 +41,11 @@ class Posterior(Trained, ABC):
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
     ) -> None:
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
-        self.register_buffer("temperature", torch.ones(()))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        where = next(
+            (parameter.device for parameter in particles.parameters()), None
+        )  # a network may be on a GPU already
+        self.register_buffer("temperature", torch.ones((), device=where))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
         self._known = inputs.Known()
         self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
@@ -87,10 +91,10 @@ class Posterior(Trained, ABC):
         return type(self).couple is not Posterior.couple
 
     @abstractmethod
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
 
-    def current(self) -> Drawn:
+    def current(self) -> DrawnFunctions:
         """The functions as training has left them so far: what validation during `fit` looks at."""
         return self.draw()
 
@@ -103,13 +107,13 @@ class Posterior(Trained, ABC):
         """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
         return self.ready
 
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
         """The functions by which validation judges such a state; None: those of `current()`."""
         return None
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, all JSON, that build this posterior again around a network."""
+        """The keyword arguments, all JSON, that build this posterior again, given a network."""
 
     def identity(self) -> dict[str, Any]:
         """What a run must agree in, all JSON, to go on from a checkpoint: the method and the settings that training reads."""
@@ -124,8 +128,8 @@ class Posterior(Trained, ABC):
     def given(self) -> nn.Module:
         """A network of the architecture that the caller passed, with some member's tensors; it shares nothing with this.
 
-        What a saved posterior is loaded around. Methods that cut layers of the network put the plain ones back here; then
-        `skeleton` is given such a network, and cuts it again.
+        What saved files describe, and what `load` takes. Methods that cut layers of the network put the plain ones back
+        here; `skeleton` is then given such a network, and cuts it again.
         """
         return self.particles.member(0)
 

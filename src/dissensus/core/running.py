@@ -1,15 +1,20 @@
 """Running members: one function over rows of tensors by a loop or by vmap, and the one fallback from a way that fails."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dissensus.core.member import Tensors
-from dissensus.core.randomness import random_state
+from dissensus.core.modes import plain_attention
+from dissensus.core.turns import has_attention
+from dissensus.numerics.randomness import random_state
+from dissensus.numerics.tree import Tensors
+
+log = logging.getLogger("dissensus")
 
 How = Literal["loop", "vectorised"]
 Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
@@ -86,3 +91,62 @@ class Attempt:
 def first_line(error: Exception) -> str:
     """What an error says first, for the log."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+
+
+class Runner:
+    """How the members of one template run: all at once by vmap, or one after the other from the first failure on.
+
+    `own`: the ids of the template's tensors that each member has for itself. This one works everywhere; the engine puts a
+    faster one in its place (`replace_runner`), which gives the same results.
+    """
+
+    how: How = "vectorised"
+
+    def __init__(self, template: nn.Module, own: Set[int]) -> None:
+        self.attention = has_attention(template)
+
+    def running(self) -> AbstractContextManager[object]:
+        """What every run of members, and every search for their gradients, happens in."""
+        return nullcontext()
+
+    def vectorising(self, device: torch.device) -> AbstractContextManager[object]:
+        """What vmap over members runs in: layers in forms that it sees through."""
+        return plain_attention(self.attention)
+
+    def one_by_one(self, one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+        """one(row) of each row in turn."""
+        return loop(one, rows, count)
+
+    def run(
+        self, one: Callable[[Rows], Any], rows: Rows, count: int, *, device: torch.device, how: How | None = None
+    ) -> Any:
+        """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
+        if (how or self.how) == "loop" or count == 1:
+            return self.one_by_one(one, rows, count)
+        with Attempt() as attempt, self.vectorising(device):
+            return torch.func.vmap(one, randomness="different")(rows)
+        result = loop(one, rows, count)
+        self.note_fallback(attempt.failed)
+        return result
+
+    def note_fallback(self, reason: str) -> None:
+        """From now on members run one after the other; said once."""
+        if self.how == "loop":
+            return
+        self.how = "loop"
+        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+
+
+_kind: type[Runner] = Runner
+
+
+def replace_runner(kind: type[Runner]) -> type[Runner]:
+    """From now on new particles are run by this kind; the one until now."""
+    global _kind
+    before, _kind = _kind, kind
+    return before
+
+
+def runner(template: nn.Module, own: Set[int]) -> Runner:
+    """Who runs the members of this template."""
+    return _kind(template, own)

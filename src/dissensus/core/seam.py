@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Inputs
-from dissensus.core.gradients import Gradients, Strategy, Trained, detached, inner, looped, of_members, vectorised
-from dissensus.core.particles import Rows, Tensors
-from dissensus.core.products import without_onednn
+from dissensus.core.gradients import Gradients, Objective, Strategy, detached, inner, looped, of_members, vectorised
+from dissensus.core.particles import Rows
 from dissensus.core.running import Attempt
 from dissensus.core.turns import PROCESS
+from dissensus.numerics.tree import Tensors
 
 
-def loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
     with _turn(posterior):
         return _loss(posterior, x, y, weight)
 
 
-def _loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def _loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
     particles.check_frozen()
     if posterior.mixes:
@@ -52,7 +52,7 @@ def _loss(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Te
 
 
 def backward(
-    posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
+    posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
     """Losses, one per function trained; the objective's gradients are added to `.grad`, batch statistics are updated."""
     with finding(posterior):
@@ -63,14 +63,14 @@ def backward(
 
 
 @contextmanager
-def finding(posterior: Trained) -> Iterator[None]:
-    """What a strategy is called in: this thread's turn, small products the way this processor likes them."""
+def finding(posterior: Objective) -> Iterator[None]:
+    """What a strategy is called in: this thread's turn, and what its runner asks for."""
     posterior.particles.check_frozen()
-    with _turn(posterior), without_onednn(posterior.particles.small_products):
+    with _turn(posterior), posterior.particles.runner.running():
         yield
 
 
-def add_gradients(posterior: Trained, gradients: Tensors) -> None:
+def add_gradients(posterior: Objective, gradients: Tensors) -> None:
     """Adds gradients by name to `.grad`."""
     parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     taken: set[int] = set()
@@ -86,7 +86,7 @@ def add_gradients(posterior: Trained, gradients: Tensors) -> None:
             parameter.grad.add_(gradient)
 
 
-def _surrogate(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def _surrogate(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() Σ losses in value, with the mixed gradients as its derivative: mixing is not the gradient of any loss."""
     particles = posterior.particles
     found = automatic(posterior, x, y, weight)
@@ -97,7 +97,7 @@ def _surrogate(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) 
     return found.losses.sum() / posterior.train_samples + slope - slope.detach()
 
 
-def _turn(posterior: Trained) -> AbstractContextManager[object]:
+def _turn(posterior: Objective) -> AbstractContextManager[object]:
     """This thread's turn with the network. Coupled members replay random numbers and switch attention's kernels over, for
     which the process has one stream and one switch."""
     if not posterior.coupled:
@@ -108,7 +108,7 @@ def _turn(posterior: Trained) -> AbstractContextManager[object]:
     return both
 
 
-def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def automatic(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
     """Vectorised where the members can be, else one after the other; falls back by itself and says so once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members * posterior.train_samples == 1:
@@ -116,5 +116,5 @@ def automatic(posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -
     with Attempt() as attempt:
         return vectorised(posterior, x, y, weight)
     found = looped(posterior, x, y, weight)
-    particles.note_fallback(attempt.failed)
+    particles.runner.note_fallback(attempt.failed)
     return found

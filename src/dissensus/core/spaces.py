@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
-from dissensus.core.particles import Tensors
+from dissensus.numerics.hashing import WEYL, mixed, shifted
+from dissensus.numerics.tree import Tensors
 
 Gradient = Literal["logit", "log_prob"]
 
@@ -134,7 +135,7 @@ def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
     """N(0, 1) numbers of `like`'s shape that follow from the step () alone.
 
     Not drawn from torch's generators: all members must see the same ones, whether they run under vmap or in a loop, and
-    a step captured in a CUDA graph must see others at every replay. Counters hashed by SplitMix64 (Steele et al. 2014)
+    a step captured in a CUDA graph must see others at every replay. Counters hashed by SplitMix64
     and turned normal by Box and Muller.
     """
     count = like.numel()
@@ -145,12 +146,5 @@ def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
 
 
 def _hashed_uniform(counter: Tensor) -> Tensor:
-    """Numbers in (0, 1) from int64 counters. Products wrap around, as they should."""
-
-    def shifted(value: Tensor, bits: int) -> Tensor:  # logical, not arithmetic: the sign bit is not copied
-        return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-    z = (counter + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
-    z = (z ^ shifted(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    z = (z ^ shifted(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return (shifted(z ^ shifted(z, 31), 40).float() + 0.5) / 2**24
+    """Numbers in (0, 1) from int64 counters."""
+    return (shifted(mixed((counter + 1) * WEYL), 40).float() + 0.5) / 2**24

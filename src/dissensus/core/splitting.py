@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.layout import owned
-from dissensus.core.member import Member, Tensors
+from dissensus.core.member import Member
 from dissensus.core.statistics import frozen_norms, statistics_names
-from dissensus.core.tree import TensorTree
+from dissensus.numerics.layout import owned
+from dissensus.numerics.tree import Tensors, TensorTree
 
 
 def split_trees(

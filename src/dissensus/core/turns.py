@@ -5,7 +5,6 @@ one template would see each other's weights. So every run of a network takes tha
 the networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
 """
 
-import platform
 import threading
 import weakref
 from collections.abc import Iterator
@@ -33,9 +32,7 @@ class _Turn:
     def __init__(self, network: nn.Module) -> None:
         self.lock = threading.RLock()
         self.trainer: int | None = None
-        # On Arm oneDNN is switched off for small products (core.products): what others compute meanwhile would change.
-        arm = platform.machine().lower() in ("aarch64", "arm64")
-        self.alone = arm or has_attention(network)
+        self.alone = _all_alone or has_attention(network)
 
     def __enter__(self) -> None:
         if self.alone:
@@ -57,6 +54,15 @@ class _Turn:
         self.lock.release()
         if self.alone:
             PROCESS.release()
+
+
+_all_alone = False
+
+
+def one_network_at_a_time() -> None:
+    """From now on no two networks run at once: for engines that switch something of the whole process while one does."""
+    global _all_alone
+    _all_alone = True
 
 
 _turns: dict[int, _Turn] = {}  # by id of the network, for as long as it lives

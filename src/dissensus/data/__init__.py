@@ -17,6 +17,7 @@ from dissensus.data.tabular import (
 )
 from dissensus.data.toy import (
     cubic,
+    cubic_gap,
     donuts,
     far_ring,
     five_blobs,
@@ -39,6 +40,7 @@ __all__ = [
     "cifar10",
     "cifar100",
     "cubic",
+    "cubic_gap",
     "digits",
     "donuts",
     "far_ring",

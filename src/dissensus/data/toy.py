@@ -104,6 +104,21 @@ def cubic(
     return x.to(dtype), y.to(dtype)
 
 
+def cubic_gap(
+    count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x (2 · count, 1) on even grids over [−3, −1] and [1, 3], nothing between, and y = x³ + noise · N(0, 1).
+
+    The toy of iBNN (Trinh, Kaski & Heinonen 2020): steps of 0.01.
+    """
+    _positive(count=count)
+    generator = _generator(seed)
+    right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
+    x = torch.cat([-right.flip(0), right])
+    y = x**3 + noise * _normal(x.shape, generator)
+    return x.to(dtype), y.to(dtype)
+
+
 def gaussian_process(
     count: int = 50,
     *,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dissensus.core import seam
 from dissensus.core.batch import Inputs
-from dissensus.core.clipping import clip_members
 from dissensus.core.errors import Diverged
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.engine.clipping import clip_members
 from dissensus.engine.guard import Guard
 from dissensus.engine.optimisers import fuse
 
@@ -62,6 +62,7 @@ class EagerStep:
         self._update()
         if observe:
             self.guard.observe()
+        self.guard.join()
         return losses
 
     def finish(self) -> None:

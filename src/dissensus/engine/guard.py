@@ -6,16 +6,19 @@ the posterior stays as it was after the last good step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from dissensus.core.errors import Diverged
-from dissensus.core.finite import members_not_finite, suspicious
-from dissensus.core.particles import Tensors
+from dissensus.core.finite import flag_not_finite, largest, suspicious
 from dissensus.core.posterior import Posterior
 from dissensus.engine.optimisers import can_skip
+from dissensus.numerics.tree import Tensors
+
+# What may be bad, the first of it that is named: gradients before members mixed them, of one member, of all.
+KINDS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 
 
 class Guard:
@@ -35,11 +38,11 @@ class Guard:
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
-        self.members = torch.zeros(particles.members, dtype=torch.bool, device=device)
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
-        self.of_loss = torch.zeros((), dtype=torch.bool, device=device)
+        self.bad = torch.zeros(len(KINDS), particles.members, dtype=torch.bool, device=device)  # what was, and whose
+        self._one = torch.ones_like(self.halted)
         self._kept: Tensors | None = None
-        self._unmixed: Tensor | None = None  # (M,) members whose gradients were bad before they were mixed
+        self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
+        self._aside = Aside(device)
         self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
 
     def begin(self, *, several: bool) -> None:
@@ -52,28 +55,36 @@ class Guard:
         """To be shown gradients that will be mixed: afterwards one bad member has spoilt all."""
         if self.reads and not suspicious(list(gradients.values())):
             return
-        bad = self._members(gradients)
-        self._unmixed = bad if self._unmixed is None else self._unmixed | bad
+        mine = self._largest(gradients)[0]
+        self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Looks at losses, one per function, and, where the step is complete, at gradients; on the host raises Diverged."""
         gradients = {name: p.grad for name, p in self._weights.items() if p.grad is not None} if complete else {}
-        if self.reads and not suspicious([*([] if losses is None else [losses]), *gradients.values()]):
-            return
-        nobody = torch.zeros_like(self.members)
-        # A member by any of its samples.
-        of_losses = nobody if losses is None else ~losses.isfinite().reshape(len(nobody), -1).all(1)
-        of_gradients = self._members(gradients) if gradients else nobody
-        if complete and self._unmixed is not None:
-            of_gradients = torch.where(self._unmixed.any(), self._unmixed, of_gradients)
-        bad = torch.where(of_losses.any(), of_losses, of_gradients)  # (M,)
-        first = bad.any() & (self.halted == 0)
-        self.members.copy_(torch.where(first, bad, self.members))
-        self.step.copy_(torch.where(first, self.posterior.steps + 1, self.step))
-        self.of_loss.copy_(torch.where(first, of_losses.any(), self.of_loss))
-        self.halted.copy_(torch.maximum(self.halted, bad.any().to(self.halted)))
+        given = [*([] if losses is None else [losses]), *gradients.values()]
         if self.reads:
-            self._raise_if_halted()
+            if suspicious(given):
+                self._note(losses, gradients)
+                self.halted.copy_(self.bad.any())
+                self._raise_if_halted()
+        elif given:
+            with self._aside():  # first: beside the flag's kernel too
+                self._note(losses, gradients)
+            flag_not_finite(given, self.halted, self._one)
+
+    def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
+        """Keeps what is bad and whose it is, if nothing was before."""
+        nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
+        mine, common = self._largest(gradients)
+        # A member by any of its samples.
+        of_losses = nothing if losses is None else losses.detach().reshape(len(nothing), -1).abs().amax(1)
+        before = nothing if self._unmixed is None else self._unmixed
+        now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
+        self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
+
+    def join(self) -> None:
+        """To be called at the end of a step that a CUDA graph holds."""
+        self._aside.join()
 
     def write(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) as they were after a batch, unless it was bad or followed a bad one."""
@@ -82,16 +93,13 @@ class Guard:
             particles.write_buffers(buffers)
             return
         before = self._kept or self._buffers()
-        particles.write_buffers(
-            {n: torch.where(self.halted > 0, before[n], value) for n, value in buffers.items() if n in before}
-        )
+        kept = {name: value for name, value in buffers.items() if name in before}
+        particles.write_buffers(_unless(self.halted, kept, before))
 
     def undo(self) -> None:
         """Puts batch statistics back to before the step's first batch, if it went wrong after some of them."""
         if self._kept is not None:
-            now = self._buffers()
-            kept = {name: torch.where(self.halted > 0, value, now[name]) for name, value in self._kept.items()}
-            self.posterior.particles.write_buffers(kept)
+            self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -114,33 +122,43 @@ class Guard:
             self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self.posterior.modules() if isinstance(part, Posterior)]
-        before = [clock.clone() for clock in clocks]
         if self.watched:  # what watches keeps counts on the host: it sees weights that stand still
             for parameter in self.posterior.parameters():
                 if parameter.grad is not None:
                     parameter.grad.masked_fill_(self.halted > 0, 0.0)
-        self.posterior.observe(self.optimizer)
-        for clock, value in zip(clocks, before, strict=True):
-            clock.copy_(torch.where(self.halted > 0, value, clock))
+        with nullcontext() if self.watched else self._aside():
+            self.posterior.observe(self.optimizer)
+            lost = self.halted.to(torch.int64)
+            for clock in clocks:
+                clock.sub_(lost)
 
     def check(self) -> None:
         """Raises Diverged for what a device has noted since, and where a step has left tensors that are not finite."""
         if not self.host:
             self._raise_if_halted()
-        for what, tensors in self._tensors().items():
-            found = {name: tensor for name, tensor in tensors.items() if name in self._sound[what] or what == "moment"}
-            if self.host and not suspicious(list(found.values())):
-                continue
-            bad = self._members(found)
-            if bad.any():
-                raise Diverged(_numbers(bad), int(self.posterior.steps), what)
+        found = {
+            what: {name: tensor for name, tensor in tensors.items() if name in self._sound[what] or what == "moment"}
+            for what, tensors in self._tensors().items()
+        }
+        if not suspicious([tensor for tensors in found.values() for tensor in tensors.values()]):
+            return
+        for what, tensors in found.items():
+            mine, common = (~size.isfinite() for size in self._largest(tensors))
+            if mine.any() or common:
+                raise Diverged(
+                    _numbers(mine if mine.any() else common.expand_as(mine)), int(self.posterior.steps), what
+                )
 
     def _raise_if_halted(self) -> None:
         if self.halted > 0:
             self.undo()
             self.posterior.zero_grad(set_to_none=True)
+            of_kinds = dict(zip(KINDS, self.bad.tolist(), strict=True))
+            what, members = next((what, each) for what, each in of_kinds.items() if any(each))
             self.halted.zero_()
-            raise Diverged(_numbers(self.members), int(self.step), "loss" if self.of_loss else "gradient")
+            self.bad.zero_()
+            numbers = [number for number, bad in enumerate(members) if bad]
+            raise Diverged(numbers, int(self.posterior.steps) + 1, what.partition(",")[0])
 
     def _buffers(self) -> Tensors:
         """Buffers that training changes, each (M, ...)."""
@@ -148,13 +166,14 @@ class Guard:
         shared = {name: buffer[None] for name, buffer in particles.shared_buffers().items()}
         return {**shared, **particles.own_buffers()}
 
-    def _members(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """(M,) whose tensors by name are not finite; names that are not a member's own belong to all."""
+    def _largest(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """((M,), ()) largest absolute values; names that are not a member's own belong to all."""
         particles = self.posterior.particles
         own = particles.own_parameters().keys() | particles.own_buffers().keys()
         mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
         others = [tensor for name, tensor in tensors.items() if name.partition("/")[0] not in own]
-        return members_not_finite(mine, others, particles.members).to(self.posterior.device)
+        found = largest(mine, others, particles.members)
+        return found[0].to(self.posterior.device), found[1].to(self.posterior.device)
 
     def _tensors(self) -> dict[str, Tensors]:
         """What may blow up: weights, buffers and the optimiser's moments, floating-point ones by name."""
@@ -180,6 +199,40 @@ class Guard:
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
+
+
+class Aside:
+    """A side stream of a CUDA graph for what nothing in the step waits for: it runs while the optimiser does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.forked = False
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Inside, work goes beside the rest while a graph is captured; elsewhere it is done in its turn."""
+        if self.stream is None or not torch.cuda.is_current_stream_capturing():
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.forked = True
+        return torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        """The current stream waits for it."""
+        if self.stream is not None and self.forked:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.forked = False
+
+
+def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
+    """The values, or, where the flag is set, what was before: in a few kernels however many they are."""
+    chosen: Tensors = {}
+    for dtype in {value.dtype for value in values.values()}:
+        names = [name for name, value in values.items() if value.dtype == dtype]
+        old = torch.cat([before[name].expand_as(values[name]).reshape(-1) for name in names])
+        new = torch.cat([values[name].reshape(-1) for name in names])
+        parts = torch.where(flag > 0, old, new).split([values[name].numel() for name in names])
+        chosen |= {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+    return chosen
 
 
 def _numbers(members: Tensor) -> list[int]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.core.randomness import same_random_state
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
+from dissensus.numerics.randomness import same_random_state
 
 EXTRA_STREAMS = 2  # the one plain steps run on, and the one graphs are made on
 

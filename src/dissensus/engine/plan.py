@@ -13,7 +13,6 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
-from dissensus.core.products import without_onednn
 from dissensus.core.turns import PROCESS
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import forget_workspaces
@@ -169,7 +168,7 @@ def timed(
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
     measure = _captured_seconds if captured else _plain_seconds
     try:
-        with posterior.particles.turn(), without_onednn(posterior.particles.small_products):
+        with posterior.particles.turn(), posterior.particles.runner.running():
             return measure(run, posterior, x, y, weight)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()

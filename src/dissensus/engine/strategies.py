@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dissensus.core import gradients
 from dissensus.core.batch import Inputs
-from dissensus.core.gradients import Gradients, State, Strategy, Trained
-from dissensus.core.particles import Tensors
+from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.running import Attempt
 from dissensus.engine.lanes import Lanes
+from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 
@@ -53,7 +53,7 @@ class OrElse:
         self.second = second
         self.instead = instead
 
-    def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         if self.first is None:
             return self.second(posterior, x, y, weight)
         with Attempt() as attempt:
@@ -61,7 +61,7 @@ class OrElse:
         result = self.second(posterior, x, y, weight)
         self.first = None
         if self.instead.kind == "loop":
-            posterior.particles.note_fallback(attempt.failed)
+            posterior.particles.runner.note_fallback(attempt.failed)
         else:
             log.info("members run uncompiled: this network cannot be compiled (%s)", attempt.failed)
         return result
@@ -81,7 +81,7 @@ class Compiled:
     def __init__(self) -> None:
         self.function = _compile(_contiguous_vectorised_gradients)
 
-    def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         with posterior.particles.vectorising():
             found: Gradients = self.function(posterior, gradients.state_of(posterior), x, y, weight)
         return found
@@ -93,7 +93,7 @@ class CompiledLoop:
     def __init__(self) -> None:
         self.member = _compile(functional_member_gradients)
 
-    def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         return gradients.looped(posterior, x, y, weight, member=self.member)
 
 
@@ -106,7 +106,7 @@ class Streamed:
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes(streams)
 
-    def __call__(self, posterior: Trained, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         lane, join = self.lanes.for_members(posterior.particles.members * posterior.train_samples)
         if posterior.coupled:
             # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
@@ -117,7 +117,7 @@ class Streamed:
 
 
 def functional_member_gradients(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
     """`gradients.member_gradients` by function transforms, which the compiler can follow."""
 
@@ -131,9 +131,9 @@ def functional_member_gradients(
 
 
 def _contiguous_vectorised_gradients(
-    posterior: Trained, state: State, x: Inputs, y: Tensor, weight: Tensor | None
+    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    found = gradients.vectorised(posterior, x, y, weight, state=state)
+    found = gradients.vectorised_by_transforms(posterior, state, x, y, weight)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)

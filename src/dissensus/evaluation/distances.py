@@ -11,11 +11,11 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.kernels import directions, squared_distances, working
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
+from dissensus.numerics.kernels import directions, squared_distances, working
 
 
 class MemberDistances(NamedTuple):

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
-from dissensus.core.randomness import same_random_state
-from dissensus.engine.replayed import Replayed
+from dissensus.engine.captured_function import CapturedFunction
 from dissensus.metrics import energy_score
+from dissensus.numerics.randomness import same_random_state
 
 
 class Answer(NamedTuple):
@@ -32,14 +32,14 @@ class Answer(NamedTuple):
 class Functions:
     """M functions drawn once from a posterior. Made by `drawn_once`, within which they may be called."""
 
-    def __init__(self, posterior: Posterior, drawn: Drawn) -> None:
+    def __init__(self, posterior: Posterior, drawn: DrawnFunctions) -> None:
         self.posterior = posterior
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        around = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
-        self._describe = Replayed(drawn.describe, drawn, around)
-        self._everything = Replayed(lambda x: drawn.each(_outputs_and_description, x), drawn, around)
+        context = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
+        self._describe = CapturedFunction(drawn.describe, drawn, context)
+        self._everything = CapturedFunction(lambda x: drawn.each(_outputs_and_description, x), drawn, context)
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,10 @@ from dissensus.methods.dropout_ensemble import DropoutEnsemble
 from dissensus.methods.feature_rde import FeatureRDE
 from dissensus.methods.forde import FoRDE
 from dissensus.methods.function_rde import FunctionRDE
+from dissensus.methods.laplace import Laplace
 from dissensus.methods.lit import LIT
 from dissensus.methods.map import MAP
+from dissensus.methods.node_bnn import NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation
 from dissensus.methods.snapshots import SnapshotEnsemble
 from dissensus.methods.svgd import SVGD
@@ -37,6 +39,8 @@ METHODS: dict[str, type[Posterior]] = {
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
+        Laplace,
+        NodeBNN,
     )
 }
 
@@ -55,7 +59,9 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "Laplace",
     "MCDropout",
+    "NodeBNN",
     "SnapshotEnsemble",
     "WeightRDE",
     "branch",

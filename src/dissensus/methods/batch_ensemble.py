@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import norm_parameters
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.embedded import Embedded, Regime, check_members, checked_gamma, embed
+from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, converted
 from dissensus.surgery.modulated import Modulated, modulated
@@ -24,7 +24,7 @@ from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order, calls
 
 
-class BatchEnsemble(Embedded):
+class BatchEnsemble(EmbeddedPosterior):
     """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
 
     `modulation`: the law of r and s, which decides whether members are M networks or one: `Modulation.sign()` makes

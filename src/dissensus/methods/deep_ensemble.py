@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.core.architecture import check_distinct_weights, check_same_architecture
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 
 class DeepEnsemble(Posterior):
@@ -33,8 +33,8 @@ class DeepEnsemble(Posterior):
         particles = stack_members(modules, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
         return {

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, Tensors, member_index
+from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
-from dissensus.core.randomness import next_seed
 from dissensus.core.turns import turn
+from dissensus.numerics.randomness import next_seed
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 
 
 class MCDropout(Posterior):
@@ -71,7 +72,7 @@ class MCDropout(Posterior):
         value, buffers = self.particles.call(nll, params, buffers)
         return value + self.penalty(params), (), buffers
 
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnFunctions:
         stored = int(self.seed)
         return DroppedFunctions(self.particles.apart(), self.sites, self.samples, next_seed() if stored < 0 else stored)
 
@@ -92,7 +93,7 @@ class MCDropout(Posterior):
         return cls(network, likelihood=likelihood, **config)
 
 
-class DroppedFunctions(Drawn):
+class DroppedFunctions(DrawnFunctions):
     """M functions of one network, each with its own units dropped. Masks follow from a seed, so they are not stored."""
 
     def __init__(self, particles: Particles, sites: dict[str, float], samples: int, seed: int) -> None:

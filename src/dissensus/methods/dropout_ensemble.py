@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.embedded import Embedded, Regime, check_members, checked_gamma, embed
+from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.conversion import converted
 from dissensus.surgery.modulated import features, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order
 
 
-class DropoutEnsemble(Embedded):
+class DropoutEnsemble(EmbeddedPosterior):
     """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps, not trained.
 
     `keep`: the probability that a unit is kept. Masks are on what linear and convolutional layers take in, whole channels

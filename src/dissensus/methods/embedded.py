@@ -13,15 +13,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 
-from dissensus.core.annealing import with_gradient_times
 from dissensus.core.batch import Inputs, call
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
 from dissensus.core.optimisation import Group
-from dissensus.core.particles import Particles, Tensors
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.splitting import tensors_of
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import folded, plain
 
@@ -39,8 +40,8 @@ SCALE_FREE = frozenset((
 FEW = 1.5  # members that are effective, below which an ensemble of four and more is one model
 
 
-class Embedded(Posterior):
-    """Members with common weights, whose gradient is γ/M times the sum over members; weight decay and prior act as ever."""
+class EmbeddedPosterior(Posterior):
+    """Base class: members share weights, whose gradient is γ/M times the sum over members; decay and prior act as ever."""
 
     account: Account
     gamma: float
@@ -105,8 +106,8 @@ class Embedded(Posterior):
             return {}
         return {"collapse": f"{members} members count as {effective:.2f}: nearly one model; {self.remedy}"}
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles, ordinary=folded)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles, ordinary=folded)
 
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))

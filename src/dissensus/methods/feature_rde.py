@@ -10,23 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.annealing import with_gradient_times
 from dissensus.core.batch import Inputs
-from dissensus.core.eigen import Order, extreme_eigenvectors
-from dissensus.core.kernels import FLOOR, median, squared_distances, working
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.core.splitting import tensors_of
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.repulsive import Repulsive
+from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.eigen import Order, extreme_eigenvectors
+from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
+from dissensus.numerics.tree import Tensors
 
 PRIORS = ("cauchy", "gaussian", "none")
 
 
-class FeatureRDE(Repulsive):
+class FeatureRDE(RepulsivePosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
     With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal

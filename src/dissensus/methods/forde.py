@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
-from dissensus.core.lengthscales import Lengthscales
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.input_gradients import InputGradients
+from dissensus.methods.input_gradients import InputGradientPosterior
 from dissensus.methods.repulsive import check_whole
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
+from dissensus.numerics.lengthscales import Lengthscales
 
 
-class FoRDE(InputGradients):
+class FoRDE(InputGradientPosterior):
     """Members that repel each other by the direction of their input gradients: they agree on labels for other reasons.
 
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
 
-    with g_ib the derivative of member i's true-class logit at input b (`core.kernels.input_gradient_log_density`).
+    with g_ib the derivative of member i's true-class logit at input b (`numerics.kernels.input_gradient_log_density`).
 
     `lengthscales`: of the kernel, None (the identity) or what `pca_lengthscales` gives. `bandwidth`: "reference" (the
     authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1). `gradient`: of the "logit" (the authors' code; the mean

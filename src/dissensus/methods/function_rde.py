@@ -9,20 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.core.batch import Inputs
-from dissensus.core.held import HeldInputs
-from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
-from dissensus.core.particles import Member, Tensors
+from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.input_buffers import InputBuffers
+from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics import scores
+from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.numerics.kernels import squared_distances
+from dissensus.numerics.tree import Tensors
 
 
-class FunctionRDE(Repulsive):
+class FunctionRDE(RepulsivePosterior):
     """Members that repel each other by their outputs. With F_i the outputs of member i on the batch,
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
@@ -62,7 +63,7 @@ class FunctionRDE(Repulsive):
             raise ValueError(
                 f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
             )
-        points = None if isinstance(repel_at, str) else HeldInputs(repel_at)
+        points = None if isinstance(repel_at, str) else InputBuffers(repel_at)
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):
@@ -195,5 +196,5 @@ class FunctionRDE(Repulsive):
     @classmethod
     def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
         where = config["repel_at"]
-        where = where if isinstance(where, str) else HeldInputs.skeleton(where).inputs()
+        where = where if isinstance(where, str) else InputBuffers.skeleton(where).inputs()
         return config | {"repel_at": where, "annealing": Annealing(**config["annealing"])}

@@ -12,14 +12,15 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, Tensors
-from dissensus.core.randomness import same_random_state
+from dissensus.core.particles import Member, Particles
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.methods.repulsive import Repulsive, check_whole
+from dissensus.methods.repulsive import RepulsivePosterior, check_whole
+from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.tree import Tensors
 
 
-class InputGradients(Repulsive):
-    """Abstract: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
+class InputGradientPosterior(RepulsivePosterior):
+    """Base class: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
 
     One forward pass gives loss and gradient; batch norm is in the mode of training, so an example's gradient holds what it
     does to the others through the batch statistics, as in the authors' code of FoRDE.
@@ -111,7 +112,7 @@ def counted_weight(likelihood: Likelihood, y: Tensor, weight: Tensor | None) -> 
     return some.to(torch.get_default_dtype()) if weight is None else weight * some
 
 
-def check_differentiable_twice(posterior: InputGradients, x: Inputs, y: Tensor) -> None:
+def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: Tensor) -> None:
     """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
 
     By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.kernels import directions, working
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.input_gradients import InputGradients
+from dissensus.methods.input_gradients import InputGradientPosterior
+from dissensus.numerics.kernels import directions, working
 
 
-class LIT(InputGradients):
+class LIT(InputGradientPosterior):
     """Members penalised for input gradients that are parallel, whichever way they point:
 
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
@@ -29,8 +29,8 @@ class MAP(Posterior):
         particles = Particles.hold(module, likelihood or Classification())
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
         return {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}

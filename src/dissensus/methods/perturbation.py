@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
 from dissensus.core.prior import norm_parameters
-from dissensus.core.sampled import Sampled
+from dissensus.methods.sampling import SamplingPosterior
+from dissensus.numerics.tree import Tensors
 
 
-class GaussianPerturbation(Sampled):
+class GaussianPerturbation(SamplingPosterior):
     """w̃ = w + noise · rms(w) · ε with ε ~ N(0, 1) for every entry of every tensor, rms over the tensor.
 
     Relative, because an absolute deviation that one network hardly notices ruins the next. Normalisation layers keep
@@ -19,7 +19,7 @@ class GaussianPerturbation(Sampled):
     """
 
     name = "gaussian_perturbation"
-    untrained = (*Sampled.untrained, "noise")
+    untrained = (*SamplingPosterior.untrained, "noise")
 
     def __init__(
         self,

@@ -8,15 +8,15 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from dissensus.core.annealing import Annealing
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods.deep_ensemble import placeholders
+from dissensus.numerics.annealing import Annealing
 
 
-class Repulsive(Posterior):
-    """Stored members that repel each other while they train. With one member there is nobody to repel: it is MAP."""
+class RepulsivePosterior(Posterior):
+    """Base class of methods whose stored members repel each other while they train; one member has nobody to repel: MAP."""
 
     @property
     def coupled(self) -> bool:
@@ -31,8 +31,8 @@ class Repulsive(Posterior):
         step = self.steps - self.began if annealing.steps is None else self.steps
         return annealing(step, self.run_length)
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
-from dissensus.core.trajectory import Snapshots, cosine_cycles
-from dissensus.core.tree import TensorTree
-from dissensus.methods.recorded import Recorded, nothing_recorded
+from dissensus.methods.recording import RecordingPosterior, nothing_recorded
+from dissensus.methods.trajectory import Snapshots, cosine_cycles
+from dissensus.numerics.tree import Tensors, TensorTree
 
 
-class SnapshotEnsemble(Recorded):
+class SnapshotEnsemble(RecordingPosterior):
     """The last `members` snapshots of a run, each with the batch statistics it had.
 
     `start`, `every`: which observe calls are snapshots, counted from 0. None: `begin` (which `fit` calls) puts one at the

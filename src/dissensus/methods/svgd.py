@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant
 from dissensus.core.batch import Inputs
-from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood, full_precision
-from dissensus.core.particles import Member, Tensors
+from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
+from dissensus.numerics import scores
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.kernels import squared_distances
+from dissensus.numerics.tree import Tensors
 
 
-class SVGD(Repulsive):
+class SVGD(RepulsivePosterior):
     """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope:
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]

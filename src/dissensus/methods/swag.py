@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.flat import flatten, unflatten
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
-from dissensus.core.trajectory import Snapshots, constant_tail
-from dissensus.methods.recorded import Recorded, nothing_recorded
+from dissensus.methods.recording import RecordingPosterior, nothing_recorded
+from dissensus.methods.trajectory import Snapshots, constant_tail
+from dissensus.numerics.flat import flatten, unflatten
+from dissensus.numerics.tree import Tensors
 
 
-class SWAG(Recorded):
+class SWAG(RecordingPosterior):
     """w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))), with mean, variance and D of snapshots of the weights.
 
     `rank`: deviations held, the last ones. `start`, `every`: which observe calls are snapshots, counted from 0; None lets
@@ -27,7 +27,7 @@ class SWAG(Recorded):
     """
 
     name = "swag"
-    untrained = (*Recorded.untrained, "scale")
+    untrained = (*RecordingPosterior.untrained, "scale")
     mean_vector: Tensor
     square_sum: Tensor
     deviations: Tensor
@@ -108,7 +108,7 @@ class SWAG(Recorded):
         return {**super().config(), "rank": self.rank, "start": start, "every": every, "scale": self.scale}
 
 
-class SWA(Recorded):
+class SWA(RecordingPosterior):
     """The mean of the weights that training passes through: SWAG without its noise. A draw has one function.
 
     `start`, `every` as in SWAG; None spreads 40 snapshots over the last quarter of the run.

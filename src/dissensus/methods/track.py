@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn import Drawn, DrawnParticles
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
@@ -24,7 +24,7 @@ def track(
 ) -> "Tracked":
     """A run over the module that every method watches; the posteriors are its elements, by position or by name.
 
-    `methods`: classes that hold the caller's module (MAP, TRADI, SWAG, …), or functions that build one around it, such as
+    `methods`: classes that hold the caller's module (MAP, TRADI, SWAG, …), or functions of it that build one, such as
     `functools.partial(SWAG, rank=5)`. All see one network and one likelihood. Train the run, use the posteriors:
 
         tradi, swag = run = track(module, [TRADI, SWAG])
@@ -105,8 +105,8 @@ class Tracked(Posterior):
         choosy = next((posterior for posterior in self if posterior.optimizers is not None), None)
         return super().default_optimizer() if choosy is None else choosy.default_optimizer()
 
-    def draw(self) -> Drawn:
-        return DrawnParticles(self.particles)
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw of every posterior that has something to draw from."""

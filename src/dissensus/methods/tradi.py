@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.drawn import Drawn
-from dissensus.core.flat import state_dtype
-from dissensus.core.kalman import Drift, WeightFilters
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.normalization import refresh_statistics
-from dissensus.core.particles import Tensors
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import norm_parameters
-from dissensus.core.randomness import own_generator
-from dissensus.core.sampled import Sampled, SampledFunctions
-from dissensus.core.trajectory import constant_tail, spread
+from dissensus.methods.kalman import Drift, WeightFilters
+from dissensus.methods.sampling import SampledFunctions, SamplingPosterior
+from dissensus.methods.trajectory import constant_tail, spread
+from dissensus.numerics.flat import state_dtype
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.normalization import refresh_statistics
 
 log = logging.getLogger("dissensus")
 
@@ -34,7 +34,7 @@ FLOOR = 0.1
 LOOKS = 10  # at most, of validation at what would be sampled
 
 
-class TRADI(Sampled):
+class TRADI(SamplingPosterior):
     """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
 
     `covariance`: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
@@ -47,7 +47,7 @@ class TRADI(Sampled):
     """
 
     name = "tradi"
-    untrained = (*Sampled.untrained, "covariance", "correlation", "features", "bandwidth")
+    untrained = (*SamplingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class TRADI(Sampled):
         first, every = spread(epochs, LOOKS)
         return self.ready and epoch >= first and (epoch - first) % every == 0
 
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> Drawn | None:
+    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
         """Sampled networks, as they would be drawn at the end, but with batch statistics of the validation inputs.
 
         A pass over the training set for each look would cost more than the training. Statistics of the network itself
@@ -156,7 +156,7 @@ class TRADI(Sampled):
         if not self.looks(epoch, epochs):
             return None
         with evaluation(self):
-            drawn = self._around(self._sampled(own_generator(self.device)))
+            drawn = self._particles_of(self._sampled(own_generator(self.device)))
             refresh_statistics(drawn, validation, self.device)
         return SampledFunctions(drawn)
 

@@ -8,19 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import scores
-from dissensus.core.annealing import Annealing, annealing_or_constant
 from dissensus.core.batch import Inputs
-from dissensus.core.kernels import squared_distances
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Tensors
 from dissensus.core.spaces import weights
 from dissensus.methods.deep_ensemble import stack_members
-from dissensus.methods.repulsive import Repulsive, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics import scores
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.kernels import squared_distances
+from dissensus.numerics.tree import Tensors
 
 
-class WeightRDE(Repulsive):
+class WeightRDE(RepulsivePosterior):
     """Members that repel each other in weight space, so that together they approach the posterior over weights.
 
     The Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import distributions, labelled, not_empty, positive_count
-from dissensus.metrics.weights import grouped, weighted
+from dissensus.metrics.weights import group_sums, weighted
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
@@ -137,8 +137,8 @@ def bin_sums(
         count = torch.bincount(index, minlength=bins)
     else:
         w = weighted(weights, len(confidence))
-        count, sums = grouped(w, index, bins), (w * sums[0], w * sums[1])
-    return count, grouped(sums[0], index, bins), grouped(sums[1], index, bins)
+        count, sums = group_sums(w, index, bins), (w * sums[0], w * sums[1])
+    return count, group_sums(sums[0], index, bins), group_sums(sums[1], index, bins)
 
 
 def ece_from_sums(counts: Tensor, confidence: Tensor, correct: Tensor) -> Tensor:

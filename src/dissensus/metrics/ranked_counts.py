@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import fraction
-from dissensus.metrics.weights import grouped, weighted
+from dissensus.metrics.weights import group_sums, weighted
 
 Rule = Literal["at_least", "nearest"]
 Weights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
@@ -89,6 +89,6 @@ def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None =
     else:
         named = zip(("in", "ood"), weights, groups, strict=True)
         counts = [
-            grouped(weighted(w, len(g), f"the weights of score_{name}"), g, len(thresholds)) for name, w, g in named
+            group_sums(weighted(w, len(g), f"the weights of score_{name}"), g, len(thresholds)) for name, w, g in named
         ]
     return thresholds.flip(0), RankedCounts(counts[0], counts[1])

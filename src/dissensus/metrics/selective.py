@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import same_shape
-from dissensus.metrics.weights import grouped, weighted
+from dissensus.metrics.weights import group_sums, weighted
 
 
 class RiskCoverage(NamedTuple):
@@ -44,7 +44,7 @@ def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> 
     if (counts != counts.round()).any():
         raise ValueError("expected whole numbers as weights, got others; pass how often each example counts")
     distinct, group = torch.unique(-confidence, return_inverse=True)
-    taken, lost = (grouped(each, group, len(distinct)) for each in (counts, counts * loss))  # (..., K) w, w l
+    taken, lost = (group_sums(each, group, len(distinct)) for each in (counts, counts * loss))  # (..., K) w, w l
     before, lost_before = taken.cumsum(-1) - taken, lost.cumsum(-1) - lost  # W, L
     total = counts.sum(-1)
     steps = torch.arange(1, int(total.max()) + 1, dtype=torch.float64, device=loss.device)

@@ -21,6 +21,6 @@ def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
     return weights
 
 
-def grouped(values: Tensor, group: Tensor, groups: int) -> Tensor:
+def group_sums(values: Tensor, group: Tensor, groups: int) -> Tensor:
     """(..., K) sums of values (..., n) by group (n,)."""
     return values.new_zeros(*values.shape[:-1], groups).scatter_add_(-1, group.expand_as(values), values)

@@ -62,5 +62,5 @@ class WideBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.bn1(x))
         out: Tensor = self.conv2(self.dropout(F.relu(self.bn2(self.conv1(active)))))
-        around: Tensor = x if self.shortcut is None else self.shortcut(active)
-        return out + around
+        carried: Tensor = x if self.shortcut is None else self.shortcut(active)
+        return out + carried

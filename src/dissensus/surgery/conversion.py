@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.architecture import check_initialised
+from dissensus.core.member import check_initialised
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.turns import turn
 from dissensus.nets.ntk import NTKLinear

@@ -1,7 +1,7 @@
 """The theory of wide ensembles: what they will do, computed before they are trained."""
 
 from dissensus.theory.activations import Activation, Smooth, activation_of
-from dissensus.theory.blocks import EnsembleBlocks, ensemble_blocks
+from dissensus.theory.blocks import EnsembleBlocks, ensemble_blocks, posterior_blocks
 from dissensus.theory.descent import residuals
 from dissensus.theory.dynamics import EnsembleDynamics, EnsembleLaw, ensemble_dynamics
 from dissensus.theory.embedded import EmbeddedKernels, embedded_kernels
@@ -34,6 +34,7 @@ __all__ = [
     "kernel",
     "largest_eigenvalue",
     "optimal_members",
+    "posterior_blocks",
     "random_network",
     "regime",
     "residuals",

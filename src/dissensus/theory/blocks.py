@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
 from dissensus.theory.jacobians import Function, Params, contract, rows
 
@@ -51,18 +52,23 @@ def ensemble_blocks(
     x1: Tensor,
     x2: Tensor | None = None,
     *,
+    fixed: Mapping[str, Tensor] | None = None,
     memory: int = 2**30,
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O); `own` tensors have the member axis first."""
+    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O); `own` tensors have the member axis first.
+
+    `fixed`: further own tensors that are not trained, such as masks and batch statistics.
+    """
     second = x1 if x2 is None else x2
-    lengths = {len(tensor) for tensor in own.values()}
+    lengths = {len(tensor) for tensor in (*own.values(), *(fixed or {}).values())}
     if len(lengths) != 1:
         raise ValueError(f"expected own tensors with one member axis first, got lengths {sorted(lengths)}; stack them")
     (members,) = lengths
     weights = {name: tensor.detach() for name, tensor in shared.items()}
     each = [{name: tensor[m].detach() for name, tensor in own.items()} for m in range(members)]
+    constant = [{name: tensor[m].detach() for name, tensor in (fixed or {}).items()} for m in range(members)]
     with torch.no_grad():
-        outputs = function({**weights, **each[0]}, x1[:1]).numel()
+        outputs = function({**weights, **each[0], **constant[0]}, x1[:1]).numel()
     some = next(iter(weights.values()))
     size = some.element_size()
     count = sum(p.numel() for p in weights.values()) + sum(p.numel() for p in each[0].values())
@@ -73,19 +79,60 @@ def ensemble_blocks(
     check_budget(needed + result, memory, "gradients of all members and their kernel", "pass fewer inputs at a time")
 
     def common(m: int) -> Function:
-        return lambda params, x: function({**params, **each[m]}, x[None]).reshape(-1)
+        return lambda params, x: function({**params, **each[m], **constant[m]}, x[None]).reshape(-1)
 
-    def individual(params: Params, x: Tensor) -> Tensor:
-        return function({**weights, **params}, x[None]).reshape(-1)
+    def individual(m: int) -> Function:
+        return lambda params, x: function({**weights, **params, **constant[m]}, x[None]).reshape(-1)
 
     left = [rows(common(m), weights, x1) for m in range(members)]
     right = left
     if x2 is not None:
         right = [rows(common(m), weights, x2) for m in range(members)]
     theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
+    if not own:
+        return EnsembleBlocks(theta, torch.zeros_like(theta[0]))
     inner = []
     for m in range(members):
-        one = rows(individual, each[m], x1)
-        two = one if x2 is None else rows(individual, each[m], x2)
+        one = rows(individual(m), each[m], x1)
+        two = one if x2 is None else rows(individual(m), each[m], x2)
         inner.append(contract(one, two).permute(0, 2, 1, 3))
     return EnsembleBlocks(theta, torch.stack(inner))
+
+
+def posterior_blocks(
+    posterior: Posterior, x1: Tensor, x2: Tensor | None = None, *, memory: int = 2**30
+) -> EnsembleBlocks:
+    """`EnsembleBlocks` of a posterior of stored members that share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
+
+    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u, each
+    with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+    """
+    particles = posterior.particles
+    shared = {n: p for n, p in particles.shared_parameters().items() if n.startswith("network.")}
+    own = {n: p for n, p in particles.own_parameters().items() if n.startswith("network.")}
+    trained = {name: p for name, p in shared.items() if p.requires_grad}
+    if not trained or particles.members < 2:
+        raise TypeError(
+            f"expected members that share weights, got {type(posterior).__name__} with {particles.members} member(s) and "
+            f"{len(trained)} shared tensors; pass a BatchEnsemble or a DropoutEnsemble, or each network to empirical_ntk"
+        )
+    rest = {name: p.detach() for name, p in shared.items() if name not in trained}
+    buffers, fixed = particles.shared_buffers(), {n: p for n, p in own.items() if not p.requires_grad}
+
+    def outputs(params: Params, x: Tensor) -> Tensor:
+        held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
+        weights = {name: tensor for name, tensor in params.items() if name not in held}
+        found: Tensor = particles.call(lambda member: member.network(x), {**rest, **weights}, held)[0]
+        return found
+
+    posterior.check_inputs(x1)
+    with evaluation(posterior):
+        return ensemble_blocks(
+            outputs,
+            trained,
+            {name: p for name, p in own.items() if p.requires_grad},
+            x1.to(posterior.device),
+            None if x2 is None else x2.to(posterior.device),
+            fixed={**fixed, **particles.own_buffers()},
+            memory=memory,
+        )

@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Classification, Regression
 from dissensus.core.modes import plain_attention
-from dissensus.core.normalization import estimating, statistics_layers
-from dissensus.core.particles import Rows, Tensors
+from dissensus.core.particles import Rows
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.normalization import estimating, statistics_layers
 
 ITERATIONS, TOLERANCE = 100, 1e-4
 PROBES = 8  # of the trace that members' kernels are compared by

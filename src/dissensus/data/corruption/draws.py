@@ -1,8 +1,7 @@
 """Random numbers that belong to an image, not to a batch: a counter-based generator in integer tensor arithmetic.
 
-Number j of stream s of an image is a hash of (key of the image, s, j): SplitMix64 (Steele, Lea and Flood 2014), a Weyl
-sequence through a 64-bit finaliser. There is no state, so a batch may be cut anywhere, and the bits are the same on
-every device. `torch.Generator` offers neither.
+Number j of stream s of an image is a hash of (key of the image, s, j) by `numerics.hashing`. There is no state, so a batch
+may be cut anywhere, and the bits are the same on every device. `torch.Generator` offers neither.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dissensus.numerics.hashing import WEYL, mixed, shifted, signed
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Draws:
         """(B, *shape): uniform on [0, 1)."""
         bits = 53 if self.dtype == torch.float64 else 24
         words = _words(self.keys, stream, math.prod(shape))  # (B, n)
-        return (_shift(words, 64 - bits).to(self.dtype) * 2.0**-bits).reshape(-1, *shape)
+        return (shifted(words, 64 - bits).to(self.dtype) * 2.0**-bits).reshape(-1, *shape)
 
     def normal(self, stream: int, *shape: int) -> Tensor:
         """(B, *shape): standard normal, by Box and Muller's √(−2 log u₁)·(cos 2πu₂, sin 2πu₂); |z| ≤ 6.8."""
         count = math.prod(shape)
         words = _words(self.keys, stream, (count + 1) // 2)  # one word is a pair of 32-bit uniforms
-        first = (_shift(words, 32).to(self.dtype) + 0.5) * 2.0**-32
+        first = (shifted(words, 32).to(self.dtype) + 0.5) * 2.0**-32
         angle = (words & 0xFFFFFFFF).to(self.dtype) * (2 * math.pi * 2.0**-32)
         radius = first.log_().mul_(-2).sqrt_()
         pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
@@ -40,31 +41,11 @@ class Draws:
 
 def image_keys(seed: int, purpose: int, index: Tensor) -> Tensor:
     """(B,) int64: the keys of images number `index` under a seed and a purpose (any whole numbers)."""
-    start = torch.tensor([_signed(seed)], dtype=torch.int64, device=index.device)
-    return _mix(_mix(_mix(start + _WEYL) + _signed(purpose)) + index.to(torch.int64) * _WEYL)
+    start = torch.tensor([signed(seed)], dtype=torch.int64, device=index.device)
+    return mixed(mixed(mixed(start + WEYL) + signed(purpose)) + index.to(torch.int64) * WEYL)
 
 
 def _words(keys: Tensor, stream: int, count: int) -> Tensor:
     """(B, count): 64 random bits each."""
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device) * _WEYL
-    return _mix(_mix(keys + _signed(stream + 1))[:, None] + counter)
-
-
-def _mix(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64, a bijection of the 64-bit words; integer products wrap around."""
-    words = (words ^ _shift(words, 30)).mul_(_FIRST)
-    words = words.bitwise_xor_(_shift(words, 27)).mul_(_SECOND)
-    return words.bitwise_xor_(_shift(words, 31))
-
-
-def _shift(words: Tensor, places: int) -> Tensor:
-    """Logical shift to the right: the sign bit is masked away."""
-    return (words >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The 64-bit word as the signed integer with the same bits."""
-    return (word + 2**63) % 2**64 - 2**63
-
-
-_WEYL, _FIRST, _SECOND = (_signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device) * WEYL
+    return mixed(mixed(keys + signed(stream + 1))[:, None] + counter)

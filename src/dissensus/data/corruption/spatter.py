@@ -64,14 +64,14 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
     dx, dy = _correlated(images, sobel, border="replicate"), _correlated(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
-    around = {(i, j): _moved(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    neighbour = {(i, j): _moved(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
     # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
     flat = dy.abs() * 2**15 < dx.abs() * 13573
     steep = dy.abs() * 2**15 > dx.abs() * (13573 + 2**16)
-    across = (size > around[0, -1]) & (size >= around[0, 1])
-    down = (size > around[-1, 0]) & (size >= around[1, 0])
-    falling = (size > around[-1, -1]) & (size > around[1, 1])
-    rising = (size > around[-1, 1]) & (size > around[1, -1])
+    across = (size > neighbour[0, -1]) & (size >= neighbour[0, 1])
+    down = (size > neighbour[-1, 0]) & (size >= neighbour[1, 0])
+    falling = (size > neighbour[-1, -1]) & (size > neighbour[1, 1])
+    rising = (size > neighbour[-1, 1]) & (size > neighbour[1, -1])
     diagonal = torch.where(dx * dy < 0, rising, falling)
     ridge = torch.where(flat, across, torch.where(steep, down, diagonal)) & (size > low)
     edges = ridge & (size > high)

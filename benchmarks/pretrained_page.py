@@ -1,0 +1,277 @@
+"""What docs/pretrained.md shows: CSV files and a figure of packed runs, tables and sentences of the CSV files.
+
+    python benchmarks/pretrained_page.py runs.tar.gz
+
+The file is the one that benchmarks/pretrained.py packs. Intervals are of paired bootstraps over the 8,000 test images: they
+count those, not seeds. Where there are several seeds, each image's numbers are averaged over those that both methods have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tarfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import Row, markdown, read_rows, write_rows
+from safetensors.torch import load
+from torch import Tensor
+
+from dissensus.metrics import paired_bootstrap, paired_test
+from dissensus.metrics.calibration import confidence_ece
+
+ROOT = Path(__file__).parents[1]
+RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"
+PAGE = ROOT / "docs" / "pretrained.md"
+FILES = ("pretrained.csv", "pretrained_pairs.csv")
+COMMAND = (
+    "python benchmarks/pretrained.py --data FOLDER --explore --pack runs.tar.gz --set training.engine=loop+captured"
+)
+SIZES, MODES = (4, 8, 16, 32), ("in", "out")
+NAMES = {
+    "map": "as it came (MAP)",
+    "map-scaled": "at a temperature",
+    "map-tuned": "plain fine-tune, as many epochs",
+    "map-tuned4": "plain fine-tune, as many passes",
+    "gaussian_perturbation": "Gaussian perturbation",
+    "mc_dropout-untrained": "MC dropout, not trained",
+    "mc_dropout": "MC dropout, fine-tuned",
+    "laplace": "Laplace, last layer",
+    "node_bnn-untrained": "NodeBNN, not trained",
+    **{f"node_bnn-{mode}{k}": f"NodeBNN “{mode}”, K = {k}" for mode in MODES for k in SIZES},
+}
+METRICS = {  # metric -> (title, factor, digits)
+    "accuracy": ("error %", 100, 2),
+    "nll": ("NLL", 1, 4),
+    "ece": ("ECE %", 100, 2),
+    "calibrated/temperature": ("T", 1, 2),
+    "calibrated/nll": ("NLL at T", 1, 4),
+    "calibrated/ece": ("ECE % at T", 100, 2),
+    "corrupt/accuracy": ("error %, corrupted", 100, 1),
+    "corrupt/nll": ("NLL, corrupted", 1, 3),
+    "corrupt/ece": ("ECE %, corrupted", 100, 1),
+    "ood/svhn/auroc": ("AUROC %, SVHN", 100, 1),
+    "ood/cifar100/auroc": ("AUROC %, CIFAR-100", 100, 1),
+    "cost/train_seconds": ("training, s", 1, 0),
+}
+FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
+FACTS = ("commit", "torch", "device")
+REFERENCES = ("map", "map-scaled", "map-tuned", "map-tuned4", "node_bnn-untrained", "laplace", "mc_dropout")
+Run = dict[str, Any]  # its row, and "arrays"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "packed", type=Path, nargs="+", help="files of benchmarks/pretrained.py; of equal runs the last counts"
+    )
+    runs = {(r["depth"], r["method"], r["seed"]): r for path in parser.parse_args().packed for r in unpacked(path)}
+    found = sorted(
+        runs.values(), key=lambda run: (run["depth"] == "tried", str(run["depth"]), order(run["method"]), run["seed"])
+    )
+    rows = [{key: value for key, value in run.items() if key != "arrays"} for run in found]
+    write_rows(RESULTS / FILES[0], rows)
+    write_rows(RESULTS / FILES[1], list(comparisons(found)))
+    drawn(read_rows(RESULTS / FILES[0])).savefig(FIGURE, dpi=110)
+
+
+def order(method: str) -> int:
+    return list(NAMES).index(method) if method in NAMES else len(NAMES)
+
+
+def unpacked(path: Path) -> Iterator[Run]:
+    """One run each: depth ("tried" for those that settings were chosen by), method, seed, metrics, facts, arrays."""
+    with tarfile.open(path) as archive:
+        files = {entry.name: archive.extractfile(entry) for entry in archive}
+        content = {name: file.read() for name, file in files.items() if file is not None}
+    for name in content:
+        folder, _, last = name.rpartition("/")
+        if last != "metrics.json":
+            continue
+        metrics = json.loads(content[name])["metrics"]
+        config = tomllib.loads(content[f"{folder}/config.toml"].decode())
+        made, training, settings = config["provenance"], config["training"], config["settings"]
+        depth = "tried" if folder.startswith("explore/") else str(config["network"]["depth"])
+        kept = {key: metrics[key] for key in (*METRICS, *FURTHER) if key in metrics}
+        severities = {key: value for key, value in metrics.items() if key.startswith("corrupt/severity")}
+        told = {"epochs": training["epochs"], "lr": training["lr"]}
+        told |= {
+            key: settings[key]
+            for key in ("gamma", "prior_std", "init_std", "init_spread", "latent_lr", "batch_norm", "rate")
+            if key in settings
+        }
+        numbers = {key: f"{value:.6g}" for key, value in (kept | severities).items()}
+        facts = {key: made[key] for key in FACTS} | {"weights": made.get("weights_sha256", "")[:12]}
+        origin = {"depth": depth, "method": config["method"], "seed": config["seed"]}
+        yield origin | told | numbers | facts | {"arrays": load(content[f"{folder}/arrays.safetensors"])}
+
+
+def comparisons(runs: Sequence[Run]) -> Iterator[Row]:
+    """Every NodeBNN against the others, image by image: accuracy, NLL and ECE as they come, and at the best temperatures."""
+    for depth in dict.fromkeys(run["depth"] for run in runs if run["depth"] != "tried"):
+        here: dict[str, dict[int, dict[str, Tensor]]] = {}
+        for run in runs:
+            if run["depth"] == depth:
+                here.setdefault(run["method"], {})[run["seed"]] = run["arrays"]
+        nodes = [name for name in here if name.startswith("node_bnn-") and name != "node_bnn-untrained"]
+        for first in [*nodes, "map-tuned", "map-tuned4", "laplace", "mc_dropout"]:
+            for second in (*REFERENCES,):
+                if first == second or first not in here or second not in here:
+                    continue
+                for metric, compare in COMPARED.items():
+                    seeds = sorted(here[first].keys() & here[second].keys())
+                    if not seeds:
+                        continue
+                    c = compare([here[first][s] for s in seeds], [here[second][s] for s in seeds])
+                    yield {
+                        "depth": depth, "metric": metric, "first": first, "second": second, "seeds": len(seeds),
+                        "difference": f"{c.difference:.5f}", "lower": f"{c.lower:.5f}", "upper": f"{c.upper:.5f}",
+                        "p_value": f"{c.p_value:.4f}",
+                    }  # fmt: skip
+
+
+def _means(key: str) -> Callable[..., Any]:
+    def compare(first: Sequence[Mapping[str, Tensor]], second: Sequence[Mapping[str, Tensor]]) -> Any:
+        a, b = (torch.stack([each[key].double() for each in several]).mean(0) for several in (first, second))
+        return paired_test(a, b)
+
+    return compare
+
+
+def _eces(group: str) -> Callable[..., Any]:
+    """Of the first seed: an average over seeds has no bins."""
+
+    def compare(first: Sequence[Mapping[str, Tensor]], second: Sequence[Mapping[str, Tensor]]) -> Any:
+        a, b = ([each[0][f"{group}/confidence"], each[0][f"{group}/correct"]] for each in (first, second))
+        return paired_bootstrap(confidence_ece, a, b)
+
+    return compare
+
+
+COMPARED = {
+    "accuracy": _means("test/correct"),
+    "nll": _means("test/nll"),
+    "ece": _eces("test"),
+    "calibrated/nll": _means("calibrated/nll"),
+    "calibrated/ece": _eces("calibrated"),
+}
+
+
+def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str, str]]:
+    """(page, name, table) of every table of the page; none where nothing has been run."""
+    if not rows:
+        return
+    depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
+    made = provenance(rows)
+    yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), made])
+    compared = [
+        pairs_table(pairs, depth, ("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece")) for depth in depths
+    ]
+    yield PAGE, "pretrained-pairs", "\n\n".join(compared)
+    yield PAGE, "pretrained-tried", tried_table(rows)
+
+
+def table(rows: Sequence[Row], depth: str) -> str:
+    """The methods of one depth."""
+    lines = []
+    for name, title in NAMES.items():
+        mine = [row for row in rows if row["depth"] == depth and row["method"] == name]
+        if not mine:
+            continue
+        cells = []
+        for key, (_, factor, digits) in METRICS.items():
+            values = [float(row[key]) for row in mine if row.get(key)]
+            if not values:
+                cells.append("–")
+                continue
+            mean = sum(values) / len(values)
+            cells.append(f"{factor * (1 - mean if key.endswith('accuracy') else mean):.{digits}f}")
+        lines.append([title + (f" ({len(mine)} seeds)" if len(mine) > 1 else ""), *cells])
+    return markdown([f"ResNet-{depth}", *(title for title, _, _ in METRICS.values())], lines)
+
+
+def pairs_table(pairs: Sequence[Row], depth: str, metrics: Sequence[str]) -> str:
+    """Differences of the NodeBNNs to the others, with 95 % intervals; bold where zero is outside."""
+    titles = {
+        "nll": "NLL",
+        "calibrated/nll": "NLL at T",
+        "ece": "ECE %",
+        "calibrated/ece": "ECE % at T",
+        "accuracy": "accuracy %",
+    }
+    seconds = [s for s in REFERENCES if any(p["second"] == s and p["depth"] == depth for p in pairs)]
+    lines = []
+    for first in NAMES:
+        for metric in metrics:
+            mine = {p["second"]: p for p in pairs if (p["depth"], p["first"], p["metric"]) == (depth, first, metric)}
+            if not mine or not first.startswith("node_bnn"):
+                continue
+            lines.append([NAMES[first], titles[metric], *(_difference(mine.get(second), metric) for second in seconds)])
+    return markdown([f"ResNet-{depth}", "less that of", *(NAMES[second] for second in seconds)], lines)
+
+
+def _difference(pair: Row | None, metric: str) -> str:
+    if pair is None:
+        return "–"
+    factor, digits = (1, 4) if metric.endswith("nll") else (100, 2)
+    d, low, high = (factor * float(pair[key]) for key in ("difference", "lower", "upper"))
+    text = f"{d:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def tried_table(rows: Sequence[Row]) -> str:
+    """What settings were chosen by."""
+    lines = []
+    keys = ("epochs", "lr", "latent_lr", "gamma", "prior_std", "init_std", "init_spread", "batch_norm", "rate")
+    for row in (row for row in rows if row["depth"] == "tried"):
+        told = ", ".join(f"{key} {row[key]}" for key in keys if row.get(key))
+        held = [f"{float(row[key]):.4f}" for key in ("calibration/nll", "calibration/nll_scaled")]
+        lines.append([row["method"].replace("-try-", ": "), told, *held])
+    return markdown(["tried", "settings", "NLL, held out", "at its best temperature"], lines)
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    told = " and ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
+    return f"*`{COMMAND}`, then `python benchmarks/pretrained_page.py runs.tar.gz`; {told}.*"
+
+
+def drawn(rows: Sequence[Row]) -> Any:
+    """A figure: error, NLL and ECE over the number of components, a curve for each mode, with levels to compare with."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    depths = [d for d in dict.fromkeys(row["depth"] for row in rows) if d != "tried"]
+    shown = ("accuracy", "nll", "calibrated/nll", "ece", "calibrated/ece")
+    figure, grid = pyplot.subplots(len(depths), len(shown), figsize=(15, 3.2 * len(depths)), squeeze=False)
+    for line, depth in zip(grid, depths, strict=True):
+        for axes, key in zip(line, shown, strict=True):
+            title, factor, _ = METRICS[key]
+
+            def value(name: str, key: str = key, factor: float = factor, depth: str = depth) -> float | None:
+                found = [float(r[key]) for r in rows if (r["depth"], r["method"]) == (depth, name) and r.get(key)]
+                mean = sum(found) / len(found) if found else None
+                return None if mean is None else factor * (1 - mean if key.endswith("accuracy") else mean)
+
+            for mode in MODES:
+                points = {k: value(f"node_bnn-{mode}{k}") for k in SIZES}
+                kept = {k: v for k, v in points.items() if v is not None}
+                axes.plot(list(kept), list(kept.values()), marker="o", label=f"NodeBNN “{mode}”")
+            for name, style in (("map-scaled", ":"), ("map-tuned4", "--"), ("laplace", "-.")):
+                if (level := value(name)) is not None:
+                    axes.axhline(level, linestyle=style, color="0.4", linewidth=1, label=NAMES[name])
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(SIZES, [str(k) for k in SIZES])
+            axes.set(title=f"ResNet-{depth}: {title}", xlabel="components K")
+    grid[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rows: the data sets of tasks, split, standardised and batched, and grids to look at functions on."""

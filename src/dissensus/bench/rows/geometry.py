@@ -1,0 +1,88 @@
+"""Data sets one can look at: a grid of inputs on a line or in a plane, and named regions of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dissensus.data import quadratic_features
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where members are asked to be drawn, and what parts of it are called."""
+
+    positions: Tensor  # (n, 1) on a line, (side², 2) in a plane, the second coordinate running fastest
+    inputs: Tensor  # (n, D) what networks are given there, in original units
+    regions: dict[str, Tensor]  # name -> (n,) boolean
+    seen: Tensor  # (N, 1) or (N, 2) positions of the training rows
+
+
+def geometry(name: str, x: Tensor) -> Geometry | None:
+    """The geometry of a data set by its name, from its training inputs x (N, D); None where there is nothing to draw."""
+    return GEOMETRIES[name](x) if name in GEOMETRIES else None
+
+
+def line(
+    x: Tensor,
+    *,
+    window: Interval,
+    intervals: Sequence[Interval],
+    inputs: Callable[[Tensor], Tensor] = lambda positions: positions,
+    position: Callable[[Tensor], Tensor] = lambda x: x,
+    points: int = 401,
+) -> Geometry:
+    """A Geometry on a line: regions "at_data" (the intervals that hold it), "between" them and "outside" all of them.
+
+    `inputs` makes what networks see of positions (n, 1), `position` goes back.
+    """
+    where = torch.linspace(*window, points)
+    at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
+    outside = (where < intervals[0][0]) | (where > intervals[-1][1])
+    regions = {"between": ~at_data & ~outside, "outside": outside, "at_data": at_data}
+    return Geometry(
+        positions=where[:, None],
+        inputs=inputs(where[:, None]),
+        regions={name: inside for name, inside in regions.items() if inside.any()},
+        seen=position(x),
+    )
+
+
+def plane(x: Tensor, *, window: Interval, far: float, side: int = 101) -> Geometry:
+    """A Geometry in a square: "off_data" is further than `far` from every training input, "at_data" nearer than half of it."""
+    axis = torch.linspace(*window, side)
+    positions = torch.cartesian_prod(axis, axis)
+    distance = torch.cdist(positions, x.to(positions)).amin(1)
+    return Geometry(positions, positions, {"off_data": distance > far, "at_data": distance < far / 2}, x)
+
+
+# The intervals are those the data were drawn from; a region does not depend on the draw.
+GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
+    "x_sin_x": partial(line, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),
+    "x_sin_x_features": partial(
+        line,
+        window=(0.0, 7.5),
+        intervals=((1.5, 2.5), (4.5, 6.0)),
+        inputs=quadratic_features,
+        position=lambda x: 2 * x[:, :1],
+    ),
+    "cubic": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
+    "cubic_gap": partial(line, window=(-4.5, 4.5), intervals=((-3.0, -1.0), (1.0, 3.0))),
+    "gp_draw": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
+    "three_clusters": partial(
+        line,
+        window=(-10.0, 10.0),
+        intervals=((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)),
+        inputs=quadratic_features,
+        position=lambda x: 2 * x[:, :1],
+        points=801,
+    ),
+    "two_moons": partial(plane, window=(-4.5, 5.0), far=1.0),
+    "five_blobs": partial(plane, window=(-7.0, 7.0), far=1.0),  # blobs have a standard deviation of 0.4
+}

@@ -1,0 +1,177 @@
+"""From settings to objects: networks, posteriors, optimisers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from dissensus.bench.fitting import fitting
+from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.sets import TaskData
+from dissensus.bench.run.weights import load_weights, located, sha256
+from dissensus.bench.task.arguments import EMPCOV, resolved
+from dissensus.bench.task.config import RunConfig
+from dissensus.bench.task.objects import written
+from dissensus.bench.task.schema import takes_several
+from dissensus.bench.task.variants import base_name
+from dissensus.core.errors import unknown
+from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
+from dissensus.core.optimisation import plateau_linear, refusal
+from dissensus.core.posterior import Posterior
+from dissensus.methods import METHODS
+from dissensus.nets import NETS
+
+MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
+
+
+def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> Posterior:
+    """The posterior of a run, freshly initialised from torch's generator.
+
+    A method whose first parameter is called `modules` is given `members` networks, any other one. `folders`: where files
+    that the task names are looked for.
+    """
+    several = takes_several(METHODS[base_name(config.method)])
+    count = config.settings.get("members", MEMBERS) if several else 1
+    networks = [network(config, data, folders=folders) for _ in range(count)]
+    settings = arguments(config, data, next(iter(networks), None))
+    if several:
+        settings.pop("members", None)
+    first_layer_prior = settings.pop(EMPCOV, None)
+    with fitting(f"the method {config.method}"):
+        built = constructor(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
+    if first_layer_prior is not None:
+        built.use_first_layer_prior(first_layer_prior)
+    return built
+
+
+def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
+    """The method of a run with its settings, to be called with its network or networks and a likelihood."""
+    method = METHODS[base_name(config.method)]
+    signature = inspect.signature(method).parameters
+    if unfit := settings.keys() - signature.keys():
+        known = signature.keys() - {"likelihood", next(iter(signature))}
+        raise unknown(f"a setting of {config.method}", sorted(unfit)[0], known)
+    check_complete(config, settings)
+    return partial(method, **settings)
+
+
+def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
+    for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
+        if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
+            raise ValueError(
+                f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
+                f"in the task, or pass --set method.{config.method}.{name}=…"
+            )
+    if config.training["epochs"] == 0 and "weights" not in config.network:
+        raise ValueError(
+            f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
+            "trained nor given says nothing: set epochs to 1 or more, or name a file of weights"
+        )
+    if config.training.get("patience") is not None and not METHODS[base_name(config.method)].keeps_best:
+        raise ValueError(
+            f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
+            f"{config.training['patience']}; leave it out, or bench that method in a task of its own"
+        )
+
+
+def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
+    """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
+    parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
+    inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
+    settings = resolved(config.settings, parameters, inputs=inputs, network=network, data_size=len(data.train.y))
+    if "batch_size" in parameters and "batch_size" in config.training:
+        settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
+    size = parameters.get("data_size")
+    asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
+    if size is not None and (size.default is inspect.Parameter.empty or asked):
+        settings.setdefault("data_size", len(data.train.y))
+    return settings
+
+
+def likelihood(config: RunConfig) -> Likelihood:
+    """What the outputs of a run's networks mean."""
+    with fitting("the likelihood"):
+        made: Likelihood = written("likelihood", config.likelihood or "classification").made()
+    return made
+
+
+def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> nn.Module:
+    """One network; what its settings leave open of inputs, outputs, channels and size is taken from the data.
+
+    `weights`: a file, in one of the folders, with the state to start from.
+    """
+    settings = dict(config.network)
+    make, weights = NETS[settings.pop("name")], settings.pop("weights", None)
+    outputs = len(data.classes) if data.classes else data.train.y.shape[1]
+    doubled = isinstance(likelihood(config), HeteroscedasticRegression)  # a mean and a variance each
+    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs * (2 if doubled else 1)}
+    if data.images:
+        known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
+    accepted = inspect.signature(make).parameters
+    with fitting(f"the network {make.__name__}"):
+        made = make(**{key: value for key, value in known.items() if key in accepted} | settings)
+    if weights is not None:
+        load_weights(made, located(weights, folders))
+    return made
+
+
+def check_weights(config: RunConfig) -> None:
+    """An error where a run's method has several networks and all would start, and stay, at the same weights."""
+    members = config.settings.get("members", MEMBERS)
+    if takes_several(METHODS[base_name(config.method)]) and members > 1:
+        raise ValueError(
+            f"expected a method of one network with network.weights, got {config.method}, whose {members} members would all "
+            "start at them and learn the same; leave weights out, or the method"
+        )
+
+
+def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:
+    """The checksum of the file of weights that a run starts from, for its provenance; nothing where there is none."""
+    weights = config.network.get("weights")
+    return {} if weights is None else {"weights_sha256": sha256(located(weights, folders))}
+
+
+def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
+    """The optimiser and its schedule, by epochs, of a task's [training] section; None and None for the method's own.
+
+    The method's own too where the task names none and the method does not accept AdamW.
+    """
+    name, schedule, epochs = training.get("optimizer", "adamw"), training.get("schedule", "plateau"), training["epochs"]
+    makers: dict[str, type[torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+    }
+    floor = training.get("floor", 0.01)
+    factors: dict[str, Callable[[float], float]] = {
+        "plateau": lambda t: plateau_linear(t, floor=floor),
+        "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+        "thirds": lambda t: 0.1 ** int(3 * t + 1e-9),  # a tenth of the rate after every third of the run
+        "late": lambda t: plateau_linear(t, start=0.75, end=1.0, floor=floor),
+        "constant": lambda t: 1.0,
+        "own": lambda t: posterior.default_schedule(epochs)(round(t * epochs)),
+    }
+    if name == "default":
+        return None, None
+    if name not in makers:
+        raise unknown("an optimizer", name, ["default", *makers])
+    if schedule not in factors:
+        raise unknown("a schedule", schedule, factors)
+    if (refused := refusal(posterior, makers[name])) is not None:
+        if "optimizer" not in training:
+            return None, None
+        raise ValueError(f'{refused}; write optimizer = "default" below its [method.….training]')
+    groups = posterior.parameter_groups(lr=training.get("lr", 1e-3), weight_decay=training.get("weight_decay", 0.0))
+    momentum = {"momentum": training.get("momentum", 0.9), "nesterov": training.get("nesterov", True)}
+    extra: dict[str, Any] = momentum if name == "sgd" else {}
+    made = makers[name](groups, **extra)
+    return made, LambdaLR(made, lambda epoch: factors[schedule](epoch / epochs))

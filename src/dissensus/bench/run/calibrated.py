@@ -1,0 +1,33 @@
+"""What a method gives at its own best temperature, found on test rows that are held out and not tested on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.evaluation import classification, regression
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.predictions import Predictions
+from dissensus.temperature import best_temperature
+
+CALIBRATION = "calibration"  # the split of held-out test rows
+KEPT = ("nll", "confidence", "correct", "squared_error")  # arrays of test/… that intervals are made of
+
+
+def with_calibration(evaluation: Evaluation, test: Predictions, held: Predictions) -> Evaluation:
+    """The evaluation with calibration/nll of the held-out rows and calibrated/NAME of the test rows, both tempered.
+
+    `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` at the best one, which is
+    `calibrated/temperature`. What is fitted by the held-out rows is that one number.
+    """
+    part: Any = classification if isinstance(test.predictive, ClassificationPredictive) else regression
+    temperature = best_temperature(held.predictive, held.targets)
+    scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature)) for p in (test, held))
+    found = {f"calibrated/{key}": value for key, value in part.test_metrics(scaled).items()}
+    found["calibrated/temperature"] = temperature * evaluation.metrics.get("temperature", 1.0)
+    for name, rows in (("nll", held), ("nll_scaled", scaled_held)):
+        found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
+    arrays = {key.removeprefix("test/"): value for key, value in part.test_arrays(scaled).items()}
+    kept = {f"calibrated/{name}": arrays[name] for name in KEPT if name in arrays}
+    return replace(evaluation, metrics=evaluation.metrics | found, arrays=evaluation.arrays | kept)

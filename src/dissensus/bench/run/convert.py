@@ -1,0 +1,107 @@
+"""From a file of weights to a saved posterior: a network that somebody trained, in any method that takes one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dissensus.bench.fitting import fitting
+from dissensus.bench.run import build
+from dissensus.bench.run.weights import load_weights
+from dissensus.bench.task.arguments import resolved
+from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, parsed, run_config
+from dissensus.bench.task.objects import OBJECTS, written
+from dissensus.bench.task.schema import check_task, takes_several
+from dissensus.bench.task.variants import base_name
+from dissensus.core.errors import unknown
+from dissensus.core.posterior import Posterior
+from dissensus.methods import METHODS
+from dissensus.nets import NETS
+from dissensus.storage import save
+
+SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion reads
+# Sections that a task must have and a conversion does not read.
+UNREAD: Settings = {"data": {"name": "two_moons"}, "training": {"epochs": 1}}
+
+
+def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] = ()) -> Posterior:
+    """The posterior of that method, of a network with these weights, saved in the folder `out`, which must be new.
+
+    `overrides`: "section.key=value" as of a task: network.name and the network's arguments, settings of the method, a
+    likelihood. All is built and checked before anything is written.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
+    if not weights.is_file():
+        raise FileNotFoundError(f"expected a file of weights, got nothing at {weights}; correct the path")
+    config = converted_config(method, overrides)
+    made = network(config)
+    load_weights(made, weights)
+    converted = posterior(config, made)
+    save(converted, out)
+    return converted
+
+
+def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
+    """What a conversion depends on, as a run has it; an error for what is not known, missing or not read."""
+    if takes_several(METHODS[base_name(method)]):
+        raise ValueError(
+            f"expected a method of one network, got {method}, whose members would all be the same one; choose one of "
+            f"{', '.join(name for name, kind in METHODS.items() if not takes_several(kind))}"
+        )
+    settings: Settings = {**UNREAD, "methods": [method], "network": {}, "method": {method: {}}}
+    # The network's name first: what else its section may hold depends on it.
+    for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "network.name"):
+        key = override.partition("=")[0].strip()
+        if key.partition(".")[0] not in SECTIONS or key == "network.weights":
+            raise ValueError(
+                f"expected a value of {', '.join(SECTIONS)} for --set, got {override!r}; a conversion reads no others, and "
+                "the file of weights is its argument"
+            )
+        if key == "network.name":
+            name = parsed(override.partition("=")[2].strip())
+            if name not in NETS:
+                raise unknown("a network", str(name), NETS)
+            settings = {**settings, "network": {"name": name}}
+        elif "name" not in settings["network"]:
+            break
+        else:
+            settings = overridden(settings, override)
+    if "name" not in settings["network"]:
+        raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
+    check_task(settings, "the command line")
+    config = run_config(Task("convert", "short", settings), method, 0)
+    build.check_complete(config, ())
+    return config
+
+
+def network(config: RunConfig) -> nn.Module:
+    """The network of that name and arguments; an error that names those it lacks."""
+    arguments = {key: value for key, value in config.network.items() if key != "name"}
+    make = NETS[config.network["name"]]
+    for key, parameter in inspect.signature(make).parameters.items():
+        if parameter.default is inspect.Parameter.empty and key not in arguments:
+            raise ValueError(
+                f"expected network.{key} of {make.__name__}, got none; pass --set network.{key}=… as it was trained with"
+            )
+    with fitting(f"the network {make.__name__}"):
+        made: nn.Module = make(**arguments)
+    return made
+
+
+def posterior(config: RunConfig, network: nn.Module) -> Posterior:
+    """The posterior of the config's method with this network."""
+    parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
+    for key in config.settings.keys() & OBJECTS.keys():
+        if "inputs" in inspect.signature(written(key, config.settings[key]).make).parameters:
+            raise ValueError(
+                f"expected settings that need no data, got {key}; convert without it, then train with it in a task"
+            )
+    supplied: dict[str, Any] = {"network": network, "data_size": config.settings.get("data_size")}
+    settings = resolved(config.settings, parameters, **supplied)
+    with fitting(f"the method {config.method}"):
+        return build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()

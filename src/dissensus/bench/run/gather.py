@@ -1,0 +1,69 @@
+"""Run folders gathered into the results that a report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.arguments import value_of
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.results import Results, Swept
+
+FACTS = {
+    "Command": "command",
+    "dissensus": "dissensus",
+    "Commit": "commit",
+    "Python": "python",
+    "torch": "torch",
+    "numpy": "numpy",
+    "Device": "device",
+    "Threads": "threads",
+    "Platform": "platform",
+}
+
+
+def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> Results:
+    """Results of run folders of one task."""
+    first = runs[0].config
+    tasks = {(run.config.task, run.config.size) for run in runs}
+    if len(tasks) > 1:
+        shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
+        raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
+    methods: dict[str, list[Evaluation]] = {}
+    origins: dict[str, list[dict[str, Any]]] = {}
+    for run, evaluation in zip(runs, evaluations, strict=True):
+        config, made = run.config, run.provenance
+        origin = {"task": config.task, "size": config.size, "method": config.method, "seed": config.seed}
+        origin |= {key: made.get(key, "") for key in ("commit", "dissensus", "torch", "device")}
+        methods.setdefault(config.method, []).append(evaluation)
+        origins.setdefault(config.method, []).append(origin)
+    made = runs[0].provenance
+    seeds = sorted({run.config.seed for run in runs})
+    facts = {
+        "Task": f"{first.task}, size {first.size}",
+        "Seeds": ", ".join(map(str, seeds)),
+        "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
+        **{label: _shared(runs, key) for label, key in FACTS.items()},
+    }
+    baseline = first.baseline if first.baseline in methods else None
+    facts["Started"] = str(made.get("started", ""))
+    focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
+    found = {run.config.method: value_of(run.config.settings, key) for run in runs} if key else {}
+    values = {method: float(value) for method, value in found.items() if value is not None}
+    return Results(
+        title=first.title,
+        description=first.description,
+        methods=methods,
+        origins=origins,
+        baseline=baseline,
+        facts={k: v for k, v in facts.items() if v},
+        reference=first.reference,
+        focus=focus if focus in methods else None,
+        sweep=Swept(key, values) if key and values else None,
+    )
+
+
+def _shared(runs: Sequence[Run], key: str) -> str:
+    """The value all runs have, or all of them."""
+    return "; ".join(dict.fromkeys(str(run.provenance.get(key, "")) for run in runs))

@@ -1,0 +1,171 @@
+"""The main job: every method and seed of a task trained, evaluated and reported; done stages are not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from dissensus.bench.rows.sets import LastData
+from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.processes import in_processes
+from dissensus.bench.run.records import read_together
+from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.run.together import companions, remove_leftovers, shares, train_together
+from dissensus.bench.task.config import RunConfig, Task, run_config
+from dissensus.bench.task.variants import base_name, check_methods
+from dissensus.core.errors import unknown
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.methods import METHODS
+from dissensus.reporting.results import Results
+from dissensus.storage.atomic import remove_strays, temporary_name
+
+
+def default_folder(task: Task) -> Path:
+    return Path("runs") / f"{task.name}-{task.size}"
+
+
+def bench(
+    task: Task,
+    *,
+    methods: Sequence[str] | None = None,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    source: str | None = None,
+    progress: bool = False,
+    baseline: str | None = None,
+    holm: bool = False,
+    jobs: int = 1,
+    tell: Tell = silent,
+) -> tuple[Results, list[Path]]:
+    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens.
+
+    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number. `jobs`:
+    processes that train at the same time; a script that asks for several must be guarded by `if __name__ == "__main__"`.
+    """
+    if seeds < 1:
+        raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
+    if jobs < 1:
+        raise ValueError(f"expected at least one job, got {jobs}; pass --jobs 2 for two processes")
+    chosen = list(methods or task.methods)
+    if baseline is not None and baseline not in chosen:
+        raise unknown("a method of the bench as baseline", baseline, chosen)
+    folder = default_folder(task) if out is None else Path(out)
+    runs, evaluations = run_all(
+        task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
+    )
+    tell("writing the report")
+    from dissensus.reporting.report import write_report  # loads matplotlib
+
+    ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
+    results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
+    results = results.compared_with(baseline, holm=holm)
+    return results, write_report(results, folder)
+
+
+def run_all(
+    task: Task,
+    *,
+    methods: Sequence[str],
+    seeds: Iterable[int],
+    out: Path,
+    source: str | None = None,
+    progress: bool = False,
+    jobs: int = 1,
+    tell: Tell = silent,
+) -> tuple[list[Run], list[Evaluation]]:
+    """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
+    check_methods(methods, task.settings)
+    configs = [run_config(task, method, seed) for seed in seeds for method in methods]
+    runs = begun(task, configs, out, source=source)
+    if jobs > 1:
+        in_processes(_groups(runs), jobs, source=source, tell=tell)
+    evaluations = []
+    for i, run in enumerate(runs, start=1):
+        name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
+        group = companions(run, runs) if shares(run.config) else [run]
+        waiting = [each.config.method for each in group if each is not run and not each.trained]
+        done = "trained already" if run.trained else "training"
+        with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
+        tell(f"{name}: {done}{with_others}")
+        if len(group) > 1:
+            train_together(group, progress=progress)
+        else:
+            run.train(progress=progress)
+        evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    remove_leftovers(out)
+    return runs, evaluations
+
+
+def begun(task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None) -> list[Run]:
+    """The runs of these configs, checked, each with its folder: nothing is trained yet."""
+    load = LastData(source)
+    load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
+    runs = [
+        Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs
+    ]
+    for run in runs:  # all of them before the first folder
+        run.check()
+    checked_folder(out)
+    for run in runs:  # a folder of another run is an error before anything is trained
+        run.begin()
+    return runs
+
+
+def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that share a training together, all others alone."""
+    found: list[list[Run]] = []
+    for run in runs:
+        if not any(run in group for group in found):
+            found.append(companions(run, runs) if shares(run.config) else [run])
+    return found
+
+
+def report_runs(
+    folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
+) -> tuple[Results, list[Path]]:
+    """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
+    from dissensus.reporting.report import write_report  # loads matplotlib
+
+    order = list(METHODS)
+    runs = [Run.open(folder) for folder in found_runs(folders)]
+    runs.sort(key=lambda run: (order.index(base_name(run.config.method)), run.config.method, run.config.seed))
+    evaluations = []
+    for run in runs:
+        if not (run.folder / "metrics.json").is_file():
+            raise FileNotFoundError(
+                f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
+            )
+        evaluations.append(run.measure())
+    with read_together(run.folder for run in runs):
+        results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
+        return results, write_report(results, checked_folder(Path(out)))
+
+
+def found_runs(folders: Sequence[str | Path]) -> list[Path]:
+    """The run folders named, or inside the folders named, in order."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
+        if not inside:
+            raise FileNotFoundError(f"expected run folders in {folder}, got none; pass what `dissensus bench` wrote")
+        found += [path.parent if path.name == "config.toml" else path for path in inside]
+    return list(dict.fromkeys(found))
+
+
+def checked_folder(folder: Path) -> Path:
+    """The folder, made if need be, and writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = temporary_name(folder / "probe")
+        probe.touch()
+        probe.unlink()
+        remove_strays(folder / "probe")
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"expected a folder to write to, got a file at {error.filename}; choose another --out"
+        ) from error
+    except PermissionError as error:
+        raise PermissionError(
+            f"expected a folder to write to, got {folder} without permission; choose another --out"
+        ) from error
+    return folder

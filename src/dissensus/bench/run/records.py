@@ -1,0 +1,135 @@
+"""Predictions and evaluations as files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.predictions import Predictions
+from dissensus.storage.files import damaged, is_number, read_json, read_tensors, write_json, write_tensors
+
+COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
+FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
+
+
+def write_predictions(path: Path, predictions: Predictions) -> None:
+    described = predictions.predictive.described()
+    names = _described(predictions.predictive)
+    tensors = {"targets": predictions.targets, **dict(zip(names, described, strict=True)), **predictions.examples}
+    if predictions.energy is not None:
+        tensors["energy"] = predictions.energy
+    facts = {
+        "kind": type(predictions.predictive).__name__,
+        "shapes": predictions.shapes,
+        "milliseconds": predictions.milliseconds,
+    }
+    write_tensors(path, tensors, facts)
+
+
+def read_predictions(path: Path) -> Predictions:
+    tensors, facts = read_tensors(path)
+    try:
+        predictive: Predictive
+        if facts["kind"] == "ClassificationPredictive":
+            predictive = ClassificationPredictive(tensors["log_probabilities"])
+        else:
+            predictive = RegressionPredictive(tensors["means"], tensors["variances"])
+        return Predictions(
+            predictive=predictive,
+            targets=tensors["targets"],
+            energy=tensors.get("energy"),
+            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
+            shapes=tuple(map(tuple, facts["shapes"])),
+            milliseconds=facts["milliseconds"],
+        )
+    except Exception as error:  # a tensor or a fact that is missing, or of another shape or type
+        raise damaged(path, f"without {error}") from error
+
+
+def write_counts(path: Path, counts: CorruptedCounts) -> None:
+    facts = {"types": counts.types, "severities": counts.severities}
+    write_tensors(path, {name: getattr(counts, name) for name in COUNTS}, facts)
+
+
+def read_counts(path: Path) -> CorruptedCounts:
+    tensors, facts = read_tensors(path)
+    try:
+        return CorruptedCounts(
+            types=tuple(facts["types"]), severities=tuple(facts["severities"]), **{n: tensors[n] for n in COUNTS}
+        )
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"without {error}") from error
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """arrays.safetensors, then metrics.json."""
+    write_tensors(folder / "arrays.safetensors", evaluation.arrays, {})
+    facts = {name: getattr(evaluation, name) for name in FACTS}
+    write_json(folder / "metrics.json", facts | {"metrics": evaluation.metrics})
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """The Evaluation of a run folder."""
+    path = folder / "metrics.json"
+    facts: dict[str, Any] = read_json(path)
+    arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
+    for name, fits in CHECKS.items():
+        if name not in facts or not fits(facts[name]):
+            raise damaged(path, f"without {name!r} as it should be")
+    if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
+        raise damaged(folder / "arrays.safetensors", "without test/nll")
+    return Evaluation(
+        kind=facts["kind"],
+        metrics=facts["metrics"],
+        arrays=arrays,
+        score=facts["score"],
+        notes=facts["notes"],
+        **{name: tuple(facts[name]) for name in ("ood", "shift", "corruptions", "severities")},
+    )
+
+
+@contextmanager
+def read_together(folders: Iterable[Path]) -> Iterator[None]:
+    """What is raised where files of runs are each whole but do not fit together is one error about the files."""
+    try:
+        yield
+    except (KeyError, IndexError, AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
+            raise
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        shown = ", ".join(map(str, folders))
+        raise ValueError(
+            f"expected metrics.json and arrays.safetensors that belong together in {shown}, got others ({reason}); run "
+            "`dissensus evaluate --again` on them"
+        ) from error
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _table_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "ood": _texts,
+    "shift": _texts,
+    "corruptions": _texts,
+    "kind": lambda value: value in ("classification", "regression", "segmentation"),
+    "metrics": _table_of(is_number),
+    "score": lambda value: isinstance(value, str),
+    "severities": lambda value: isinstance(value, list) and all(type(each) is int for each in value),
+    "notes": _table_of(lambda value: isinstance(value, str)),
+}
+
+
+def _described(predictive: Predictive) -> tuple[str, ...]:
+    return ("log_probabilities",) if isinstance(predictive, ClassificationPredictive) else ("means", "variances")

@@ -1,0 +1,300 @@
+"""One run of a bench: train, predict, measure. Each stage reads what the one before wrote; a stage that is done is kept.
+
+runs/ID/config.toml                     what the run depends on, and where it was made
+        log.jsonl                       one line per epoch
+        checkpoint.pt                   while training: where to go on from
+        posterior/                      `dissensus.load` reads it
+        training.json                   seconds, the epoch kept, the temperature
+        predictions/SPLIT.safetensors   what the members said
+        metrics.json, arrays.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dissensus import storage
+from dissensus.bench.rows.grid import with_grid
+from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.sets import LastData, TaskData
+from dissensus.bench.rows.sources import SETS, Kind, Rows
+from dissensus.bench.run import build
+from dissensus.bench.run.calibrated import CALIBRATION, with_calibration
+from dissensus.bench.run.choice import with_choice
+from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.run.same import check_same, check_same_weights
+from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
+from dissensus.bench.run.threads import threads
+from dissensus.bench.run.together import CHECKPOINT_SECONDS, shares, train_together
+from dissensus.bench.run.training_rows import with_training_rows
+from dissensus.bench.run.watch import ROWS, watcher, with_distances
+from dissensus.bench.task.arguments import EMPCOV
+from dissensus.bench.task.config import RunConfig, run_config_of
+from dissensus.bench.task.toml import toml
+from dissensus.core.posterior import Posterior, refresh
+from dissensus.data.locate import data_folder
+from dissensus.evaluate import checked_score, evaluation_of, parameters
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.functions import drawn_once
+from dissensus.numerics.randomness import same_random_state
+from dissensus.storage.files import damaged, is_number, read_json, read_toml, write_json, write_text
+from dissensus.temperature import temperature_scale
+from dissensus.train import fit
+from dissensus.training.history import Epoch
+
+Tell = Callable[[str], object]
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
+
+
+class Run:
+    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one.
+
+    `beside`: the folder of the task file, where files that it names may lie.
+    """
+
+    def __init__(
+        self, folder: Path, config: RunConfig, *, load: LastData | None = None, beside: Path | None = None
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.load = load or LastData()
+        self.beside = beside
+
+    @classmethod
+    def open(cls, folder: Path, *, source: str | None = None) -> Run:
+        """The run in a folder that `begin` made; source: the folder of the user's data."""
+        path = folder / "config.toml"
+        if not path.is_file():
+            raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
+        table = read_toml(path)
+        table.pop("provenance", None)
+        return cls(folder, run_config_of(table, str(path)), load=LastData(source))
+
+    def check(self) -> None:
+        """Raises where a setting is wrong or missing; nothing is written."""
+        for split in (CORRUPT, CHOOSE):
+            corruptions(self.config, split)
+        checked_score(self.config.evaluation.get("score"), self.kind, members=2)
+        build.check_complete(self.config)
+        if "weights" in self.config.network:
+            build.check_weights(self.config)
+            with same_random_state(self.device):
+                build.network(self.config, self.data, folders=self.folders)
+        if EMPCOV in self.config.settings and shares(self.config):
+            raise ValueError(
+                f"expected no {EMPCOV} for {self.config.method}, which trains together with others, got one; set "
+                "training.together = false"
+            )
+
+    def begin(self) -> None:
+        """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
+        self.check()
+        path = self.folder / "config.toml"
+        if not path.is_file():
+            made = provenance(self.device) | build.weights_digest(self.config, self.folders)
+            write_text(path, toml(self.config.table() | {"provenance": made}))
+            return
+        check_same(self.folder, self.config, Run.open(self.folder).config)
+        check_same_weights(self.folder, build.weights_digest(self.config, self.folders), self.provenance)
+
+    @property
+    def data(self) -> TaskData:
+        return self.load(self.config.data)
+
+    @property
+    def kind(self) -> Kind:
+        return SETS[self.config.data["name"]].kind
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where files that the task names are looked for, in this order."""
+        return [folder for folder in (data_folder(self.load.folder), self.beside) if folder is not None]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        table = read_toml(self.folder / "config.toml").get("provenance", {})
+        return table if isinstance(table, dict) else {}
+
+    def loader(self, rows: Rows, *, shuffle: bool = False) -> StandardisedBatches:
+        training, evaluation = self.config.training, self.config.evaluation
+        return StandardisedBatches(
+            rows,
+            self.data.standardiser,
+            targets=self.data.targets,
+            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 250),
+            shuffle=shuffle,
+            augment=training.get("augment", "none") if shuffle else "none",
+        )
+
+    # ------------------------------------------------------------------ stages
+
+    @property
+    def trained(self) -> bool:
+        return (self.folder / "training.json").is_file()
+
+    def train(self, *, progress: bool = False) -> None:
+        """Trains and saves the posterior, going on from a checkpoint where there is one."""
+        if self.trained:
+            (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
+            return
+        if shares(self.config):
+            train_together([self], progress=progress)
+            return
+        training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
+        validation = self.loader(self.data.validation)
+        with self.prepared():
+            posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
+            if training["epochs"] == 0:
+                return self._keep_untrained(posterior)
+            optimizer, scheduler = build.optimizer(posterior, training)
+            history = fit(
+                posterior,
+                self.loader(self.data.train, shuffle=True),
+                epochs=training["epochs"],
+                validation=validation if training.get("keep_best", True) else None,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                clip=training.get("clip"),
+                patience=training.get("patience"),
+                precision=training.get("precision", "auto"),
+                engine=training.get("engine", "auto"),
+                callback=self._callback(posterior),
+                progress=self.config.method if progress else False,  # a variant's own name, not its method's
+                checkpoint=checkpoint,
+                checkpoint_seconds=CHECKPOINT_SECONDS,
+            )
+            seconds = sum(epoch.seconds for epoch in history.epochs)
+            self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
+        checkpoint.unlink(missing_ok=True)
+
+    def _keep_untrained(self, posterior: Posterior) -> None:
+        """Keeps what the method makes of its network without training, by the training rows as they are."""
+        refresh(posterior.eval(), self.loader(self.data.train))
+        self.keep(posterior, [], seconds=0.0, best=None, engine="none")
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """The run's seed and threads; torch's own are put back afterwards."""
+        with same_random_state(self.device), threads(self.config.training.get("threads")):
+            torch.manual_seed(self.config.seed)
+            yield
+
+    def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
+        """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
+        scaled = self.config.training.get("temperature", False)
+        temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
+        storage.save(posterior, self.folder / "posterior")
+        # Written whole once more: a run that was stopped may have lost or doubled its last line.
+        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+        write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+
+    def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
+        """What is done after each epoch: a line in the log, and a look at how members differ where that is asked for."""
+        every, rows = self.config.evaluation.get("distances_every"), self._compared
+        watch = None if every is None else watcher(self.folder, posterior, rows, every=every)
+
+        def after(epoch: Epoch) -> None:
+            self.log(epoch)
+            if watch is not None:
+                watch(epoch)
+
+        return after
+
+    @property
+    def _compared(self) -> StandardisedBatches:
+        """The training rows at which members are compared."""
+        return self.loader(self.data.train.first(ROWS, seed=0))
+
+    def log(self, epoch: Epoch) -> None:
+        """Adds a line to log.jsonl."""
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(epoch)) + "\n")
+
+    def posterior(self) -> Posterior:
+        """The trained posterior."""
+        try:
+            with same_random_state(self.device):  # networks are built before their weights are read
+                return storage.load(self.folder / "posterior").to(self.device).eval()
+        except ValueError as error:
+            raise ValueError(f"{error} (a damaged run: delete {self.folder} and run the command again)") from error
+
+    def predict(self, *, tell: Tell = silent) -> None:
+        """Writes what the members say about every split; files already there are kept."""
+        waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
+        if not waiting:
+            return
+        with threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
+            for split, path in waiting.items():
+                write_split(path, split, self.config, self.data, functions, self.loader, tell)
+
+    def measure(self) -> Evaluation:
+        """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
+        if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
+            return read_evaluation(self.folder)
+        splits = self._splits()
+        test, posterior = read_predictions(splits["test"]), self.posterior()
+        counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
+        evaluation = evaluation_of(
+            test,
+            ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
+            shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
+            corrupted=counts,
+            score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
+            parameters=parameters(posterior),
+            prevalence=self.config.evaluation.get("prevalence"),
+            temperature=float(posterior.temperature),
+        )
+        facts = read_json(self.folder / "training.json")
+        if not is_number(facts.get("seconds")):
+            raise damaged(self.folder / "training.json", "without 'seconds'")
+        evaluation = replace(
+            evaluation,
+            metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
+            notes={"classes": "\n".join(self.data.classes)} | posterior.cautions(evaluation.metrics),
+        )
+        if GRID in splits:
+            said = read_predictions(splits[GRID]).predictive
+            evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if TRAIN in splits:
+            evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
+        if CALIBRATION in splits:
+            evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
+        if CHOOSE in splits:
+            evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
+        if "distances_every" in self.config.evaluation:
+            evaluation = with_distances(evaluation, self.folder, posterior, self._compared)
+        write_evaluation(self.folder, evaluation)
+        return evaluation
+
+    def evaluate(self, *, tell: Tell = silent) -> Evaluation:
+        """Predictions and metrics of a trained run."""
+        if not self.trained:
+            raise FileNotFoundError(
+                f"expected a trained run in {self.folder}, got none; run `dissensus bench` or `dissensus train` first"
+            )
+        self.predict(tell=tell)
+        return self.measure()
+
+    def forget_evaluation(self) -> None:
+        """Removes predictions and metrics, so that `evaluate` makes them anew."""
+        for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def _splits(self) -> dict[str, Path]:
+        """Split -> file of its predictions."""
+        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}

@@ -1,0 +1,38 @@
+"""Whether a folder holds the run that is asked for: the same settings, from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dissensus.bench.task.config import RunConfig
+
+
+def check_same(folder: Path, asked: RunConfig, there: RunConfig) -> None:
+    """Raises where the settings of the run in the folder are not those asked for, and names the first that differs."""
+    if there == asked:
+        return
+    mine, other = _leaves(asked.table()), _leaves(there.table())
+    key = next(k for k in {**mine, **other} if mine.get(k) != other.get(k))
+    raise ValueError(
+        f"expected {folder} to hold a run with {key} = {mine.get(key)!r}, got one with {other.get(key)!r}; "
+        "choose another --out, or delete that folder"
+    )
+
+
+def check_same_weights(folder: Path, digest: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
+    """Raises where the run in the folder started from other contents of its file of weights."""
+    for key, value in digest.items():
+        if provenance.get(key) != value:
+            raise ValueError(
+                f"expected {folder} to hold a run from these network.weights, got one from other contents of that file; "
+                "choose another --out, or delete that folder"
+            )
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

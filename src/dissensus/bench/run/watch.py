@@ -1,0 +1,79 @@
+"""How members differ over a run's training: distances.jsonl in its folder, one line per look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dissensus.core.posterior import Posterior
+from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.storage.files import damaged, write_text
+
+FILE = "distances.jsonl"
+ROWS = 500  # of the training set, at which members are compared
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def watcher(folder: Path, posterior: Posterior, batches: Batches, *, every: int) -> DistancesOverTraining | None:
+    """A callback that writes the distances every so many epochs, those before training as well; None for one network.
+
+    A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
+    """
+    if posterior.particles.members < 2:
+        return None
+    path = folder / FILE
+
+    def tell(epochs: int, found: MemberDistances) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"epochs": epochs, **found._asdict()}) + "\n")
+
+    record = DistancesOverTraining(posterior, *joined(batches), every=every, tell=tell)
+    if path.is_file():
+        # Without a last line that is not whole: what is appended begins a line of its own.
+        lines = (json.dumps({"epochs": epochs, **found._asdict()}) for epochs, found in read_distances(folder).items())
+        write_text(path, "".join(f"{line}\n" for line in lines))
+    if not path.is_file() or 0 not in read_distances(folder):
+        record.look(0)  # the networks are as they were built: a checkpoint is read later
+    return record
+
+
+def read_distances(folder: Path) -> dict[int, MemberDistances]:
+    """Epochs done -> distances, ascending; a last line that a stopped run did not end is passed over."""
+    path = folder / FILE
+    whole, _, _ = path.read_bytes().decode(errors="replace").rpartition("\n")
+    found = {}
+    for line in whole.splitlines():
+        try:
+            entry = json.loads(line)
+            epochs = int(entry.pop("epochs"))
+            found[epochs] = MemberDistances(**{space: float(value) for space, value in entry.items()})
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise damaged(path, error) from error
+    return dict(sorted(found.items()))
+
+
+def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: Batches) -> Evaluation:
+    """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
+    if posterior.particles.members < 2 or not (folder / FILE).is_file():
+        return evaluation
+    over = read_distances(folder)
+    arrays = {"distances/epochs": torch.tensor(list(over), dtype=torch.int64)}
+    for space in MemberDistances._fields:
+        values = [getattr(found, space) for found in over.values()]
+        arrays[f"distances/over/{space}"] = torch.tensor(values, dtype=torch.float64)
+    now = member_distances(posterior, *joined(batches))
+    metrics = {f"distances/{space}": value for space, value in now._asdict().items()}
+    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | arrays)
+
+
+def joined(batches: Batches) -> tuple[Tensor, Tensor]:
+    """(x, y) of all batches in one."""
+    x, y = zip(*batches, strict=True)
+    return torch.cat(x), torch.cat(y)

@@ -1,0 +1,1 @@
+"""Tasks: TOML files and what may stand in them."""

@@ -1,0 +1,235 @@
+"""Tasks: TOML files with sizes, overridden from the command line, resolved into one settings table per run."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dissensus.bench.names import listed
+from dissensus.bench.task.arguments import check_objects
+from dissensus.bench.task.objects import OBJECTS, open_objects, takes_place
+from dissensus.bench.task.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
+from dissensus.bench.task.variants import base_name, check_methods, variants_of
+from dissensus.core.errors import unknown
+from dissensus.methods import METHODS
+from dissensus.storage.files import damaged
+
+SIZES = ("smoke", "short", "paper")
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task at one size: everything but the method and the seed."""
+
+    name: str
+    size: str
+    settings: Settings
+    folder: Path | None = None  # of the task file, where it is one of the user's
+
+    @property
+    def methods(self) -> list[str]:
+        return listed(self.settings["methods"])
+
+    @property
+    def title(self) -> str:
+        return str(self.settings.get("title", self.name))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one run depends on: written into its folder, and all that is needed to do it again."""
+
+    task: str
+    size: str
+    method: str
+    seed: int
+    title: str
+    description: str
+    baseline: str
+    data: Settings
+    network: Settings
+    likelihood: Settings | str
+    settings: Settings  # of the method
+    training: Settings
+    evaluation: Settings
+    reference: Settings = field(
+        default_factory=dict, compare=False
+    )  # published numbers: the run does not depend on them
+
+    def table(self) -> Settings:
+        return asdict(self)
+
+
+def task_names() -> list[str]:
+    """Names of the tasks that come with the package."""
+    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) -> Task:
+    """The task of that name, or in that .toml file, at a size, with "key=value" overrides applied last."""
+    if size not in SIZES:
+        raise unknown("a size", size, SIZES)
+    settings = read_task(name)
+    check_tables(settings, name)
+    sizes = settings.pop("size", {})
+    for each in sizes:
+        if each not in SIZES:
+            raise unknown("a size", each, SIZES)
+    settings = merged(settings, sizes.get(size, {}))
+    check_task(settings, name)
+    for override in overrides:
+        settings = overridden(settings, override)
+    check_task(settings, name)
+    if not listed(settings.get("methods", [])):
+        raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
+    check_methods(listed(settings["methods"]), settings)
+    return Task(Path(name).stem, size, settings, Path(name).parent if name.endswith(".toml") else None)
+
+
+def read_task(name: str) -> Settings:
+    """The task file as it stands."""
+    if name.endswith(".toml"):
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"expected a task file, got nothing at {name}; correct the path")
+        raw = Path(name).read_bytes()
+    elif name in task_names():
+        raw = (_folder() / f"{name}.toml").read_bytes()
+    else:
+        raise unknown("a task", name, task_names())
+    try:
+        return tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # no TOML, no text, or nested without end
+        raise ValueError(f"expected TOML in {name}, got a file that is not ({error}); correct it") from error
+
+
+def run_config(task: Task, method: str, seed: int) -> RunConfig:
+    """What a run of one method, or of a variant of one, with one seed depends on."""
+    check_methods([method], task.settings)
+    tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
+    data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
+    own = tables["method"].get(method, {})
+    settings = merged(tables["method"].get(base_name(method), {}), own)
+    training = merged(tables["training"], settings.pop("training", {}))
+    if "epochs" not in training:
+        raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
+    check_validation(data, training, tables["evaluation"])
+    check_objects(settings, set(typed(METHODS[base_name(method)])))
+    return RunConfig(
+        task=task.name,
+        size=task.size,
+        method=method,
+        seed=seed,
+        title=task.title,
+        description=str(task.settings.get("description", "")),
+        baseline=str(task.settings.get("baseline", "")),
+        data=data,
+        network=tables["network"],
+        likelihood=tables["likelihood"],
+        settings=settings,
+        training=training,
+        evaluation=tables["evaluation"],
+        reference=tables["reference"],
+    )
+
+
+def run_config_of(table: Settings, where: str) -> RunConfig:
+    """What `RunConfig.table` gave, read from a file; ValueError where a value is missing or of another type."""
+    known = {each.name: each for each in fields(RunConfig)}
+    for key, value in table.items():
+        if key not in known:
+            raise damaged(Path(where), f"with {key}")
+        written = (str, dict) if key in OBJECTS else (dict,)
+        check_type(value, {"str": (str,), "int": (int,)}.get(str(known[key].type), written), f"{where}: {key}")
+    for key, each in known.items():
+        if key not in table and each.default_factory is MISSING:
+            raise damaged(Path(where), f"without {key}")
+    config = RunConfig(**table)
+    sections = {section: table.get(section, {}) for section in SECTIONS if section not in ("method", "size")}
+    check_task({**sections, "method": {config.method: config.settings}}, where)
+    return config
+
+
+def check_validation(data: Settings, training: Settings, evaluation: Settings) -> None:
+    """An error where training or a choice asks for validation rows and none are held out."""
+    askers = {"keep_best": True, "temperature": False, "patience": None}  # with their defaults
+    asking = [key for key, default in askers.items() if training.get(key, default)]
+    if data.get("calibration", 0) != 0:
+        asking = [key for key in asking if key != "temperature"]
+    if training["epochs"] == 0:
+        asking = [key for key in asking if key == "temperature"]
+    if data.get("validation") == 0 and asking:
+        raise ValueError(
+            f"expected validation rows for training.{asking[0]}, got data.validation = 0; hold some out, or set "
+            f"training.{asking[0]} = false"
+        )
+    if data.get("validation") == 0 and evaluation.get("choose"):
+        raise ValueError(
+            "expected validation rows for evaluation.choose, got data.validation = 0; hold some out, or leave choose out"
+        )
+
+
+def overridden(settings: Settings, override: str) -> Settings:
+    """Settings with one "section.key=value" applied.
+
+    method.key=value goes to every method of the task that has the key, and to all variants of such methods.
+    """
+    name, equals, text = override.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path):
+        raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
+    value = parsed(text.strip())
+    changed = copy.deepcopy(settings)
+    if path[0] == "method" and len(path) > 2 and "-" in path[1]:  # a variant may be made on the command line
+        base_name(path[1])
+        changed.setdefault("method", {}).setdefault(path[1], {})
+    open_objects(changed, path[:-1])
+    known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
+    section, key = ".".join(path[:-1]), path[-1]
+    if section == "method" and key not in METHODS:
+        asked = dict.fromkeys([*listed(settings["methods"]), *variants_of(settings)])
+        takers = [each for each in asked if key in known[f"method.{each}"]]
+        if not takers:
+            available = {k for each in asked for k in known[f"method.{each}"]}
+            raise unknown("a key of [method]", key, available)
+        for each in takers:
+            changed.setdefault("method", {}).setdefault(each, {})[key] = value
+        return changed
+    allowed = {**known, "": TOP | {"likelihood": ()}}
+    if key not in allowed.get(section, {}):
+        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() for k in keys]
+        what = f"a key of [{section}]" if section in allowed else "a key"
+        shown = allowed.get(section) or ["title", "methods", *(f"{each}.…" for each in SECTIONS if each != "size")]
+        raise unknown(what, ".".join(path), every, shown=shown)
+    table = changed
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+    table[key] = value
+    return changed
+
+
+def parsed(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: 3, 0.1, true, [1, 2], "a", a."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
+    """base with over's values on top, tables merged key by key."""
+    result = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        both = both and not takes_place(key, result[key], value)
+        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+def _folder() -> Any:
+    return files("dissensus.bench") / "tasks"

@@ -1,0 +1,40 @@
+"""Method variants: NAME is a method, NAME-VARIANT the same method with the settings of [method.NAME-VARIANT] on top."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dissensus.bench.names import listed
+from dissensus.core.errors import unknown
+from dissensus.methods import METHODS
+
+
+def base_name(name: str) -> str:
+    """The method's own name, a key of METHODS: tradi of tradi and of tradi-diagonal."""
+    base, _, variant = name.partition("-")
+    if base not in METHODS:
+        raise unknown("a method", name, METHODS)
+    if not re.fullmatch(r"[\w-]+", variant or "none"):
+        raise ValueError(f"expected letters, digits, _ and - after the method's name, got {name!r}; rename the variant")
+    return base
+
+
+def variants_of(settings: Mapping[str, Any]) -> list[str]:
+    """The variants a task's settings name, in `methods` or by a table of their own."""
+    named = [*listed(settings.get("methods", [])), *settings.get("method", {})]
+    return [name for name in dict.fromkeys(named) if "-" in name and name.partition("-")[0] in METHODS]
+
+
+def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """An error for a method that is not known, and for a variant without a table that says what is different."""
+    tables = settings.get("method", {})
+    for name in methods:
+        if base_name(name) == name or name in tables:
+            continue
+        variants = [each for each in tables if "-" in each]
+        hint = f"; known variants are {', '.join(variants)}" if variants else ""
+        raise ValueError(
+            f"expected a table [method.{name}] for the variant, got none; add what is different in it{hint}"
+        )

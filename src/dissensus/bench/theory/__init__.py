@@ -1,0 +1,1 @@
+"""`dissensus theory`: kernels and ensembles of wide networks, computed, drawn and told."""

@@ -1,0 +1,97 @@
+"""Drawn functions: what a posterior gives where M functions are drawn from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Member, Particles
+from dissensus.core.predictive import Predictive
+
+
+class DrawnFunctions(nn.Module, ABC):
+    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
+
+    members: int
+    particles: Particles  # the tensors of the functions
+
+    @abstractmethod
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of each drawn function, stacked along a new first axis."""
+
+    @abstractmethod
+    def member(self, index: int) -> nn.Module:
+        """One function as an ordinary module."""
+
+    @property
+    @abstractmethod
+    def likelihood(self) -> Likelihood:
+        """What the functions' outputs mean."""
+
+    def forward(self, x: Inputs) -> Tensor:
+        with batches.unchanged(x):
+            outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
+        return outputs
+
+    def predict(self, x: Inputs) -> Predictive:
+        """The mixture of the functions."""
+        with batches.unchanged(x):
+            return self.likelihood.predictive(*self.describe(x))
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        """The mixture in parts, a few functions each: where they run in a loop, memory does not grow with their number."""
+        yield self.predict(x)
+
+    def describe(self, x: Inputs) -> tuple[Tensor, ...]:
+        """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
+        described: tuple[Tensor, ...] = self.each(_described, x)
+        return described
+
+
+class MemberFunctions(DrawnFunctions):
+    """The members as they are stored: the draw of every method that stores them."""
+
+    def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
+        """`ordinary`: turns a member's network with cut layers into an ordinary one; None where a method cuts none."""
+        super().__init__()
+        self.particles = particles
+        self.ordinary = ordinary
+        self.members = particles.members
+        self.training = particles.training
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.particles.each(function, *args)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        if self.particles.how == "vectorised":
+            yield from super().predict_parts(x)
+            return
+        rows, shared = self.particles.rows(), self.particles.shared_parameters()
+        common = self.particles.shared_buffers()
+        for i in range(self.members):
+            row = rows.at(i)
+            with batches.unchanged(x):
+                described, _ = self.particles.call(_described, {**shared, **row.own}, {**common, **row.buffers}, x)
+            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
+
+    def member(self, index: int) -> nn.Module:
+        network = self.particles.member(index)
+        return network if self.ordinary is None else self.ordinary(network)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood
+
+
+def _outputs(member: Member, x: Inputs) -> Tensor:
+    return batches.call(member.network, x)
+
+
+def _described(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+    return member.likelihood.describe(batches.call(member.network, x))

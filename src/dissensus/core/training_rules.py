@@ -1,0 +1,129 @@
+"""Training rules: what a method may say of its training. Its optimisers, groups of parameters, priors, what precedes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dissensus.core.batch import Inputs
+from dissensus.core.clock import Clock
+from dissensus.core.empcov import EmpCov
+from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
+from dissensus.core.particles import Particles
+from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.numerics.tree import Tensors
+
+
+class TrainingRules(Clock):
+    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
+
+    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    train_samples: int = 1  # functions that each member is trained by on a batch, each with random numbers of its own
+    deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
+    capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
+    keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
+
+    def __init__(self, particles: Particles, *, weight_prior_std: float | None, data_size: int | None) -> None:
+        super().__init__()
+        check_prior(weight_prior_std, data_size)
+        self.particles = particles
+        self.weight_prior_std = weight_prior_std
+        self.data_size = data_size
+        self.first_layer_prior: EmpCov | None = None
+        self._with_prior: frozenset[str] | None = None  # found when it is first asked for
+
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        """Called once for every batch whose gradients are to be found, by `fit`, `backward` and `loss`, on the host.
+
+        For what a method takes note of in Python (sizes of batches, which step this is). Evaluation does not come by here.
+        """
+
+    def groups(self) -> list[Group]:
+        """Every parameter, trained or not, in a group; of several groups that hold one, the last has it.
+
+        So a method adds its own behind these: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
+        """
+        named = {_of_member(name): parameter for name, parameter in self.named_parameters()}
+        roots = {name: name.partition(".")[0] for name in named}
+        network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
+        latents = {n: p for n, p in named.items() if roots[n] == "latents"}
+        others = {n: p for n, p in named.items() if roots[n] not in ("network", "likelihood", "latents")}
+        first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
+        return [
+            Group("network", network),
+            Group("others", others, prior=False),
+            Group("latents", latents, decay=False, prior=False),
+            Group("first layer", {n: p for n, p in named.items() if n == first}, decay=False, prior=False),
+            Group("likelihood", noise, decay=False, prior=False),
+        ]
+
+    def with_prior(self) -> frozenset[str]:
+        """Names of members' parameters under the weight prior: of groups that have it, less those of norm layers."""
+        if self._with_prior is None:
+            names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
+            norms = {f"network.{name}" for name in norm_parameters(self.particles.template.network)}
+            self._with_prior = frozenset(names - norms)
+        return self._with_prior
+
+    def penalty(self, params: Tensors) -> Tensor | float:
+        """() −log prior of one member over N. Shared tensors count 1/M, so that over members they count once."""
+        first: Tensor | float = 0.0 if self.first_layer_prior is None else self.first_layer_prior(params)
+        if self.weight_prior_std is None or self.data_size is None:
+            return first
+        # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
+        own, shared, names = self.particles.own_parameters(), self.particles.shared_parameters(), self.with_prior()
+        weights = {
+            name: params[name] / self.particles.members**0.5 if name in shared else params[name]
+            for name, stored in {**shared, **own}.items()
+            if name in names and stored.requires_grad
+        }
+        return first + negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else first
+
+    def use_first_layer_prior(self, prior: EmpCov) -> None:
+        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.
+
+        Optimisers made afterwards, by `parameter_groups` or by `fit`, do not decay those weights.
+        """
+        if not isinstance(prior, EmpCov):
+            raise TypeError(f"expected an EmpCov, got {type(prior).__name__}; build one from the training inputs")
+        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+        prior.check_fits({name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()})
+        self.first_layer_prior = prior
+        self._with_prior = None
+
+    def parameter_groups(
+        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
+    ) -> list[dict[str, Any]]:
+        """`groups` to hand an optimiser: the network; weights with a prior of their own; a likelihood's learned noise; ….
+
+        Decay is for the groups that take it: `use_first_layer_prior` gave weights another prior, and the noise has none to
+        be drawn to. `likelihood_lr`: the noise's rate, `lr` where it is none.
+        """
+        rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
+        return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
+
+    def remarks(self, optimizer: Optimizer) -> list[str]:
+        """What `fit` says once of training this with such an optimiser: settings that have no effect, or an unwanted one."""
+        return []
+
+    def default_optimizer(self) -> Optimizer:
+        """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
+
+        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
+        weight prior.
+        """
+        decay = 1e-4 if self.weight_prior_std is None else 0.0
+        return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
+
+    def default_schedule(self, epochs: int) -> Callable[[int], float]:
+        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""
+        return lambda epoch: plateau_linear(epoch / max(epochs, 1))
+
+
+def _of_member(name: str) -> str:
+    """A posterior's name of a parameter as members know it."""
+    return name.removeprefix("particles.own.").removeprefix("particles.shared.")

@@ -1,0 +1,50 @@
+"""Evaluation: what `evaluate` returns, every number of a posterior and what intervals, tests and figures are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal["classification", "regression", "segmentation"]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What `evaluate` returns. `.metrics` is flat; `.arrays` holds what intervals, tests and figures are made of.
+
+    arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions: squared_error,
+    nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more foreign),
+    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
+    """
+
+    kind: Kind
+    metrics: dict[str, float]
+    arrays: dict[str, Tensor]
+    score: str  # what ood/… metrics rank by
+    ood: tuple[str, ...] = ()
+    shift: tuple[str, ...] = ()
+    corruptions: tuple[str, ...] = ()
+    severities: tuple[int, ...] = ()
+    notes: dict[str, str] = field(
+        default_factory=dict
+    )  # what a report should say: class names, title, a collapse of members
+
+    def table(self) -> str:
+        """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
+        single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
+        shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
+        width = max(map(len, shown), default=0)
+        return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
+
+    def __repr__(self) -> str:
+        caution = f"\n{self.notes['collapse']}" if "collapse" in self.notes else ""
+        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}{caution}"
+
+
+def number(value: float) -> str:
+    """A metric as text, four digits behind the point where that says something."""
+    if float(value).is_integer() and abs(value) >= 1:
+        return f"{value:.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"

@@ -1,0 +1,208 @@
+"""Curvature: the generalised Gauss–Newton matrix of a linear last layer, and what follows from it in closed form.
+
+With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has the Hessian H = diag(a) − u uᵀ in f, and
+
+    G = Σ_n w_n H_n ⊗ φ_n φ_nᵀ            full: exact, (C D)² numbers
+    G ≈ (Σ w_n H_n) ⊗ (Σ w_n φ_n φ_nᵀ) / Σ w_n      Kronecker-factored: C² + D²
+
+Its eigenvalues λ give log determinants, evidence and samples at any prior precision δ:
+
+    log p(y) ≈ log p(y | W*) − ½ δ ‖W*‖² − ½ Σ log(1 + λ/δ)                 (MacKay 1992; Daxberger et al. 2021)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
+from dissensus.numerics.tree import Tensors
+
+Structure = Literal["full", "kron"]
+STRUCTURES = ("full", "kron")
+LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
+CHUNK = 2**22  # numbers in float64 that a step over rows may take
+
+
+class Gathered:
+    """Sums over examples from which curvature is made, in float64: what one pass over a loader leaves."""
+
+    def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
+        self.structure = structure
+        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self.sums = [torch.zeros(side, side, **like) for side in _sides(structure, classes, features)]
+        self.log_likelihood = torch.zeros((), **like)
+        self.weight = torch.zeros((), **like)
+
+    def add(self, features: Tensor, diagonal: Tensor, outer: Tensor | None, weight: Tensor) -> None:
+        """Takes in rows: features (n, D), the Hessian diag(diagonal) − outer outerᵀ of each, both (n, C), weights (n,)."""
+        classes, width = diagonal.shape[1], features.shape[1]
+        self.weight += weight.sum()
+        step = max(1, CHUNK // (classes * width))
+        for rows in (slice(start, start + step) for start in range(0, len(features), step)):
+            phi, a, w = features[rows], diagonal[rows], weight[rows, None]  # (n, D), (n, C), (n, 1)
+            u = None if outer is None else outer[rows]
+            if self.structure == "kron":
+                self.sums[0] += torch.diag((w * a).sum(0)) - (0 if u is None else (w * u).mT @ u)
+                self.sums[1] += (w * phi).mT @ phi
+                continue
+            blocks = self.sums[0].view(classes, width, classes, width)
+            for c in range(classes):
+                blocks[c, :, c] += (w * a[:, c, None] * phi).mT @ phi
+            if u is not None:
+                z = (u[:, :, None] * phi[:, None, :]).flatten(1)  # (n, C D)
+                self.sums[0] -= (w * z).mT @ z
+
+
+class Curvature(nn.Module):
+    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), by the eigenvalues and eigenvectors of G.
+
+    Stays in float64 wherever the posterior is cast to: eigenvalues span more than half precision can.
+    """
+
+    mean: Tensor  # (C, D)
+    eigenvalues: Tensor  # (C D,) or (C, D)
+    log_likelihood: Tensor  # () of the data at the mean
+    precision: Tensor  # () δ
+    layer: Tensor  # () number of the layer among the network's modules
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def of(cls, gathered: Gathered, mean: Tensor, *, layer: int) -> Self:
+        """The curvature of what was gathered around these weights (C, D); its precision is still to be chosen."""
+        values, vectors = zip(*map(decomposed, gathered.sums), strict=True)
+        kron = gathered.structure == "kron"
+        eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
+        return cls(_tensors(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
+
+    @classmethod
+    def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
+        """One of the right shapes, to be filled from a file."""
+        sides = _sides(structure, classes, features)
+        mean = torch.empty(classes, features, dtype=torch.float64)
+        vectors = [mean.new_empty(side, side) for side in sides]  # not zeros, which would take memory at once
+        return cls(_tensors(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
+
+    def log_marginal_likelihood(self, precision: Tensor) -> Tensor:
+        """() log p(y) at a prior precision δ (), differentiable in it."""
+        fit = self.log_likelihood - 0.5 * precision * self.mean.square().sum()
+        return fit - 0.5 * torch.log1p(self.eigenvalues / precision).sum()
+
+    def best_precision(self) -> float:
+        """The prior precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖², by bisection."""
+        square, most = float(self.mean.square().sum()), float(self.eigenvalues.max())
+        if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
+            raise ValueError(
+                f"expected a last layer and data that say something of its prior, got ‖W‖² = {square:g} and a largest "
+                f"eigenvalue of {most:g}; pass prior_precision="
+            )
+
+        def excess(log_precision: float) -> float:  # falls with the precision
+            precision = math.exp(log_precision)
+            return float((self.eigenvalues / (self.eigenvalues + precision)).sum()) - precision * square
+
+        high = math.log(self.eigenvalues.numel() / square)  # Σ λ/(λ + δ) < C D
+        low = high - 1.0
+        while excess(low) <= 0:
+            high, low = low, low - 2 * (high - low)
+        while (middle := 0.5 * (low + high)) not in (low, high):
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        return math.exp(middle)
+
+    def joint(self, noise: Tensor) -> Tensor:
+        """(S, C, D) samples of N(0, (G + δ)⁻¹), from standard normal noise of that shape."""
+        scaled = noise.reshape(len(noise), *self.eigenvalues.shape) * (self.eigenvalues + self.precision).rsqrt()
+        if self.structure == "full":
+            return (scaled @ self.get_buffer("vectors").mT).reshape(noise.shape)
+        return self.get_buffer("outputs") @ scaled @ self.get_buffer("features").mT
+
+    def by_rows(self, noise: Tensor) -> Tensor:
+        """The same with every row, the weights of one output, sampled by itself: N(0, Σ_cc) with Σ = (G + δ)⁻¹."""
+        variance = (self.eigenvalues + self.precision).reciprocal()
+        if self.structure == "kron":  # Σ_cc = F diag(v_c) Fᵀ with v_c = Σ_s O_cs² / (λ_s. + δ)
+            scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
+            return scaled @ self.get_buffer("features").mT
+        blocks = self.get_buffer("vectors").view(*self.mean.shape, -1)  # (C, D, C D)
+        values, vectors = decomposed(torch.stack([(rows * variance) @ rows.mT for rows in blocks]))  # (C, D), (C, D, D)
+        return torch.einsum("scd,ced->sce", noise * values.sqrt(), vectors)
+
+    def variance(self) -> Tensor:
+        """(C, D) marginal variances."""
+        variance = (self.eigenvalues + self.precision).reciprocal()
+        if self.structure == "full":
+            return (self.get_buffer("vectors").square() @ variance).reshape(self.mean.shape)
+        return self.get_buffer("outputs").square() @ variance @ self.get_buffer("features").square().mT
+
+    @property
+    def structure(self) -> Structure:
+        return "full" if "vectors" in self._buffers else "kron"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        return self
+
+
+def _tensors(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
+    """The buffers of a Curvature."""
+    names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
+    return {
+        "mean": mean,
+        "eigenvalues": values,
+        **dict(zip(names, vectors, strict=True)),
+        "log_likelihood": log_likelihood,
+        "precision": torch.ones_like(log_likelihood),
+        "layer": torch.tensor(layer, device=mean.device),
+    }
+
+
+def output_curvature(likelihood: Likelihood, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(a (n, C), u (n, C) or None): the Hessian of −log p in the outputs (n, C) is diag(a) − u uᵀ; it asks for no targets.
+
+    Where it would, for the variance of a heteroscedastic regression, it is the Fisher information, its mean over y ~ p.
+    """
+    if type(likelihood) is Classification:
+        probabilities = outputs.softmax(1)
+        return probabilities, probabilities
+    _, variance = likelihood.describe(outputs)
+    if type(likelihood) is Regression:
+        return variance.reciprocal(), None
+    slope = outputs[:, outputs.shape[1] // 2 :].sigmoid()  # of softplus
+    return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
+
+
+def check_known(likelihood: Likelihood) -> None:
+    """Raises where the Hessian of a likelihood is not known."""
+    if type(likelihood) not in (Classification, Regression, HeteroscedasticRegression):
+        raise TypeError(
+            f"expected Classification, Regression or HeteroscedasticRegression for Laplace, got {type(likelihood).__name__}, "
+            "whose Hessian is not known here; use one of these, or another method"
+        )
+
+
+def _sides(structure: Structure, classes: int, features: int) -> list[int]:
+    """Rows of each matrix; an error where one would not fit, before it is made."""
+    sides = {"full": [classes * features], "kron": [classes, features]}[structure]
+    if 8 * max(sides) ** 2 > LARGEST:
+        remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
+        raise ValueError(
+            f"expected at most {math.isqrt(LARGEST // 8):,} rows in a matrix of the {structure} curvature (1 GiB),"
+            f" got {max(sides):,}; {remedy}"
+        )
+    return sides
+
+
+def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """(eigenvalues ≥ 0, eigenvectors in columns) of a matrix that is positive semidefinite but for rounding."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp(min=0.0), vectors.contiguous()

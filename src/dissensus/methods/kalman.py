@@ -1,0 +1,226 @@
+"""Two scalar Kalman filters per weight, one for its mean and one for its variance, over the steps of an optimiser."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dissensus.methods.trajectory import Count
+from dissensus.numerics.flat import Block, state_dtype
+from dissensus.numerics.tree import Tensors, TensorTree
+
+Drift = Literal["gradient", "none"]
+
+
+def kalman(p: float, state_noise: float, measurement_noise: float) -> tuple[float, float]:
+    """(gain K, error variance P after the step) of a scalar filter whose error variance was p before it."""
+    predicted = p + state_noise
+    gain = predicted / (predicted + measurement_noise)
+    return gain, (1 - gain) * predicted
+
+
+class WeightFilters(nn.Module):
+    """Mean μ and variance s of every weight, shaped as the weights and kept in at least float32.
+
+    The gains do not depend on the data: one number for all weights, computed on the host in float64 from the count of
+    steps. Everything else goes over all weights at once and waits for no device.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        *,
+        state_noise: tuple[float, float],
+        measurement_noise: tuple[float, float],
+        drift: Drift,
+    ) -> None:
+        super().__init__()
+        self.state_noise = state_noise
+        self.measurement_noise = measurement_noise
+        self.drift = drift
+        self.weights = dict(weights)
+        self.observed = Count()
+        self.means = TensorTree()
+        self.variances = TensorTree()
+        dtype = state_dtype(list(weights.values()))
+        for name, weight in weights.items():
+            self.means.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
+            self.variances.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
+        self._cached: _State | None = None
+        self._rates: dict[int, tuple[Tensor | None, int, float]] = {}
+        self._clock = (0, 0.0, 0.0)  # step, P of the mean, P of the variance
+
+    @property
+    def mean(self) -> Tensors:
+        """Name -> μ."""
+        return dict(self.means.named_buffers())
+
+    @property
+    def variance(self) -> Tensors:
+        """Name -> s."""
+        return dict(self.variances.named_buffers())
+
+    @torch.no_grad()
+    def start(self, means: Mapping[str, Tensor], variances: Mapping[str, float]) -> None:
+        """Sets μ and s and forgets what was observed."""
+        for name, mean in self.mean.items():
+            mean.copy_(means[name])
+        for name, variance in self.variance.items():
+            variance.fill_(variances[name])
+        self.observed.reset()
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient that led to it."""
+        weights: list[Tensor] = list(self.weights.values())
+        state = self._state(weights)
+        moved = self._move(optimizer, weights, state)
+        gain_mean, gain_variance = self._gains(self.observed.add())
+        for rate, means, variances, moves in moved:
+            # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
+            torch._foreach_add_(means, moves, alpha=-rate)
+            torch._foreach_addcmul_(variances, moves, moves, rate**2)
+        # μ ← (1 − K) μ⁻ + K w = μ⁻ + K (w − μ⁻)
+        means, variances, distances = state.distances(weights)
+        torch._foreach_add_(means, distances, alpha=gain_mean)
+        # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and taking μ² away again leaves
+        # rounding of the size of μ² and, while μ lags behind w, variances below 0. z = (w − μ)² with the new μ, as in the
+        # authors' program, measures the same s and cannot be negative: s ← (1 − K) s⁻ + K (w − μ)². The distance from the
+        # new μ is w − μ = (1 − K_μ)(w − μ⁻).
+        state.variance.flat.mul_(1 - gain_variance)
+        torch._foreach_addcmul_(variances, distances, distances, gain_variance * (1 - gain_mean) ** 2)
+
+    def _move(self, optimizer: Optimizer, weights: list[Tensor], state: "_State") -> list["_Moved"]:
+        """For each group of parameters: its rate, means, variances and gradients, all zero for a step that was skipped."""
+        if all(weight.grad is None for weight in weights):
+            raise ValueError(
+                "expected gradients in .grad, got none; call observe after backward and optimizer.step(), and zero "
+                "gradients before backward, not after the step"
+            )
+        place = {id(weight): index for index, weight in enumerate(weights)}
+        moved, gradients = [], []
+        for group in optimizer.param_groups:
+            if held := [p for p in group["params"] if id(p) in place and p.grad is not None]:
+                at = [place[id(p)] for p in held]
+                means, variances, moves = (
+                    [block.views[i] for i in at] for block in (state.mean, state.variance, state.work)
+                )
+                rate = self._rate(group["lr"])
+                moved.append(_Moved(-rate if group.get("maximize") else rate, means, variances, moves))
+                gradients += [p.grad for p in held]
+        if not moved:
+            raise ValueError(
+                "expected an optimizer over the network's parameters, got one over other tensors; build it on "
+                "posterior.parameters()"
+            )
+        if self.drift == "none":
+            return []
+        work = state.work.flat
+        if len(gradients) < len(weights):
+            work.zero_()
+        torch._foreach_copy_([view for each in moved for view in each.moves], gradients)
+        if len(moved) == 1 and len(gradients) == len(weights):  # one rate for all: as one tensor
+            moved = [_Moved(moved[0].rate, [state.mean.flat], [state.variance.flat], [work])]
+        # Gradients that are not finite belong to a step that a gradient scaler has skipped: nothing moved. Decided where
+        # the gradients lie, so that the host does not wait.
+        total = work.sum()
+        if work.device.type == "cpu":
+            return moved if math.isfinite(total) else []
+        work.masked_fill_(~total.isfinite(), 0.0)
+        return moved
+
+    def _rate(self, rate: float | Tensor) -> float:
+        """The learning rate as a number. A tensor (captured steps have one on the device) is read when it has changed."""
+        if not isinstance(rate, Tensor):
+            return float(rate)
+        known, version, value = self._rates.get(id(rate), (None, -1, 0.0))
+        if known is not rate or version != rate._version:
+            value = float(rate)
+            self._rates[id(rate)] = (rate, rate._version, value)
+        return value
+
+    def _gains(self, step: int) -> tuple[float, float]:
+        """(K of the mean, K of the variance) at this step, from 1."""
+        if self._clock[0] != step - 1:  # read from a file, or started anew
+            self._clock = (0, 0.0, 0.0)
+            for earlier in range(1, step):
+                self._gains(earlier)
+        _, p_mean, p_variance = self._clock
+        gain_mean, p_mean = kalman(p_mean, self.state_noise[0], self.measurement_noise[0])
+        gain_variance, p_variance = kalman(p_variance, self.state_noise[1], self.measurement_noise[1])
+        self._clock = (step, p_mean, p_variance)
+        return gain_mean, gain_variance
+
+    @property
+    def memory_of_start(self) -> float:
+        """Π (1 − K): the share of μ that still comes from where it started."""
+        share, p = 1.0, 0.0
+        for _ in range(int(self.observed)):
+            gain, p = kalman(p, self.state_noise[0], self.measurement_noise[0])
+            share *= 1 - gain
+            if share < 1e-12:
+                return 0.0
+        return share
+
+    def _state(self, weights: list[Tensor]) -> "_State":
+        """The filters' memory, laid out as the weights are, so that copies between them are fused."""
+        if self._cached is None or not self._cached.fits(weights):
+            means, variances = self.mean, self.variance
+            dtype = next(iter(means.values())).dtype
+            self._cached = _State(
+                [means[name] for name in self.weights],
+                [variances[name] for name in self.weights],
+                *(Block(weights, dtype) for _ in range(3)),
+            )
+            for buffers, block in (
+                (self._cached.means, self._cached.mean),
+                (self._cached.variances, self._cached.variance),
+            ):
+                for buffer, view in zip(buffers, block.views, strict=True):
+                    buffer.data = view.copy_(buffer)  # from now on the named tensor is this part of the block
+        return self._cached
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "WeightFilters":
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._cached = None  # the tensors may have been replaced
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._cached = None
+
+
+class _Moved(NamedTuple):
+    """What one group of an optimiser moves."""
+
+    rate: float
+    means: list[Tensor]
+    variances: list[Tensor]
+    moves: list[Tensor]
+
+
+@dataclass
+class _State:
+    """The named tensors, and the blocks of memory they are parts of."""
+
+    means: list[Tensor]
+    variances: list[Tensor]
+    mean: Block
+    variance: Block
+    work: Block
+
+    def fits(self, weights: list[Tensor]) -> bool:
+        """Whether the weights lie as they did and the named tensors still are where they were put."""
+        pairs = [*zip(self.means, self.mean.views, strict=True), *zip(self.variances, self.variance.views, strict=True)]
+        return self.work.fits(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
+
+    def distances(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """(means, variances, w − μ), as lists of tensors that go together."""
+        if self.work.flat.device.type == "cpu":  # few large operations are faster there, less memory traffic elsewhere
+            torch._foreach_copy_(self.work.views, weights)
+            return [self.mean.flat], [self.variance.flat], [self.work.flat.sub_(self.mean.flat)]
+        return self.mean.views, self.variance.views, list(torch._foreach_sub(weights, self.mean.views))

@@ -1,0 +1,151 @@
+"""The last layer of a network, found by running it: the linear layer whose output is the network's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """One linear layer by name: outputs = W features + b, at every position where it is a 1×1 convolution."""
+
+    name: str
+    layer: nn.Module
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name in the network -> the layer's weight and, where it has one, its bias."""
+        return {f"{self.name}.{key}" if self.name else key: p for key, p in self.layer.named_parameters(recurse=False)}
+
+    @property
+    def channels(self) -> int:
+        """The axis of features and outputs that the layer mixes."""
+        return 1 if isinstance(self.layer, CONVOLUTIONS) else -1
+
+    def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
+        """(..., C, D) weights and biases side by side in float64, of tensors named as `parameters`, which may have axes in
+        front."""
+        weight, *bias = (tensors[name].double() for name in self.parameters)
+        front = weight.ndim - next(iter(self.parameters.values())).ndim
+        parts = [weight.flatten(front + 1), *(each[..., None] for each in bias)]
+        return torch.cat(parts, dim=-1)
+
+    def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
+        """The inverse of `matrix`, in the shapes and dtypes of the layer's parameters, each in memory of its own."""
+        (weight, kernel), *bias = self.parameters.items()
+        inputs = kernel.shape[1]
+        found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
+        found |= {name: matrix[..., inputs] for name, _ in bias}
+        return {
+            name: t.to(kernel.dtype, copy=True).clone(memory_format=torch.contiguous_format)
+            for name, t in found.items()
+        }
+
+    def rows(self, features: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, D) features with a 1 for the bias, (n, C) outputs: one row per position, in float64."""
+        features, outputs = (t.movedim(self.channels, -1).double() for t in (features, outputs))
+        features, outputs = features.reshape(-1, features.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
+        if len(self.parameters) == 2:
+            features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        return features, outputs
+
+
+def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLayer:
+    """The layer of that name, or the last linear one that is called with x; an error where outputs are not its own."""
+    layers = dict(network.named_modules())
+    if name is not None and name not in layers:
+        raise ValueError(
+            f"expected the name of a layer, got {name!r}; those of this network's linear layers are "
+            f"{', '.join(each for each in layers if _linear(layers[each])) or 'none'}"
+        )
+    called: list[str] = []
+    watched = [each for each, layer in layers.items() if (_weighing(layer) if name is None else each == name)]
+    handles = [layers[each].register_forward_hook(lambda *_, each=each: called.append(each)) for each in watched]
+    try:
+        batches.call(network, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not called:
+        what = "no layer with weights" if name is None else f"'{name}' never"
+        raise ValueError(
+            f"expected a network that ends in a linear layer, got one that calls {what}; let it call one as a module, last, or "
+            "name the one that makes the outputs with layer="
+        )
+    found = called[-1]
+    if not _linear(layers[found]):
+        raise ValueError(
+            f"expected an nn.Linear or a 1×1 convolution as the last layer, got '{found}', a {layers[found]}; put a linear "
+            "layer last, or name one with layer="
+        )
+    if called.count(found) > 1:
+        raise ValueError(
+            f"expected a last layer that is called once, got '{found}' called {called.count(found)} times; outputs are then "
+            "not linear in its weights: give the network a last layer of its own"
+        )
+    _check_weights(network, found, layers[found])
+    return LastLayer(found, layers[found])
+
+
+@contextmanager
+def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Inside, (features, outputs) of every call of the layer are appended to the list."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = last.layer.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
+    """Raises where the network's outputs are not what the layer made, an axis of length one left out or not."""
+    same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
+    if not same or not torch.equal(made.reshape(outputs.shape), outputs):
+        raise ValueError(
+            f"expected outputs that are those of the last layer '{last.name}', got others: something is done to them "
+            "afterwards; leave that out (a softmax belongs to the likelihood), or name the right layer with layer="
+        )
+
+
+def _weighing(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by weights of its own: the last one called must be the linear one."""
+    return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
+
+
+def _linear(layer: nn.Module) -> bool:
+    kind: type[nn.Module]
+    for kind in (nn.Linear, *CONVOLUTIONS):
+        if isinstance(layer, kind):
+            if type(layer).forward is not kind.forward:  # a kind of one's own that does something else with its weights
+                return False
+            return not isinstance(layer, CONVOLUTIONS) or _pointwise(layer)
+    return False
+
+
+def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
+    ones = all(set(getattr(layer, key)) == {1} for key in ("kernel_size", "stride"))
+    return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
+
+
+def _check_weights(network: nn.Module, name: str, layer: nn.Module) -> None:
+    """Raises where the layer's weights are computed from others, or also somebody else's."""
+    if [key for key, _ in layer.named_parameters(recurse=False)] not in (["weight"], ["weight", "bias"]):
+        raise ValueError(
+            f"expected plain weights in the last layer '{name}', got parametrised ones; remove the parametrisation first"
+        )
+    mine = {id(parameter) for parameter in layer.parameters(recurse=False)}
+    for other, parameter in network.named_parameters(remove_duplicate=False):
+        if id(parameter) in mine and other.rpartition(".")[0] != name:
+            raise ValueError(
+                f"expected a last layer with weights of its own, got '{name}' tied to {other}; outputs are then not linear in "
+                "them: untie them"
+            )

@@ -1,0 +1,298 @@
+"""Node-based BNNs: noise on nodes instead of weights (Trinh et al., ICML 2022; iBNN: Trinh, Kaski & Heinonen 2020)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.functions import DrawnFunctions
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.optimisation import Group
+from dissensus.core.particles import Member, Particles
+from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.statistics import statistics_layers
+from dissensus.methods.node_functions import NodeFunctions, collapsed
+from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
+from dissensus.methods.node_settings import Bound, Divergence, check_settings
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.randomness import own_generator
+from dissensus.numerics.tree import Tensors, TensorTree
+from dissensus.surgery.conversion import plain
+from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
+
+log = logging.getLogger("dissensus")
+
+
+class NodeBNN(Posterior):
+    """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
+
+        q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
+        loss = mean over examples and samples of −log p(y | x, z) + β [KL(q ‖ p) − γ H(q)] / N
+
+    `mode`: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or both, a channel being one node of a
+    convolution. In training each of `train_samples` copies of each example has a component and noise of its own, all in one
+    pass of B · train_samples examples; a drawn function has one z. `samples`: functions of a draw, rounded up to a multiple of
+    `components`, of which each gives as many.
+
+    `init_std`: σ at the start, None is `prior_std`; 0.1 suits a pretrained network. `init_spread`: of μ around 1 there.
+    `gamma` > 0: a hot posterior. `annealing`: β. `layers`: patterns of names; None is every linear and convolutional layer.
+    `bias_latent`: iBNN's scalar on each bias. `batch_norm`: "frozen" keeps the running statistics, as suits a pretrained
+    network, "trained" lets them follow. `bound`: on the entropy: "joint" over layers; "per_layer", each layer a mixture of
+    its own; "released", that with the 1/16 of the authors' code. `divergence`: "mixture", or iBNN's "surrogate".
+
+    `latent_lr`: rate of the latents for one component; the group's is K times that, since each component gets 1/K of the
+    gradient. None: the weights' rate. `latent_momentum`: theirs, 0 in the paper; None: the optimiser's.
+
+    The network is copied; `account` says which layers were converted and which were not.
+    """
+
+    name = "node_bnn"
+    untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
+    deterministic = False
+    stored: TensorTree | None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        data_size: int,
+        components: int = 4,
+        mode: Mode = "out",
+        prior_std: float = 0.3,
+        init_std: float | None = None,
+        train_samples: int = 4,
+        samples: int = 32,
+        gamma: float = 0.0,
+        init_spread: float = 0.05,
+        annealing: Annealing | None = None,
+        bias_latent: bool = False,
+        layers: Sequence[str] | None = None,
+        batch_norm: Literal["frozen", "trained"] = "trained",
+        bound: Bound = "joint",
+        divergence: Divergence = "mixture",
+        latent_lr: float | None = None,
+        latent_momentum: float | None = 0.0,
+        likelihood: Likelihood | None = None,
+        weight_prior_std: float | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "components": components,
+            "mode": mode,
+            "prior_std": prior_std,
+            "init_std": init_std,
+            "train_samples": train_samples,
+            "gamma": gamma,
+            "init_spread": init_spread,
+            "bias_latent": bias_latent,
+            "layers": None if layers is None else list(layers),
+            "batch_norm": batch_norm,
+            "bound": bound,
+            "divergence": divergence,
+            "latent_lr": latent_lr,
+            "latent_momentum": latent_momentum,
+        }
+        check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
+        made = with_nodes(module, mode, bias=bias_latent, layers=layers)
+        like = made.network.get_submodule(made.sites[0].layer).get_parameter("weight")
+        latents = started(
+            like, components, made.latents, prior_std if init_std is None else init_std, spread=init_spread
+        )
+        particles = Particles.hold(made.network, likelihood or Classification(), latents)
+        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self.settings = settings
+        self.sites, self.account, self.latents = made.sites, made.account, made.latents
+        self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
+        self.components = components
+        self.copies = train_samples  # of each example in a batch; the contract's `train_samples` stays 1
+        self.samples = -(-samples // components) * components
+        self.annealing = annealing_or_constant(annealing)
+        self.stored = None
+        self._checked: set[tuple[torch.Size, ...]] = set()
+        if batch_norm == "frozen":
+            template = particles.template
+            template.always_eval = sorted({*template.always_eval, *statistics_layers(template)})
+            self.train(self.training)
+
+    # ------------------------------------------------------------------ the objective
+
+    def member_loss(
+        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
+    ) -> tuple[Tensor, Any, Tensors]:
+        size = batches.size(x)
+        x = _repeated_inputs(x, self.copies)
+        y, weight = _repeated(y, self.copies), None if weight is None else _repeated(weight, self.copies)
+        mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
+        nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
+
+        def nll(member: Member) -> Tensor:
+            with standing(member.network, nodes):
+                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+
+        value, buffers = self.particles.call(nll, params, buffers)
+        assert self.data_size is not None  # looked at when this was built
+        complexity = self._beta() * self.complexity(mean, std) / self.data_size
+        return value + self.penalty(params) + complexity, (), buffers
+
+    def _beta(self) -> Tensor | float:
+        step = self.steps - self.began if self.annealing.steps is None else self.steps
+        return self.annealing(step, self.run_length)
+
+    def kl(self) -> Tensor:
+        """() KL(q ‖ p) in nats, not divided by N: by the entropy's bound, an upper one; or iBNN's surrogate."""
+        return self.complexity.kl(self.mean, self.std)
+
+    def entropy(self) -> Tensor:
+        """() the bound on H(q) in nats."""
+        return self.complexity.entropy(self.mean, self.std)
+
+    # ------------------------------------------------------------------ the posterior over latents
+
+    @property
+    def mean(self) -> Tensor:
+        """(K, D) μ."""
+        return self.particles.shared_parameters()["latents.mean"]
+
+    @property
+    def std(self) -> Tensor:
+        """(K, D) σ."""
+        return F.softplus(self.particles.shared_parameters()["latents.raw_std"])
+
+    def groups(self) -> list[Group]:
+        rate = self.settings["latent_lr"]
+        latents = {n: p for n, p in self.particles.shared_parameters().items() if n.startswith("latents.")}
+        own = Group("latents", latents, rate=None if rate is None else rate * self.components, decay=False, prior=False)
+        return [*super().groups(), own]
+
+    def parameter_groups(
+        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
+    ) -> list[dict[str, Any]]:
+        groups = super().parameter_groups(lr, weight_decay, likelihood_lr=likelihood_lr)
+        momentum, mine = self.settings["latent_momentum"], {id(p) for p in self.particles.template.latents.parameters()}
+        for group in groups:
+            if momentum is not None and group["params"] and {id(p) for p in group["params"]} <= mine:
+                group["momentum"] = momentum
+        return groups
+
+    # ------------------------------------------------------------------ functions
+
+    def draw(self) -> DrawnFunctions:
+        stored = self.stored
+        latents = self._sample() if stored is None else stored.get_buffer("own.latents")
+        return NodeFunctions(self.particles.apart(), self.sites, latents)
+
+    def current(self) -> DrawnFunctions:
+        """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
+        return NodeFunctions(self.particles.apart(), self.sites, self._sample())
+
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
+        self.stored = kept(self._sample())
+
+    @torch.no_grad()
+    def _sample(self) -> Tensor:
+        """(S, D) latents."""
+        return for_functions(self.mean.detach(), self.std, self.samples, own_generator(self.device))
+
+    def collapse(self, component: int | None = None) -> nn.Module:
+        """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all."""
+        if component is None:
+            return collapsed(self.particles, self.sites, self.mean.mean(0))
+        if not -self.components <= component < self.components:
+            raise ValueError(
+                f"expected a component from 0 to {self.components - 1}, got {component}; this posterior has {self.components}"
+            )
+        return collapsed(self.particles, self.sites, self.mean[component])
+
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
+        if not self._checked and self.settings["batch_norm"] == "frozen":
+            _warn_of_blank_statistics(self.particles.template.network)
+        if shapes not in self._checked:
+            self._check_batch_axis(x)
+            self._checked.add(shapes)
+
+    def _check_batch_axis(self, x: Inputs) -> None:
+        """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows."""
+        if batches.size(x) == 0:
+            return
+        ones = self.mean.new_ones(3, self.latents)
+        shared, common = self.particles.shared_parameters(), self.particles.shared_buffers()
+        for rows in (2, 3):
+            some = _repeated_inputs(x, rows, first=1)
+            nodes = by_layer(self.sites, ones[:rows])
+
+            def run(member: Member, some: Inputs = some, nodes: Any = nodes) -> None:
+                with standing(member.network, nodes):
+                    batches.call(member.network, some)
+
+            with evaluation(self):
+                self.particles.call(run, shared, common)
+
+    # ------------------------------------------------------------------ state and files
+
+    def given(self) -> nn.Module:
+        return plain(self.particles.member(0))
+
+    def config(self) -> dict[str, Any]:
+        network = self.particles.template.network
+        return {
+            **self.settings,
+            "samples": self.samples,
+            "annealing": self.annealing.config(),
+            "weight_prior_std": self.weight_prior_std,
+            "data_size": self.data_size,
+            "stored": self.stored is not None,
+            "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+        }
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> NodeBNN:
+        keywords = {key: value for key, value in config.items() if key not in ("stored", "frozen", "annealing")}
+        for name, parameter in network.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in config["frozen"])
+        posterior = cls(network, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **keywords)
+        if config["stored"]:
+            posterior.stored = posterior._blank()
+        return posterior
+
+    def _blank(self) -> TensorTree:
+        return kept(self.mean.detach().new_zeros(self.samples, self.latents))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """A state with a stored draw brings it along, one without takes it away."""
+        there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
+        self.stored = None if not there else self.stored or self._blank()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _warn_of_blank_statistics(network: nn.Module) -> None:
+    """Says where frozen statistics are those a layer was built with: it would normalise nothing, for good."""
+    blank = [
+        name
+        for name, layer in statistics_layers(network).items()
+        if bool((layer.running_mean == 0).all()) and bool((layer.running_var == 1).all())  # type: ignore[union-attr]
+    ]
+    if blank:
+        log.warning(
+            'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
+            ", ".join(blank[:3]) + (", …" if len(blank) > 3 else ""),
+        )
+
+
+def _repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
+    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
+    size = batches.size(x)
+    return batches.apply(x, lambda t: _repeated(t[:first], times) if t.ndim and len(t) == size else t)
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    """(B · times, ...): each row so many times, in a row."""
+    return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)

@@ -1,0 +1,77 @@
+"""The latents of a node-based BNN: how they start, how they are drawn, and what their posterior costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.methods.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
+from dissensus.methods.node_settings import Bound, Divergence
+from dissensus.numerics.tree import TensorTree
+
+
+@dataclass(frozen=True)
+class Complexity:
+    """KL(q ‖ p) − γ H(q) of a mixture with means and deviations (K, D), by one of the bounds on its entropy."""
+
+    prior_std: float
+    gamma: float
+    bound: Bound
+    divergence: Divergence
+    widths: tuple[int, ...]  # latents of each layer
+
+    def __call__(self, mean: Tensor, std: Tensor) -> Tensor:
+        """() in nats."""
+        if self.divergence == "surrogate":
+            kl = surrogate_kl(mean, std, self.prior_std)
+            return kl if self.gamma == 0 else kl - self.gamma * self.entropy(mean, std)
+        # H[q, p] − (1 + γ) Ĥ[q]
+        return cross_entropy(mean, std, self.prior_std) - (1 + self.gamma) * self.entropy(mean, std)
+
+    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
+        """() H[q, p] − Ĥ[q], or iBNN's surrogate."""
+        if self.divergence == "surrogate":
+            return surrogate_kl(mean, std, self.prior_std)
+        return cross_entropy(mean, std, self.prior_std) - self.entropy(mean, std)
+
+    def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
+        """() Ĥ[q]."""
+        widths = None if self.bound == "joint" else self.widths
+        return entropy_bound(mean, std, widths=widths, factor=RELEASED if self.bound == "released" else EXACT)
+
+
+def started(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:
+    """μ ~ N(1, spread²) and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std"."""
+    mean = 1 + spread * torch.randn(components, latents, dtype=like.dtype, device=like.device)
+    deviation = (std + 0.02 * torch.randn_like(mean)).abs().clamp(min=1e-4)
+    tree = TensorTree()
+    tree.plant("mean", nn.Parameter(mean))
+    tree.plant("raw_std", nn.Parameter(raw_std(deviation)))
+    return tree
+
+
+def for_examples(mean: Tensor, std: Tensor, examples: int) -> Tensor:
+    """(examples, D) latents: components in turn, from a random one on, so that all train alike whatever the batch."""
+    components = len(mean)
+    first = torch.randint(components, (1,), device=mean.device)
+    order = (torch.arange(components, device=mean.device) + first) % components
+    rounds = -(-examples // components)
+    noise = torch.randn(rounds, *mean.shape, dtype=mean.dtype, device=mean.device)
+    drawn = mean.index_select(0, order) + std.index_select(0, order) * noise  # (rounds, K, D)
+    return drawn.flatten(0, 1)[:examples]
+
+
+def for_functions(mean: Tensor, std: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """(samples, D) latents, components in turn: as many of each."""
+    noise = torch.randn(samples, mean.shape[1], dtype=mean.dtype, device=mean.device, generator=generator)
+    rounds = samples // len(mean)
+    return mean.repeat(rounds, 1) + std.repeat(rounds, 1) * noise
+
+
+def kept(latents: Tensor) -> TensorTree:
+    """Latents (S, D) of a draw, to be saved with a posterior as "own.latents"."""
+    tree = TensorTree()
+    tree.plant("own.latents", latents)
+    return tree

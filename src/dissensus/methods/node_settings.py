@@ -1,0 +1,44 @@
+"""What NodeBNN may be told: its settings, looked at before anything is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from dissensus.core.prior import check_prior
+from dissensus.methods.repulsive import check_whole
+
+Bound = Literal["joint", "per_layer", "released"]
+Divergence = Literal["mixture", "surrogate"]
+CHOICES = {"bound": get_args(Bound), "divergence": get_args(Divergence), "batch_norm": ("frozen", "trained")}
+
+
+def check_settings(
+    settings: Mapping[str, Any], *, samples: int, data_size: int | None, weight_prior_std: float | None
+) -> None:
+    """Raises where a setting of NodeBNN can not be meant."""
+    check_prior(weight_prior_std, data_size)
+    if data_size is None:
+        raise ValueError("expected data_size, got none; pass data_size=len(training_set): the KL is divided by it")
+    counts = {key: settings[key] for key in ("components", "train_samples")} | {"samples": samples}
+    for keyword, count in counts.items():
+        check_whole(keyword, count)
+        if count < 1:
+            raise ValueError(f"expected {keyword} of at least 1, got {count}; 4 components and 32 samples are usual")
+    for keyword, choices in CHOICES.items():
+        if settings[keyword] not in choices:
+            raise ValueError(f"expected {keyword} of {', '.join(choices)}, got {settings[keyword]!r}; name one of them")
+    for keyword in ("prior_std", "init_std", "latent_lr"):
+        value = settings[keyword]
+        if (value is not None or keyword == "prior_std") and not _number(value, above=0.0):
+            raise ValueError(f"expected a positive {keyword}, got {value!r}; pass a number")
+    for keyword in ("gamma", "init_spread", "latent_momentum"):
+        value = settings[keyword]
+        if (value is not None or keyword != "latent_momentum") and not (_number(value, above=0.0) or value == 0):
+            raise ValueError(f"expected {keyword} of at least 0, got {value!r}; 0 is none")
+
+
+def _number(value: object, *, above: float) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and above < float(value) < math.inf

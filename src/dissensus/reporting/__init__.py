@@ -1,0 +1,1 @@
+"""From evaluations to numbers with intervals, sentences, figures and pages; knows nothing of bench."""

@@ -1,0 +1,86 @@
+"""What a task set out to see, said from the numbers: a method's regions against every other's, seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.regions import region_keys, spoken
+from dissensus.reporting.results import Results, base_of
+from dissensus.reporting.sweep import mean, sweep_of, sweep_sentence
+
+NEAR = 0.15  # an error that is larger by at most 15 % is as good
+TWICE = 2.0  # how much more entropy off the data counts as seeing it
+
+
+def claims(results: Results) -> list[str]:
+    """Sentences about the task's focus, and about the setting it sweeps; none where it has neither."""
+    said = _focused(results)
+    sweep = sweep_of(results)
+    return [*said, sweep_sentence(results, sweep)] if sweep is not None else said
+
+
+def _focused(results: Results) -> list[str]:
+    """Sentences on the method in focus; variants of it are left out of what it is compared with."""
+    if results.focus is None or not region_keys(results.methods[results.focus][0]):
+        return []
+    focus, several = results.focus, results.methods[results.focus]
+    others = [name for name in results.methods if base_of(name) != base_of(focus)]
+    if not others:
+        return []
+    said = []
+    for key in region_keys(several[0]):
+        region, quantity = spoken(key)
+        said.append(
+            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean(key, several):.4g}: larger than that "
+            f"{_by_seeds(results, focus, others, key, _larger(key))}."
+        )
+    baseline = results.baseline
+    off = "region/off_data/entropy"
+    if baseline in others and off in several[0].metrics:
+        share = mean(off, several) / mean(off, results.methods[baseline])
+        said.append(
+            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on "
+            f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
+        )
+    if "rmse" in several[0].metrics:
+        said.append(
+            f"The RMSE of {focus}'s mean, {mean('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
+            f"{_by_seeds(results, focus, others, 'rmse', _near)}."
+        )
+    return said
+
+
+def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
+    return lambda mine, other: mine.metrics[key] > other.metrics[key]
+
+
+def _near(mine: Evaluation, other: Evaluation) -> bool:
+    return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
+
+
+def _by_seeds(
+    results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
+) -> str:
+    """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": others by how often it holds."""
+    groups: dict[str, list[str]] = {}
+    for name in others:
+        value = f"{name} ({mean(key, results.methods[name]):.4g})"
+        groups.setdefault(_seeds(results, focus, name, holds), []).append(value)
+    ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
+    return "; ".join(f"of {_joined(groups[seeds])} on {seeds}" for seeds in ordered)
+
+
+def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
+    """ "3 of 5 seeds": on how many of the seeds both methods were run with it holds."""
+    by_seed = {origin["seed"]: e for origin, e in zip(results.origins[second], results.methods[second], strict=True)}
+    pairs = [
+        (mine, by_seed[origin["seed"]])
+        for origin, mine in zip(results.origins[first], results.methods[first], strict=True)
+        if origin["seed"] in by_seed
+    ]
+    return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,245 @@
+"""The figures of a report, drawn from evaluations and turned into SVG that takes the page's colour."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.examples import GROUPS
+from dissensus.reporting import plots, scenes
+from dissensus.reporting.results import Results
+from dissensus.reporting.scenes import Made
+from dissensus.reporting.tables import Draws
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures that belong together, with a line that says how to read them."""
+
+    title: str
+    text: str
+    figures: list[tuple[str, str]]  # what it shows in words, SVG
+    first_seed: bool = False  # whether only the first of several seeds is drawn
+    wide: bool = False  # whether a figure takes the whole width
+
+
+def sections(results: Results, draws: Draws) -> list[Section]:
+    """All figures that the evaluations have arrays for; of several seeds the first is drawn."""
+    first = {name: several[0] for name, several in results.methods.items()}
+    palette = plots.colours(list(first))
+    made: list[tuple[Made | None, dict[str, bool]]] = [
+        (scenes.looked_at(first, palette), {"first_seed": True, "wide": True}),
+        (scenes.swept(results, palette), {"wide": True}),
+        (scenes.over_training(results, palette), {"wide": True}),
+        (_calibration(first, palette), {"first_seed": True}),
+        (_coverage(first, palette), {"first_seed": True}),
+        (_foreign(first, palette), {"first_seed": True}),
+        (_selective(first, palette), {"first_seed": True}),
+        (_corrupted(results, palette), {}),
+        (_cost(results, draws, palette), {}),
+    ]
+    numbered, count = [], 0
+    for section, how in made:
+        if section is None or not section[2]:
+            continue
+        title, text, figures = section
+        drawn = []
+        for alternative, figure in figures:
+            drawn.append((alternative, svg(figure, f"f{count}")))
+            count += 1
+        numbered.append(Section(title, text, drawn, **how))
+    return numbered
+
+
+def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    figures = []
+    for name, evaluation in first.items():
+        if "reliability/counts" not in evaluation.arrays:
+            continue
+        parts = [evaluation.arrays[f"reliability/{key}"] for key in ("counts", "confidence", "accuracy", "edges")]
+        title = f"{name}: ECE {100 * evaluation.metrics['ece']:.2f} %"
+        figure = plots.reliability(*parts, title=title, colour=palette[name])
+        figures.append((f"Reliability diagram of {name}", figure))
+    text = (
+        "How often answers of a given confidence are right. Bars that end below the dashed line are too sure, bars that end "
+        "above it not sure enough; hatching is the gap. Underneath, how many inputs have that confidence."
+    )
+    return "Is confidence what it says?", text, figures
+
+
+def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
+    figures = [("Coverage of intervals", plots.interval_coverage(known, palette=palette))] if known else []
+    text = "How many targets lie inside the intervals that should hold that share. Below the dashed line: too sure."
+    return "Are intervals as wide as they should be?", text, figures
+
+
+def _foreign(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    figures, names = [], next(iter(first.values())).ood
+    for foreign in names:
+        curves = {}
+        for name, e in first.items():
+            pair = _pair(e, foreign, e.score)
+            if pair is not None:
+                curve = metrics.roc_curve(*pair)
+                curves[name] = (curve.fpr, curve.tpr, e.metrics[f"ood/{foreign}/auroc"])
+        if curves:
+            figure = plots.roc(curves, title=f"{foreign} against test inputs", palette=palette)
+            figures.append((f"ROC curves, {foreign} against test inputs", figure))
+    for name, e in first.items():
+        scores = {f: e.arrays[f"ood/{f}/score/{e.score}"] for f in names if f"ood/{f}/score/{e.score}" in e.arrays}
+        if scores:
+            inside = e.arrays[f"test/score/{e.score}"]
+            figure = plots.ood_histogram(inside, scores, score=e.score, title=name, colour=palette[name])
+            figures.append((f"Scores of {name} on test and foreign inputs", figure))
+    text = (
+        "Inputs of another kind should get higher scores than test inputs. The curve shows how many of each are flagged as the "
+        "threshold moves; the histograms show the scores themselves."
+    )
+    return "Does it notice foreign inputs?", text, figures
+
+
+def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    curves = {
+        name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
+        for name, e in first.items()
+        if "risk_coverage/risk" in e.arrays
+    }
+    classes = next(iter(first.values())).kind == "classification"
+    risk = "errors among answered" if classes else "mean squared error"
+    figures = []
+    if curves:
+        figure = plots.risk_coverage(curves, risk=risk, percent=classes, palette=palette)
+        figures.append(("Risk and coverage of each method", figure))
+    text = (
+        "The error that is left when only the surest inputs are answered and the rest are passed on to somebody else."
+    )
+    return "What if it may refuse?", text, figures
+
+
+def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
+    first = next(iter(results.methods.values()))[0]
+    figures = []
+    for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
+        values = {
+            name: (float(_stacked(several, f"corrupt/clean/{key}")), _stacked(several, f"corrupt/by_severity/{key}"))
+            for name, several in results.methods.items()
+            if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
+        }
+        if values:
+            figure = plots.corruption_curves(first.severities, values, label=label, percent=percent, palette=palette)
+            figures.append((f"{label} by severity of corruption", figure))
+    count = len(first.arrays.get("corrupt/example_nll", []))
+    text = (
+        f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe."
+    )
+    return "What happens to damaged inputs?", text, figures
+
+
+def _cost(results: Results, draws: Draws, palette: dict[str, str]) -> Made | None:
+    classes = results.kind != "regression"
+    key, quality = ("accuracy", "Accuracy") if classes else ("nll", "NLL (nats)")
+    figures = []
+    costs = (("cost/train_seconds", "training (seconds)"), ("cost/predict_ms", "prediction (ms per input)"))
+    for cost, label in costs:
+        points = {}
+        for name, several in results.methods.items():
+            if all(cost in e.metrics for e in several) and name in draws[key]:
+                interval = draws[key][name].interval()
+                ends = None if interval is None else (interval.lower, interval.upper)
+                points[name] = (_mean([e.metrics[cost] for e in several]), draws[key][name].estimate, ends)
+        if points:
+            figure = plots.cost_scatter(points, cost=label, quality=quality, percent=classes, palette=palette)
+            figures.append((f"{quality} against {label}", figure))
+    text = "Up is better, left is cheaper." if classes else "Down is better, left is cheaper."
+    return "What does it cost?", f"{text} Bars are 95 % intervals.", figures
+
+
+@dataclass(frozen=True)
+class Picture:
+    source: str  # data URI
+    caption: str
+    wrong: bool
+
+
+def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
+    """Group -> pictures of the inputs the posterior is most and least sure of, and of its surest mistakes."""
+    classes = evaluation.notes.get("classes", "").split("\n")
+    found = {}
+    for group in GROUPS:
+        inputs = evaluation.arrays.get(f"examples/{group}/inputs")
+        if inputs is None or not len(inputs):
+            continue
+        rows = evaluation.arrays[f"examples/{group}/index"]
+        shown = []
+        for image, row in zip(inputs, rows.tolist(), strict=True):
+            target, prediction = (int(evaluation.arrays[f"test/{n}"][row]) for n in ("target", "prediction"))
+            confidence = float(evaluation.arrays["test/confidence"][row])
+            names = [classes[i] if i < len(classes) and classes[i] else str(i) for i in (target, prediction)]
+            answer = names[0] if target == prediction else f"{names[0]}, said {names[1]}"
+            share = f"{100 * confidence:.0f} %" if confidence < 0.995 else f"{100 * min(confidence, 0.99999):.3g} %"
+            shown.append(Picture(png(image), f"{answer} · {share}", target != prediction))
+        found[group] = shown
+    return found
+
+
+def auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
+    """AUROC of one score on one OOD set; None where the evaluation does not have it."""
+    pair = _pair(evaluation, foreign, score)
+    return None if pair is None else float(metrics.auroc(*pair))
+
+
+def svg(figure: Figure, prefix: str) -> str:
+    """The figure as an <svg> element for a page: no header, no links, names of its own, INK in the page's colour."""
+    text = io.StringIO()
+    with matplotlib.rc_context(plots.STYLE | {"svg.hashsalt": prefix}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", drawn)
+    drawn = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", drawn, count=1)
+    drawn = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", drawn, count=1)
+    drawn = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{prefix}-", drawn)
+    return drawn.replace(plots.INK, "currentColor").strip()
+
+
+def png(image: Tensor) -> str:
+    """An image (C, H, W) as a data URI: uint8, in [0, 1], or stretched to it."""
+    pixels: Any = image.double().numpy()
+    if image.dtype.is_floating_point and (pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3):
+        pixels = (pixels - pixels.min()) / max(float(np.ptp(pixels)), 1e-12)
+    elif not image.dtype.is_floating_point:
+        pixels = pixels / 255
+    pixels = np.clip(pixels, 0, 1).transpose(1, 2, 0)
+    pixels = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+    buffer = io.BytesIO()
+    imsave(buffer, pixels, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
+    names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
+    if any(name not in evaluation.arrays for name in names):
+        return None
+    return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _stacked(several: Sequence[Evaluation], name: str) -> Any:
+    return np.mean([e.arrays[name].numpy() for e in several], axis=0)

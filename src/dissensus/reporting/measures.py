@@ -1,0 +1,212 @@
+"""What a report shows of an evaluation: each number with its meaning, its unit, and the arrays it can be resampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.metrics.calibration import confidence_ece
+from dissensus.reporting.regions import region_keys, spoken
+
+Best = Literal["high", "low"]
+Arrays = tuple[str, ...]
+
+
+def mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
+    """(R,) mean of values."""
+    return weights[0] @ values.double() / weights[0].sum(1)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric. `samples`: the arrays it is a statistic of, grouped by the examples they share; () where it has none."""
+
+    key: str
+    label: str
+    group: str
+    best: Best | float | None = None  # high, low, nearest to a number; None: not a matter of better or worse
+    scale: float = 1.0  # 100 for percent
+    digits: int = 2
+    unit: str = ""
+    samples: tuple[Arrays, ...] = ()
+    statistic: Callable[..., Tensor] = mean  # of a list with one table of weights per sample, then the arrays in order
+
+    @property
+    def possible(self) -> tuple[float, float]:
+        """The least and the largest value there is."""
+        if self.scale == 100:
+            return 0.0, 1.0
+        return (-inf if self.key.endswith("nll") else 0.0), inf
+
+    def text(self, value: float) -> str:
+        """The value as shown, without its unit; what would round to zero and is not is shown by its power of ten."""
+        shown = value * self.scale
+        if abs(shown) >= 1000:
+            return f"{shown:,.0f}"
+        rounded = f"{shown:.{self.digits}f}"
+        return f"{shown:.0e}" if shown != 0 and float(rounded) == 0 else rounded
+
+    def goodness(self, value: float) -> float:
+        """Higher = better."""
+        if isinstance(self.best, float):
+            return -abs(value - self.best)
+        return -value if self.best == "low" else value
+
+
+def measures(evaluation: Evaluation) -> list[Measure]:
+    """The measures of an evaluation, in the order of a report."""
+    found = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    for name in evaluation.ood:
+        score = evaluation.score
+        pair: tuple[Arrays, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
+        if f"ood/{name}/score/{score}" not in evaluation.arrays:
+            pair = ()
+        told = f"told apart from {name}"
+        found += [
+            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking(metrics.auroc)),
+            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking(metrics.aupr)),
+            Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
+            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, _ranking(metrics.fpr95)),
+            Measure(
+                *(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
+                samples=pair,
+                statistic=_ranking(metrics.fpr95_in),
+            ),
+            Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
+        ]
+    for name in evaluation.shift:
+        found += [
+            Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
+            for m in (_regression() if evaluation.kind == "regression" else _classification(evaluation))
+        ]
+    if evaluation.corruptions:
+        damaged = "corrupted inputs"
+        found += [
+            Measure("corrupt/accuracy", "Accuracy", damaged, "high", 100, 2, "%", (("corrupt/example_accuracy",),)),
+            Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
+            Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
+        ]
+    if "calibrated/nll" in evaluation.metrics:
+        found += _calibrated(evaluation)
+    for key in region_keys(evaluation):
+        region, quantity = spoken(key)
+        unit = "nats" if quantity == "entropy" else ""
+        found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
+    found += [
+        Measure("temperature", "Temperature", "", None, 1, 3),
+        Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
+        Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
+        Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
+    ]
+    return [m for m in found if m.key in evaluation.metrics]
+
+
+def member_measures(evaluation: Evaluation) -> list[Measure]:
+    """What is said of the members of a mixture."""
+    percent = evaluation.kind != "regression"
+    found = [
+        Measure("members/count", "Members", "", None, 1, 0),
+        Measure("nll", "NLL of the mixture", "", None, 1, 4, "nats"),
+        Measure("members/nll_best", "NLL of the best member", "", None, 1, 4, "nats"),
+        Measure("members/nll", "NLL of a member, mean", "", None, 1, 4, "nats"),
+        Measure("members/diversity", "Diversity", "", None, 1, 4, "nats"),
+        Measure("accuracy", "Accuracy of the mixture", "", None, 100, 2, "%"),
+        Measure("members/accuracy_best", "Accuracy of the best member", "", None, 100, 2, "%"),
+        Measure("members/accuracy", "Accuracy of a member, mean", "", None, 100, 2, "%"),
+    ]
+    for name in evaluation.ood:
+        found += [
+            Measure(f"ood/{name}/auroc", f"AUROC against {name}, mixture", "", None, 100, 2, "%"),
+            Measure(f"members/ood/{name}/auroc", f"AUROC against {name}, a member, mean", "", None, 100, 2, "%"),
+        ]
+    found += [
+        Measure("members/disagreement", "Disagreement of two members", "", None, 100, 2, "%"),
+        Measure("members/effective_members", "Effective members", "", None, 1, 2),
+    ]
+    return [m for m in found if m.key in evaluation.metrics and (percent or m.scale == 1)]
+
+
+def distance_measures() -> list[Measure]:
+    """How far members are apart."""
+    return [
+        Measure("distances/weight", "Distance of weights", "", None, 1, 3),
+        Measure("distances/function", "Distance of outputs", "", None, 1, 4, "rms"),
+        Measure("distances/gradient", "Angle of input gradients", "", None, 1, 3, "rad"),
+        Measure("distances/effective", "Effective members", "", None, 1, 2),
+    ]
+
+
+def _classification(evaluation: Evaluation) -> list[Measure]:
+    test = "test"
+    whole = evaluation.kind == "classification"  # pixels are not stored, so what is not a mean has no interval
+    confidence: tuple[Arrays, ...] = (("test/confidence", "test/correct"),) if whole else ()
+    ranked: tuple[Arrays, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
+    brier: tuple[Arrays, ...] = (("test/brier",),) if whole else ()
+    return [
+        Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
+        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
+        Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
+        Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
+        Measure("miou", "mIoU", test, "high", 100, 2, "%"),
+    ]
+
+
+def _calibrated(evaluation: Evaluation) -> list[Measure]:
+    """At each method's own temperature, found on held-out test rows."""
+    group = "at its best temperature"
+    samples: dict[str, Arrays] = {
+        "accuracy": ("calibrated/correct",),
+        "nll": ("calibrated/nll",),
+        "ece": ("calibrated/confidence", "calibrated/correct"),
+        "rmse": ("calibrated/squared_error",),
+    }
+    base = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    found = [
+        replace(each, key=f"calibrated/{each.key}", group=group, samples=(samples[each.key],))
+        for each in base
+        if each.key in samples
+    ]
+    return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
+
+
+def _regression() -> list[Measure]:
+    test = "test"
+    return [
+        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), _root_mean),
+        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
+        Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
+        Measure("coverage90", "Coverage of 90 % intervals", test, 0.9, 100, 1, "%", (("test/covered90",),)),
+        Measure("width90", "Width of 90 % intervals", test, None, 1, 3),
+    ]
+
+
+def _root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
+    """(R,) root of the mean of squared errors."""
+    return mean(weights, squared).sqrt()
+
+
+def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:
+    """(R,)"""
+    return confidence_ece(confidence, correct, weights=weights[0])
+
+
+def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:
+    """(R,) surest, lowest score first; the loss is an error."""
+    return metrics.aurc(-score, 1 - correct.double(), weights=weights[0])
+
+
+def _ranking(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """(R,) of weights and scores, of a metric of (score_in, score_ood)."""
+
+    def statistic(weights: Sequence[Tensor], score_in: Tensor, score_ood: Tensor) -> Tensor:
+        return metric(score_in, score_ood, weights=(weights[0], weights[1]))
+
+    return statistic

@@ -1,0 +1,117 @@
+"""Figures of what one can look at: every method in a panel of its own, all on the same scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from dissensus.reporting.plots import INK, STYLE, Array, short
+
+COLUMNS = 5  # in a row, at most
+POINTS = 200  # of a member's thin line: ten of them in each of ten panels are much to write down
+
+
+class Band(NamedTuple):
+    """What one method says along a line."""
+
+    mean: Array  # (n,)
+    sd: Array  # (n,) of the members' means
+    members: Array  # (up to ten, n)
+
+
+def bands(
+    where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Mapping[str, str]
+) -> Figure:
+    """Mean, ±3 standard deviations and some members of every method over the data; where (n,), seen (N,) and (N,)."""
+    where, (x, y) = np.asarray(where), (np.asarray(each) for each in seen)
+    low, high = _limits(methods, y)
+    thinner = max(1, len(where) // POINTS)
+    with matplotlib.rc_context(STYLE):
+        figure, panels = _panels(len(methods))
+        for axes, (name, band) in zip(panels, methods.items(), strict=True):
+            mean, sd, colour = np.asarray(band.mean), np.asarray(band.sd), palette[name]
+            axes.fill_between(where, mean - 3 * sd, mean + 3 * sd, color=colour, alpha=0.25, linewidth=0)
+            members = np.asarray(band.members)[:, ::thinner]
+            axes.plot(where[::thinner], members.T, color=colour, alpha=0.4, linewidth=0.6)
+            axes.plot(where, mean, color=colour, linewidth=1.6)
+            axes.plot(x, y, ".", color=INK, markersize=2.2, alpha=0.6, zorder=3)
+            axes.set(title=short(name), xlim=(where.min(), where.max()), ylim=(low, high))
+        _outer_labels(panels, xlabel="x", ylabel="y")
+    return figure
+
+
+def entropy_maps(
+    squares: Mapping[str, Array],
+    *,
+    window: tuple[float, float, float, float],
+    largest: float,
+    seen: tuple[Array, Array],
+) -> Figure:
+    """Entropy over the plane of every method, 0 to `largest`; squares (side, side), seen points (N, 2) and classes (N,)."""
+    points, classes = (np.asarray(each) for each in seen)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure, panels = _panels(len(squares), margin=0.95, aspect=1.0)
+        for axes, (name, square) in zip(panels, squares.items(), strict=True):
+            image = axes.imshow(
+                np.asarray(square), origin="lower", extent=window, vmin=0, vmax=largest, cmap="viridis", aspect="auto"
+            )
+            axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
+            axes.set(title=short(name), xlim=window[:2], ylim=window[2:])
+        _outer_labels(panels, xlabel="first input", ylabel="second input")
+        width = figure.get_figwidth()
+        bar = figure.add_axes((1 - 0.8 / width, 0.2, 0.12 / width, 0.6))
+        figure.colorbar(image, cax=bar, label="entropy (nats)")
+    return figure
+
+
+def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
+    """Of the vertical axis: the data with room around them, more where means ask for it, and never an outlier's."""
+    span = np.ptp(y)
+    means = np.concatenate([np.asarray(band.mean) for band in methods.values()])
+    low, high = min(y.min(), np.quantile(means, 0.02)), max(y.max(), np.quantile(means, 0.98))
+    room = 0.6 * span
+    return float(max(low, y.min() - 2 * span) - room), float(min(high, y.max() + 2 * span) + room)
+
+
+def _layout(count: int) -> tuple[int, int]:
+    """(rows, columns), rows as equal as can be."""
+    rows = math.ceil(count / COLUMNS)
+    return rows, math.ceil(count / rows)
+
+
+def _panels(count: int, *, margin: float = 0.1, aspect: float = 0.75) -> tuple[Figure, list[Any]]:
+    """A figure with so many axes, all of the same scales."""
+    rows, columns = _layout(count)
+    width = max(2.3 * columns, 4.6)
+    left = 0.7  # inches, as `margin`, which is on the right
+    side = (width - left - margin) / columns
+    height = rows * (side * aspect + 0.3) + 0.55
+    figure = Figure(figsize=(width, height))  # not through pyplot: nothing global is kept
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(
+        left=left / width, right=1 - margin / width, top=1 - 0.3 / height, bottom=0.5 / height, wspace=0.1, hspace=0.25
+    )
+    flat = list(axes.flat)
+    flat[0].xaxis.set_major_locator(MaxNLocator(4, prune="both"))  # shared; ends would meet those of the next panel
+    for unused in flat[count:]:
+        unused.set_axis_off()
+    if rows > 1:  # the last panel of a column that is cut short still shows its ticks
+        for shown in flat[count - columns : count]:
+            shown.xaxis.set_tick_params(labelbottom=True)
+    return figure, flat[:count]
+
+
+def _outer_labels(panels: list[Any], *, xlabel: str, ylabel: str) -> None:
+    """Labels where ticks are shown: below the last panel of each column, left of the first of each row."""
+    _, columns = _layout(len(panels))
+    for i, axes in enumerate(panels):
+        if i + columns >= len(panels):
+            axes.set_xlabel(xlabel)
+        if i % columns == 0:
+            axes.set_ylabel(ylabel)

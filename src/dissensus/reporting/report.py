@@ -1,0 +1,170 @@
+"""results.csv, report.md and one self-contained report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from dissensus.reporting import figures, tables
+from dissensus.reporting.claims import claims
+from dissensus.reporting.measures import Measure
+from dissensus.reporting.reference import reference_sentences, reference_table
+from dissensus.reporting.results import Results, csv_text
+from dissensus.reporting.sentences import headline
+from dissensus.reporting.statistics import LEVEL, Family
+from dissensus.storage.files import write_text
+
+NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
+PICTURES = {
+    "most": "Most certain",
+    "least": "Least certain",
+    "mistakes": "Most certain mistakes",
+}
+
+
+def write_report(results: Results, path: str | Path) -> list[Path]:
+    """The files written: all three into the folder `path`, or the one its suffix names (.csv, .md, .html)."""
+    path = Path(path)
+    targets = {path.suffix: path} if path.suffix in NAMES else {end: path / name for end, name in NAMES.items()}
+    if path.suffix and path.suffix not in NAMES and not path.is_dir():
+        raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
+    content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
+    for end, target in targets.items():
+        write_text(target, csv_text(results) if end == ".csv" else rendered(f"report{end}.j2", content or {}))
+    return list(targets.values())
+
+
+def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
+    """Everything the templates show."""
+    found, draws = tables.draws_of(results)
+    accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
+    nll = Measure("", "NLL", "", "low", 1, 3, "nats")
+    baseline = results.baseline
+    if baseline is None and len(results.methods) > 1:
+        baseline = next(iter(results.methods))
+    shown = baseline is not None and len(results.methods) > 1
+    against = tables.differences(results, found, draws, str(baseline)) if shown else None
+    corruptions = [
+        (name, table)
+        for name, table in (
+            ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy)),
+            ("NLL, nats", tables.corruption_table(results, "nll", nll)),
+        )
+        if table is not None
+    ]
+    return {
+        "title": results.title,
+        "description": results.description,
+        "kind": results.kind,
+        "headline": [*headline(results, found, draws, against), *claims(results)],
+        "main": tables.main_table(results, found, draws),
+        "baseline": baseline,
+        "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
+        "members": tables.member_table(results),
+        "reference": reference_table(results, found),
+        "reference_source": results.reference.get("source", "published numbers"),
+        "reference_says": reference_sentences(results, found),
+        "distances": tables.distance_table(results),
+        "corruptions": corruptions,
+        "scores": tables.score_table(results, figures.auroc),
+        "score": next(iter(results.methods.values()))[0].score,
+        "sections": figures.sections(results, draws) if with_figures else [],
+        "pictures": _pictures(results) if with_figures else {},
+        "groups": PICTURES,
+        "facts": results.facts,
+        "seeds": max(len(several) for several in results.methods.values()),
+        "counted": _counted(results),
+        "compared_by": _compared_by(results, against),
+        "glossary": _glossary(found),
+    }
+
+
+def _counted(results: Results) -> str:
+    """What intervals and p-values count."""
+    counts = sorted({len(several) for several in results.methods.values()})
+    adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
+    if counts == [1]:
+        only = "Intervals and p-values count the test examples only: with one seed nobody knows how far other seeds would be."
+        return only + adjusted
+    several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    few = " With so few, intervals are wide." if counts[0] < 4 else ""
+    alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
+    text = f"Intervals and p-values count test examples and {several} (Student's t, one degree of freedom less)."
+    return f"{text}{few}{alone}{adjusted}"
+
+
+def _compared_by(results: Results, against: Family | None) -> str:
+    """How many comparisons there are and whether that is allowed for."""
+    if against is None:
+        return ""
+    count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
+    if results.holm:
+        return (
+            f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
+            f"{100 * against.level:.4g} %, where they leave zero out exactly where p < 0.05."
+        )
+    return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
+
+
+def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
+    shown = {name: figures.pictures(several[0]) for name, several in results.methods.items()}
+    return {name: groups for name, groups in shown.items() if groups}
+
+
+def _glossary(found: list[Measure]) -> Mapping[str, str]:
+    """What each number in the tables means."""
+    labels = {measure.label for measure in found}
+    looked_at = {"regions": MEANINGS["regions"]} if any(m.group == "regions" for m in found) else {}
+    corrupted = {"corrupted inputs": MEANINGS["corrupted inputs"]} if any("corrupt/" in m.key for m in found) else {}
+    return {label: text for label, text in MEANINGS.items() if label in labels} | looked_at | corrupted
+
+
+MEANINGS = {
+    "Accuracy": "share of test inputs whose most probable class is the true one",
+    "NLL": "mean of −log p(truth): low when the truth is given high probability; the one number that judges the whole "
+    "predictive distribution",
+    "Brier score": "mean squared distance between the predicted probabilities and the truth, summed over classes (0 to 2)",
+    "ECE": "expected calibration error: how far confidence is from accuracy, over 15 bins of confidence",
+    "AURC": "mean error over all coverages when the least certain inputs are refused first: low when certainty ranks well",
+    "mIoU": "overlap of predicted and true regions, mean over classes",
+    "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
+    "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
+    "FPR at 95 % TPR": "share of test inputs flagged when 95 % of the foreign ones are",
+    "AUPR, adjusted": "the same as it would be if foreign inputs had another share in the data: one half, or as the task says",
+    "FPR, test inputs positive": "share of foreign inputs accepted when 95 % of the test inputs are",
+    "ECE, foreign inputs included": "calibration error of test and foreign inputs together, where every answer to a foreign "
+    "one counts as wrong: low when the network is not sure of itself there",
+    "NLL of one Gaussian": "the same for the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
+    "RMSE": "root of the mean squared error of the predicted mean",
+    "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
+    "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
+    "Width of 90 % intervals": "how wide those intervals are, in the target's units",
+    "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
+    "numbers were measured: fitted on held-out data, 1 where there is none",
+    "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
+    "mean prediction. Large off the data is wanted, large at the data is not",
+    "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "
+    "together, then severities are averaged",
+}
+
+
+def rendered(template: str, content: Mapping[str, Any]) -> str:
+    """A template of this package, filled in."""
+    environment = Environment(
+        loader=PackageLoader("dissensus.reporting"),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = _markdown
+    return environment.get_template(template).render(**content)
+
+
+def _markdown(text: object) -> str:
+    """Text for a cell of a Markdown table."""
+    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,88 @@
+"""The results a report is made of: evaluations by method, one per seed, and where they come from."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from dissensus.core.errors import unknown
+from dissensus.evaluation.evaluation import Evaluation
+
+
+class Swept(NamedTuple):
+    """A setting that runs differ in, and its value in those that have it."""
+
+    key: str
+    values: dict[str, float]  # method -> value
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Evaluations of several methods on one task."""
+
+    title: str
+    description: str
+    methods: dict[str, list[Evaluation]]  # one evaluation per seed
+    origins: dict[str, list[dict[str, Any]]]  # for each of them, what to write in front of its row
+    baseline: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)  # provenance
+    reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
+    focus: str | None = None  # the method that sentences on regions are about
+    sweep: Swept | None = None
+    holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
+
+    def seeds(self, method: str) -> list[Any]:
+        """The seeds of its evaluations; their numbers where nobody named seeds."""
+        return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
+
+    def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
+        """The same with another baseline, where one is given, and with p-values adjusted or not."""
+        if baseline is not None and baseline not in self.methods:
+            raise unknown("a method of the report as baseline", baseline, self.methods)
+        return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
+
+    @property
+    def kind(self) -> str:
+        return next(iter(self.methods.values()))[0].kind
+
+
+def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:
+    """Results of evaluations by name, each one or several (seeds)."""
+    if not isinstance(evaluations, Mapping) or not evaluations:
+        raise ValueError("expected a dict of name -> Evaluation, got none; pass {'map': evaluate(...), ...}")
+    methods: dict[str, list[Evaluation]] = {}
+    for name, value in evaluations.items():
+        several = [value] if not isinstance(value, Sequence) else list(value)
+        if not several or not all(isinstance(each, Evaluation) for each in several):
+            raise TypeError(
+                f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass what evaluate returns"
+            )
+        methods[str(name)] = several
+    kinds = sorted({each.kind for several in methods.values() for each in several})
+    if len(kinds) > 1:
+        raise ValueError(f"expected evaluations of one kind, got {' and '.join(kinds)}; make one report for each")
+    origins = {name: [{"method": name, "seed": i} for i in range(len(each))] for name, each in methods.items()}
+    return Results(title, "", methods, origins)
+
+
+def csv_text(results: Results) -> str:
+    """results.csv: one row per method and seed, every metric in full precision."""
+    rows = [
+        origin | {key: repr(value) for key, value in evaluation.metrics.items()}
+        for name, several in results.methods.items()
+        for origin, evaluation in zip(results.origins[name], several, strict=True)
+    ]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def base_of(name: str) -> str:
+    """The method that a name is of: tradi of tradi and of its variant tradi-diagonal."""
+    return name.partition("-")[0]

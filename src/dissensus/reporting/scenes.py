@@ -1,0 +1,112 @@
+"""Sections of a report that are pictures first: the functions themselves, how members part, a setting's sweep."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting import curves, panels
+from dissensus.reporting.regions import as_square, window
+from dissensus.reporting.results import Results
+from dissensus.reporting.sweep import accuracies, sweep_of
+
+Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (what it shows in words, figure)
+
+
+def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    """What every method says over the line or the plane."""
+    known = {name: each.arrays for name, each in first.items() if "grid/positions" in each.arrays}
+    if not known:
+        return None
+    some = next(iter(known.values()))
+    positions, seen, targets = (some[f"grid/{key}"].numpy() for key in ("positions", "seen", "targets"))
+    if "grid/entropy" in some:
+        classes = next(iter(first.values())).notes.get("classes", "").split("\n")
+        figure = panels.entropy_maps(
+            {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()},
+            window=window(some["grid/positions"]),
+            largest=math.log(max(len(classes), 2)),
+            seen=(seen, targets),
+        )
+        text = "Entropy of the mean prediction over the plane, from sure (dark) to at a loss (light); dots are training inputs."
+        return "Where is it sure?", text, [("Entropy over the plane, method by method", figure)]
+    figure = panels.bands(
+        positions[:, 0],
+        {
+            name: panels.Band(*(arrays[f"grid/{key}"].numpy() for key in ("mean", "sd", "members")))
+            for name, arrays in known.items()
+        },
+        seen=(seen[:, 0], targets[:, 0]),
+        palette=palette,
+    )
+    text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
+    return "Where is it sure?", text, [("Predictions along the line, method by method", figure)]
+
+
+def over_training(results: Results, palette: dict[str, str]) -> Made | None:
+    """How members part while they train, mean over seeds."""
+    known = {
+        name: several
+        for name, several in results.methods.items()
+        if all("distances/epochs" in each.arrays for each in several)
+    }
+    if not known:
+        return None
+    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in curves.SPACES}
+    for name, several in known.items():
+        for space in curves.SPACES:
+            seeds = [_looks(each, space) for each in several]
+            # Epochs at which every seed was looked at: a run that was stopped may lack one.
+            common = [epoch for epoch in seeds[0] if all(epoch in look for look in seeds)]
+            means = np.mean([[look[epoch] for epoch in common] for look in seeds], axis=0)
+            drawn[space][name] = (np.asarray(common), means)
+    text = (
+        "Means over pairs of members at the same training inputs: how far apart their weights are, what they say, and the "
+        "angle between what they look at (the derivative of the true class's logit, or of the mean, by the input)."
+    )
+    figure = curves.distances_over_training(drawn, palette=palette)
+    return "How members differ, over training", text, [("Distances between members over training", figure)]
+
+
+def _looks(evaluation: Evaluation, space: str) -> dict[int, float]:
+    """Epochs done -> distance in a space."""
+    arrays = evaluation.arrays
+    return dict(zip(arrays["distances/epochs"].tolist(), arrays[f"distances/over/{space}"].tolist(), strict=True))
+
+
+def swept(results: Results, palette: dict[str, str]) -> Made | None:
+    """Accuracy over the values of the setting that a task sweeps."""
+    sweep = sweep_of(results)
+    if sweep is None:
+        return None
+    tables = {name: [accuracies(each) for each in several] for name, several in results.methods.items()}
+    titles = list(next(iter(tables.values()))[0])
+    seeds = min(len(tables[name]) for name in sweep.values)
+    shown = [
+        curves.SweepPanel(
+            title=title,
+            values=np.array([[tables[name][s][title] for name in sweep.values] for s in range(seeds)]),
+            others={
+                name: np.array([each[title] for each in several])
+                for name, several in tables.items()
+                if name not in sweep.values
+            },
+        )
+        for title in titles
+    ]
+    figure = curves.sweep(
+        list(sweep.values.values()),
+        shown,
+        key=sweep.key,
+        label=sweep.base,
+        chosen=sweep.values[sweep.chosen],
+        colours=palette | {sweep.base: palette[next(iter(sweep.values))]},
+    )
+    text = (
+        f"Test accuracy of {sweep.base} over {sweep.key}; the circle is the value chosen by the accuracy on validation images "
+        "under other corruptions, before any test image was seen. Dashed: methods without that setting."
+    )
+    return f"Accuracy over {sweep.key}", text, [(f"Test accuracy over {sweep.key}", figure)]

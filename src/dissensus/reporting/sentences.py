@@ -1,0 +1,100 @@
+"""What the results say, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.measures import Measure
+from dissensus.reporting.results import Results
+from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
+from dissensus.reporting.tables import Draws, best_method, p_text
+
+
+def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
+    """One sentence each on prediction, on foreign inputs, on corrupted ones, and on what mixing members gave.
+
+    `against`: the methods compared with the baseline.
+    """
+    by_key = {measure.key: measure for measure in found}
+    sentences = [_prediction(results, by_key, draws, against)]
+    first = next(iter(results.methods.values()))[0]
+    for name in first.ood:
+        sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
+    if "corrupt/accuracy" in by_key:
+        sentences.append(_corrupted(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
+    sentences += _mixing(results)
+    return [each for each in sentences if each]
+
+
+def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, against: Family | None) -> str:
+    nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
+    each = draws["nll"]
+    best = best_method(nll, each) or next(iter(each))
+    interval = each[best].interval()
+    text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
+    text += f": negative log-likelihood {nll.text(each[best].estimate)} nats"
+    if interval is not None:
+        text += f" (95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)})"
+    name = quality.label if quality.label.isupper() else quality.label.lower()
+    text += f", {name} {_with_unit(quality, draws[quality.key][best].estimate)}."
+    if results.baseline is None or results.baseline not in each or len(each) < 2:
+        return text
+    if best == results.baseline:
+        return f"{text} None of the other methods does better than this baseline."
+    pair = ("nll", best)
+    if against is None or pair not in against.comparisons:
+        return text
+    comparison, p_value = against.comparisons[pair], against.p_values[pair]
+    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted}"
+    if p_value >= SIGNIFICANT:
+        return f"{text} The difference to {results.baseline} is within chance ({counted})."
+    return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
+
+
+def _foreign(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
+    best = best_method(measure, each) or next(iter(each))
+    text = f"{best} tells {name} from test inputs" + (" best" if len(each) > 1 else "")
+    return f"{text}: AUROC {_with_unit(measure, each[best].estimate)} (50 % is chance, 100 % perfect)."
+
+
+def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
+    best = best_method(measure, each) or next(iter(each))
+    several = results.methods[best]
+
+    def clean(key: str) -> float:
+        return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
+
+    text = f"Damaged inputs lower the accuracy from {_with_unit(measure, clean('accuracy'))} to "
+    text += f"{_with_unit(measure, each[best].estimate)} ({best}{', the best there' if len(each) > 1 else ''})"
+    ece = fmean(e.metrics["corrupt/ece"] for e in several)
+    return f"{text}; the calibration error goes from {100 * clean('ece'):.1f} % to {100 * ece:.1f} %."
+
+
+def _mixing(results: Results) -> list[str]:
+    sentences = []
+    for name, several in results.methods.items():
+        if any("members/nll_best" not in each.metrics for each in several):
+            continue
+
+        def mean(key: str, several: list[Evaluation] = several) -> float:
+            return fmean(each.metrics[key] for each in several)
+
+        text = (
+            f"{name}: its {mean('members/count'):.0f} members together have negative log-likelihood {mean('nll'):.4f}; "
+            f"the best single one has {mean('members/nll_best'):.4f}"
+        )
+        for foreign in several[0].ood:
+            key = f"members/ood/{foreign}/auroc"
+            if key in several[0].metrics:
+                text += (
+                    f"; against {foreign} their AUROC is {100 * mean(f'ood/{foreign}/auroc'):.2f} %, "
+                    f"a member's alone {100 * mean(key):.2f} % on average"
+                )
+        sentences.append(text + ".")
+    return sentences
+
+
+def _with_unit(measure: Measure, value: float) -> str:
+    return f"{measure.text(value)}\N{NO-BREAK SPACE}{measure.unit}".strip()

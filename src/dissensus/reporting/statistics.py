@@ -1,0 +1,215 @@
+"""How sure a reported number is: test examples and seeds counted together, the same resamples for every method.
+
+The estimate is the mean over seeds of the metric. Examples are resampled with replacement, the same for all seeds and methods;
+`spread` adds what seeds vary by. Methods are compared seed by seed on the seeds that both have. Where seeds have test examples
+of their own (splits, drawn sets), what the seeds vary by counts the examples as well, and nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.metrics import Interval
+from dissensus.metrics.bootstrap import resample_counts
+from dissensus.reporting.measures import Measure
+from dissensus.reporting.spread import Spread, holm_level, spread
+from dissensus.reporting.spread import holm as adjusted
+
+RESAMPLES = 1000
+LEVEL = 0.95
+SIGNIFICANT = 0.05
+_CHUNK = 2**21  # weights held at once
+
+Rows = Literal["shared", "shuffled", "own"]  # test examples of the seeds: the same, in another order, others
+
+
+@dataclass(frozen=True, eq=False)
+class Resampled:
+    """A measure of one method with every seed, and on resamples of the test examples."""
+
+    measure: Measure
+    values: dict[Hashable, float]  # seed -> value
+    draws: Tensor | None = None  # (S, R); None where it cannot be resampled
+    targets: tuple[Tensor | None, ...] = ()  # of the test examples, one for each seed: by them rows are known
+    sizes: tuple[tuple[int, ...], ...] = ()  # of the samples, for each seed
+
+    @property
+    def estimate(self) -> float:
+        return sum(self.values.values()) / len(self.values)
+
+    def interval(self, level: float = LEVEL) -> Interval | None:
+        """The estimate with its interval, inside of what is possible; None where examples cannot be counted."""
+        found = _spread(self, list(self.values.values()), self.draws)
+        if found is None:
+            return None
+        half, (least, most) = found.half_width(level), self.measure.possible
+        return Interval(self.estimate, max(least, self.estimate - half), min(most, self.estimate + half))
+
+    def on(self, seeds: Sequence[Hashable]) -> Resampled:
+        """The same with some of the seeds only."""
+        places = [list(self.values).index(seed) for seed in seeds]
+        return Resampled(
+            self.measure,
+            {seed: self.values[seed] for seed in seeds},
+            None if self.draws is None else self.draws[places],
+            tuple(self.targets[i] for i in places) if self.targets else (),
+            tuple(self.sizes[i] for i in places) if self.sizes else (),
+        )
+
+    @property
+    def rows(self) -> Rows:
+        """Whether seeds were tested on the same examples."""
+        if len(set(self.sizes)) > 1:
+            return "own"
+        known = [each for each in self.targets if each is not None]
+        if all(torch.equal(each, known[0]) for each in known[1:]):
+            return "shared"
+        in_order = [each.flatten().sort().values for each in known]
+        return "shuffled" if all(torch.equal(each, in_order[0]) for each in in_order[1:]) else "own"
+
+
+class Compared(NamedTuple):
+    """First method minus second, on the seeds that both have."""
+
+    first: float
+    second: float
+    spread: Spread
+    seeds: int
+    counted: str  # what the interval and the p-value count, in words
+
+    @property
+    def difference(self) -> float:
+        return self.first - self.second
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of no difference."""
+        return self.spread.p_value(self.difference)
+
+    def interval(self, level: float = LEVEL) -> Interval:
+        half = self.spread.half_width(level)
+        return Interval(self.difference, self.difference - half, self.difference + half)
+
+
+class Family(NamedTuple):
+    """Comparisons that are looked at together, with their p-values and the one level of their intervals."""
+
+    comparisons: dict[tuple[str, ...], Compared]
+    p_values: dict[tuple[str, ...], float]
+    level: float
+
+
+def resampled(
+    measure: Measure,
+    evaluations: Sequence[Evaluation],
+    *,
+    seeds: Sequence[Hashable] | None = None,
+    resamples: int = RESAMPLES,
+) -> Resampled:
+    """The measure of one method's evaluations, one per seed, with resamples that depend only on the numbers of examples."""
+    values = [each.metrics[measure.key] for each in evaluations]
+    by_seed = dict(zip(range(len(values)) if seeds is None else seeds, values, strict=True))
+    if len(by_seed) < len(values):
+        raise ValueError("expected one evaluation per method and seed, got a seed twice; report each run once")
+    targets = tuple(each.arrays.get("test/target") for each in evaluations)
+    names = [name for group in measure.samples for name in group]
+    if not names or any(name not in each.arrays for each in evaluations for name in names):
+        return Resampled(measure, by_seed, None, targets)
+    sizes = tuple(tuple(len(each.arrays[group[0]]) for group in measure.samples) for each in evaluations)
+    draws = torch.empty(len(values), resamples, dtype=torch.float64)
+    for size in dict.fromkeys(sizes):
+        places = [i for i, each in enumerate(sizes) if each == size]
+        draws[places] = _resample(measure, [evaluations[i] for i in places], size, resamples)
+    return Resampled(measure, by_seed, draws, targets, sizes)
+
+
+def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) -> Compared | None:
+    """The comparison of two methods; None where they share no seed, or were tested on different examples.
+
+    Where the examples cannot be counted, None as well, unless `seeds_alone` and there are several.
+    """
+    common = [seed for seed in first.values if seed in second.values]
+    if not common:
+        return None
+    first, second = first.on(common), second.on(common)
+    pairs = zip(first.targets, second.targets, strict=False)
+    if first.sizes != second.sizes or any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
+        return None
+    each = [first.values[seed] - second.values[seed] for seed in common]
+    draws = None if first.draws is None or second.draws is None else first.draws - second.draws
+    found = _spread(first, each, draws)
+    counted = _counted(first)
+    if found is None:
+        if not seeds_alone or len(common) < 2 or not torch.tensor(each).isfinite().all():
+            return None
+        found, counted = spread(each, 0.0), f"{len(common)} seeds, not test examples"
+    return Compared(first.estimate, second.estimate, found, len(common), counted)
+
+
+def family(comparisons: Mapping[tuple[str, ...], Compared | None], *, holm: bool = False) -> Family:
+    """The comparisons there are, with their p-values; `holm` adjusts these for the number of comparisons."""
+    known = {key: each for key, each in comparisons.items() if each is not None}
+    alone = [each.p_value for each in known.values()]
+    p_values = dict(zip(known, adjusted(alone) if holm else alone, strict=True))
+    return Family(known, p_values, holm_level(alone, LEVEL) if holm and alone else LEVEL)
+
+
+def _counted(method: Resampled) -> str:
+    seeds = len(method.values)
+    if seeds == 1:
+        return "test examples, not seeds"
+    return f"{seeds} seeds with test examples of their own" if _own(method) else f"test examples and {seeds} seeds"
+
+
+def _own(method: Resampled) -> bool:
+    """Whether seeds count all examples. Foreign inputs may be the same with every seed where the test inputs are not."""
+    of_test = method.measure.best is not None and not method.measure.key.startswith(("ood/", "shift/"))
+    return of_test and len(method.values) > 1 and method.rows == "own"
+
+
+def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) -> Spread | None:
+    """Of the mean of values, one per seed; draws (S, R) the same on resamples of the examples."""
+    if not torch.tensor(values).isfinite().all():
+        return None
+    if _own(method):
+        return spread(values, 0.0)
+    if draws is None or not draws.isfinite().all():
+        return None
+    # Examples in another order cannot be resampled together; as if all seeds erred alike, which is on the safe side.
+    aligned = method.rows == "shared"
+    variance = draws.mean(0).var() if aligned else draws.var(1).mean()
+    return spread(values, float(variance.sqrt()))
+
+
+def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
+    """(S, R) the measure of every seed on every resample of so many examples."""
+    names = [name for group in measure.samples for name in group]
+    found = []
+    for weights in _weights(tuple(sizes), resamples):
+        found.append(
+            torch.stack([measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations])
+        )
+    return torch.cat(found, 1)
+
+
+def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, ...]]:
+    """Tables (r, n) of how often each example is drawn, one for each sample; several of them where one would be too large."""
+    rows = max(1, _CHUNK // sum(sizes))
+    if rows >= resamples:
+        return [_small_weights(sizes, resamples)]
+    generator = torch.Generator().manual_seed(0)
+    starts = range(0, resamples, rows)
+    return (tuple(resample_counts(n, min(rows, resamples - start), generator) for n in sizes) for start in starts)
+
+
+@lru_cache(maxsize=2)  # every measure and method asks for the same; at most 16 MB each
+def _small_weights(sizes: tuple[int, ...], resamples: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(resample_counts(n, resamples, generator) for n in sizes)

@@ -1,0 +1,82 @@
+"""A setting tried at several values, one variant each: which value is chosen, on validation rows alone, and what it gives.
+
+A task names the setting in [evaluation] sweep and the corruptions of validation rows to choose by in [evaluation] choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.results import Results, base_of
+
+CRITERION = "validation/corrupt/accuracy"  # of damaged validation rows: what a setting is chosen by, never test rows
+GROUPS = {"severities 1–3": (1, 2, 3), "severities 4–5": (4, 5)}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Variants of one method, ordered by the value of a setting; `chosen` has the best accuracy on damaged validation rows."""
+
+    key: str
+    values: dict[str, float]  # method or variant -> value, ascending
+    chosen: str
+
+    @property
+    def base(self) -> str:
+        return base_of(self.chosen)
+
+
+def sweep_of(results: Results) -> Sweep | None:
+    """The sweep of a task's results; None where it has none, or nothing to choose by."""
+    if results.sweep is None:
+        return None
+    values = {
+        name: value
+        for name, value in sorted(results.sweep.values.items(), key=lambda item: item[1])
+        if all(CRITERION in each.metrics for each in results.methods[name])
+    }
+    if len(values) < 2:
+        return None
+    # The first of equals: the smallest value of the setting.
+    chosen = max(values, key=lambda name: mean(CRITERION, results.methods[name]))
+    return Sweep(results.sweep.key, values, chosen)
+
+
+def accuracies(evaluation: Evaluation) -> dict[str, float]:
+    """Clean accuracy, and that of groups of severities (types pooled, severities averaged), as far as they were measured."""
+    found = {"clean": evaluation.metrics["accuracy"]}
+    for title, severities in GROUPS.items():
+        known = [
+            evaluation.metrics[key]
+            for s in severities
+            if (key := f"corrupt/severity{s}/accuracy") in evaluation.metrics
+        ]
+        if known:
+            found[title] = sum(known) / len(known)
+    return found
+
+
+def sweep_sentence(results: Results, sweep: Sweep) -> str:
+    """Which value was chosen and what it gives on test data, beside the baseline."""
+    chosen = results.methods[sweep.chosen]
+    text = (
+        f"{sweep.base}: {sweep.key} = {sweep.values[sweep.chosen]:g} is chosen of "
+        f"{', '.join(f'{value:g}' for value in sweep.values.values())}: the best accuracy on damaged validation images, "
+        f"{100 * mean(CRITERION, chosen):.2f} %. On test images it gives {_listed(chosen)}"
+    )
+    others = [name for name in results.methods if name not in sweep.values]
+    beside = results.baseline if results.baseline in others else next(iter(others), None)
+    return f"{text}; {beside} gives {_listed(results.methods[beside])}." if beside else f"{text}."
+
+
+def mean(key: str, several: Sequence[Evaluation]) -> float:
+    return fmean(each.metrics[key] for each in several)  # the same digits in every Python, which a plain sum has not
+
+
+def _listed(several: Sequence[Evaluation]) -> str:
+    each = [accuracies(evaluation) for evaluation in several]
+    shares = {title: sum(found[title] for found in each) / len(each) for title in each[0]}
+    return ", ".join(f"{100 * share:.2f} % ({title})" for title, share in shares.items())

@@ -1,0 +1,239 @@
+"""The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dissensus.evaluation import classification, regression
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.reporting.measures import Measure, distance_measures, measures, member_measures
+from dissensus.reporting.results import Results
+from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled, compared, family, resampled
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: its text, its interval, and whether it is the best or cannot be told from it."""
+
+    text: str
+    interval: str = ""
+    best: bool = False
+    equal: bool = False  # p ≥ 0.05 against the best
+    note: str = ""  # p-value
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    unit: str
+    arrow: str
+    cells: list[Cell]
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[Row]
+
+
+Draws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
+
+
+def draws_of(results: Results) -> tuple[list[Measure], Draws]:
+    """The measures any method has, and their resamples for every method that has them."""
+    found: dict[str, Measure] = {}
+    for several in results.methods.values():
+        found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
+    draws = {
+        key: {
+            name: resampled(measure, several, seeds=results.seeds(name))
+            for name, several in results.methods.items()
+            if all(key in each.metrics for each in several)
+        }
+        for key, measure in found.items()
+    }
+    return list(found.values()), draws
+
+
+def main_table(results: Results, found: Sequence[Measure], draws: Draws) -> Table:
+    """Every measure of every method, the best marked and all others compared with it."""
+    best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
+    against = family(
+        {
+            (key, name): compared(each, draws[key][str(best[key])])
+            for key in best
+            for name, each in draws[key].items()
+            if best[key] is not None and name != best[key]
+        },
+        holm=results.holm,
+    )
+    rows = []
+    for measure in found:
+        each, first = draws[measure.key], best[measure.key]
+        cells = [
+            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)))
+            if name in each
+            else Cell("–")
+            for name in results.methods
+        ]
+        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+    return Table(columns(results), rows)
+
+
+def differences(results: Results, found: Sequence[Measure], draws: Draws, baseline: str) -> Family:
+    """Every other method compared with the baseline in every measure that can be better or worse."""
+    return family(
+        {
+            (measure.key, name): compared(each, draws[measure.key][baseline])
+            for measure in found
+            for name, each in draws[measure.key].items()
+            if measure.best is not None and name != baseline and baseline in draws[measure.key]
+        },
+        holm=results.holm,
+    )
+
+
+def difference_table(results: Results, found: Sequence[Measure], against: Family, baseline: str) -> Table:
+    """Every other method minus the baseline, with interval and p-value of no difference."""
+    others = [name for name in results.methods if name != baseline]
+    rows = []
+    for measure in found:
+        pairs = [(measure.key, name) for name in others]
+        if not any(pair in against.comparisons for pair in pairs):
+            continue
+        cells = []
+        for pair in pairs:
+            comparison = against.comparisons.get(pair)
+            if comparison is None:
+                cells.append(Cell("–"))
+                continue
+            interval, p_value = comparison.interval(against.level), against.p_values[pair]
+            widest = measure.possible[1] - measure.possible[0]  # no two shares differ by more than one
+            lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
+            better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
+            cells.append(
+                Cell(
+                    text=signed(measure, comparison.difference),
+                    interval=f"{signed(measure, lower)} to {signed(measure, upper)}",
+                    best=p_value < SIGNIFICANT and better,
+                    note=p_text(p_value),
+                )
+            )
+        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+    return Table(columns(results, others), rows)
+
+
+def member_table(results: Results) -> Table | None:
+    """Mixtures and their members; None where no method has several."""
+    several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
+    if not several:
+        return None
+    found = {m.key: m for each in several.values() for m in member_measures(each[0])}
+    rows = [Row(m.label, m.unit, "", [Cell(_mean_text(m, each)) for each in several.values()]) for m in found.values()]
+    return Table(columns(results, list(several)), rows)
+
+
+def distance_table(results: Results) -> Table | None:
+    """How far the trained members of every method are apart, at training inputs; None where nobody looked."""
+    known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
+    if not known:
+        return None
+    rows = [
+        Row(m.label, m.unit, "", [Cell(_mean_text(m, several)) for several in known.values()])
+        for m in distance_measures()
+    ]
+    return Table(columns(results, list(known)), rows)
+
+
+def corruption_table(results: Results, metric: str, measure: Measure) -> Table | None:
+    """A metric of every type of corruption, averaged over severities and seeds."""
+    first = next(iter(results.methods.values()))[0]
+    if not first.corruptions:
+        return None
+    rows = []
+    for kind in first.corruptions:
+        key = f"corrupt/{kind}/{metric}"
+        values = {n: _mean(key, each) for n, each in results.methods.items() if all(key in e.metrics for e in each)}
+        best = max(map(measure.goodness, values.values())) if len(values) > 1 else None
+        cells = [
+            Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
+            for n in results.methods
+        ]
+        rows.append(Row(kind.replace("_", " "), "", "", cells))
+    return Table(columns(results), rows)
+
+
+def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float | None]) -> Table | None:
+    """AUROC of every score on every OOD set."""
+    first = next(iter(results.methods.values()))[0]
+    known_scores = [
+        name
+        for name in (*classification.SCORES, *regression.SCORES)
+        if any(f"test/score/{name}" in several[0].arrays for several in results.methods.values())
+    ]
+    rows = []
+    for foreign in first.ood:
+        for name in known_scores:
+            cells = []
+            for several in results.methods.values():
+                values = [auroc(each, foreign, name) for each in several]
+                known = [value for value in values if value is not None]
+                cells.append(Cell(f"{100 * sum(known) / len(known):.2f}" if known else "–"))
+            rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
+    return Table(columns(results), rows) if rows else None
+
+
+def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
+    """The method with the best estimate; None where there is nothing to choose."""
+    if measure.best is None or len(draws) < 2:
+        return None
+    return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
+
+
+def arrow(measure: Measure) -> str:
+    if isinstance(measure.best, float):
+        return f"→ {measure.text(measure.best)}"
+    return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
+
+
+def signed(measure: Measure, value: float) -> str:
+    text = measure.text(value)
+    return (text if value < 0 else f"+{text}").replace("-", "−")
+
+
+def p_text(p_value: float) -> str:
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
+
+
+def columns(results: Results, names: Sequence[str] | None = None) -> list[str]:
+    """The methods as headings of columns, with their numbers of seeds where these are not all the same."""
+    counts = {name: len(several) for name, several in results.methods.items()}
+    names = list(counts) if names is None else names
+    if len(set(counts.values())) == 1:
+        return list(names)
+    return [f"{name} ({counts[name]} seed{'s' * (counts[name] != 1)})" for name in names]
+
+
+def _cell(measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None) -> Cell:
+    """A number, marked as best where it is (several may be), or compared with the best."""
+    interval = mine.interval()
+    is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
+    p_value = None if is_best else p_value
+    return Cell(
+        text=measure.text(mine.estimate),
+        interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
+        best=is_best,
+        equal=p_value is not None and p_value >= SIGNIFICANT,
+        note="" if p_value is None else p_text(p_value),
+    )
+
+
+def _mean(key: str, several: Sequence[Evaluation]) -> float:
+    return sum(each.metrics[key] for each in several) / len(several)
+
+
+def _mean_text(measure: Measure, several: Sequence[Evaluation]) -> str:
+    known = all(measure.key in each.metrics for each in several)
+    return measure.text(_mean(measure.key, several)) if known else "–"

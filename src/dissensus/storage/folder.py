@@ -1,0 +1,165 @@
+"""Saving and loading posteriors: config.json and posterior.safetensors, files no one can hide code in."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_tensors
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.posterior import Posterior
+from dissensus.nets import NETS
+from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
+from dissensus.storage.atomic import write_whole
+from dissensus.storage.sealed import CONFIG, FORMAT, TENSORS, Header, damaged, opened, sealed
+from dissensus.storage.skeletons import build, build_parts, kind_of, method_of, structure
+
+
+def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
+    """Writes posterior.safetensors and config.json into the folder, which is made if need be.
+
+    Both are written under temporary names and then renamed. The first holds all that `load` reads, so a folder that is
+    saved over is at every moment the old one or the new one; the second is a copy of its config for people to read.
+    """
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
+    with posterior.particles.turn():
+        tensors, ties = unique_tensors(posterior)
+        network = posterior.given()  # with its tensors: a layer's description may read them
+    config = {
+        "format": FORMAT,
+        **kind_of(posterior),
+        "arguments": posterior.config(),
+        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
+        "network": {
+            "structure": structure(network),
+            "name": type(network).__name__ if type(network) in NETS.values() else None,
+            "arguments": network.config if type(network) in NETS.values() else None,
+            **({"cut": True} if type(posterior).given is not Posterior.given else {}),
+        },
+        "tied": ties,
+        "strides": strides_of(tensors),
+    }
+    data, text = sealed(tensors, config)
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
+    except OSError as error:
+        raise OSError(f"expected a folder that can be written, got {folder} ({error}); choose another") from error
+
+
+def load(
+    folder: str | os.PathLike[str],
+    network: nn.Module | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
+) -> Posterior:
+    """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
+
+    `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
+    only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
+    """
+    if network is not None and not isinstance(network, nn.Module):
+        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
+    path = Path(folder) / TENSORS
+    with opened(Path(folder)) as (config, header, file):
+        strides = checked_strides(config, header, path)
+        kind = method_of(config, method)
+        template, meaning = build_parts(config, header, path, network, likelihood)
+        posterior = build(kind, config, header, path, template, meaning)
+        file.seek(0)
+        data = file.read()
+    try:
+        tensors = parse_tensors(data)
+    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
+        raise damaged(path, error) from error
+    if unique_tensors(posterior)[1] != config["tied"]:
+        raise ValueError(
+            "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the "
+            "saved one was"
+        )
+    lying = {name: laid_out(tensor, strides.get(name, rows(tensor.shape))) for name, tensor in tensors.items()}
+    fill(posterior, {**lying, **{name: lying[source] for name, source in config["tied"].items() if source in lying}})
+    return posterior.eval()
+
+
+def unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once."""
+    tensors: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in module.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"expected tensors only in the state, got {type(tensor).__name__} in '{name}'; keep it elsewhere"
+            )
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        source = first.setdefault(key, name)
+        if source == name:
+            tensors[name] = tensor.detach().cpu()
+        else:
+            ties[name] = source
+    return tensors, ties
+
+
+def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Name -> strides of the tensors that do not lie in rows: what a file, where all do, cannot show."""
+    kept = {name: kept_strides(tensor) for name, tensor in tensors.items()}
+    return {name: list(strides) for name, strides in kept.items() if strides != rows(tensors[name].shape)}
+
+
+def checked_strides(config: Mapping[str, Any], header: Header, path: Path) -> dict[str, list[int]]:
+    """The strides in a config; earlier versions wrote none."""
+    strides: dict[str, list[int]] = config.get("strides", {})
+    if not isinstance(strides, dict):
+        raise damaged(path, "strides that are no table")
+    for name, each in strides.items():
+        shape = header.shapes.get(name)
+        whole = isinstance(each, list) and all(type(stride) is int and 0 <= stride < 2**62 for stride in each)
+        if shape is None or not whole or len(each) != len(shape) or not fits(shape, each):
+            raise damaged(path, f"impossible strides of {name}")
+    return strides
+
+
+def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
+    """Overwrites the posterior's state with exactly these tensors, dtypes included."""
+    expected = posterior.state_dict()
+    later = {
+        f"{prefix}.{name}"
+        for prefix, module in posterior.named_modules()
+        for name in getattr(module, "added_since", ())
+    }
+    if missing := sorted(expected.keys() - tensors.keys() - later):
+        raise ValueError(
+            f"expected a tensor {missing[0]}, got a file without it; load it into the network it was saved from"
+        )
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise ValueError(
+            f"expected no tensor {extra[0]}, got one in the file; load it into the network it was saved from"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"expected {name} of shape {tuple(expected[name].shape)}, got {tuple(tensor.shape)} in the file; "
+                "load it into the network it was saved from"
+            )
+        if _kind(tensor) != _kind(expected[name]):
+            raise ValueError(
+                f"expected {name} of a type like {expected[name].dtype}, got {tensor.dtype} in the file; load it into the "
+                "network it was saved from"
+            )
+    targets = {**dict(posterior.named_parameters()), **dict(posterior.named_buffers())}
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name in tensors:  # tied names share one target
+                target.data = tensors[name]
+
+
+def _kind(tensor: Tensor) -> object:
+    """What a file may not change: precision is the file's, but a floating-point tensor stays one."""
+    return "floating" if tensor.is_floating_point() else tensor.dtype

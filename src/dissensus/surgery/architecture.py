@@ -1,0 +1,57 @@
+"""Architectures: what networks must have in common to be members of one ensemble, and what must differ."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def check_same_architecture(networks: Sequence[nn.Module]) -> None:
+    """Raises where the networks are not M distinct modules of one architecture."""
+    if len({id(network) for network in networks}) < len(networks):
+        raise ValueError(
+            "expected distinct modules, got the same object more than once; build one per member: [make() for _ in range(M)]"
+        )
+    first = _signature(networks[0])
+    for i, network in enumerate(networks[1:], start=1):
+        if (other := _signature(network)) != first:
+            difference = next(
+                (f"{name}: {first.get(name, 'absent')} in member 0, {other.get(name, 'absent')} in member {i}")
+                for name in {**first, **other}
+                if first.get(name) != other.get(name)
+            )
+            raise ValueError(f"expected members of one architecture, got {difference}; build all members alike")
+
+
+def _signature(network: nn.Module) -> dict[str, str]:
+    """What must agree between members: layers with their settings, tensors with shape, dtype, tying and freezing."""
+    described = {f"layer '{name}'": f"{type(m).__name__}({m.extra_repr()})" for name, m in network.named_modules()}
+    first_name: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        tied = first_name.setdefault(id(parameter), name)
+        described[f"parameter '{name}'"] = (
+            f"{tuple(parameter.shape)} {parameter.dtype}"
+            + ("" if parameter.requires_grad else " frozen")
+            + ("" if tied == name else f" tied to {tied}")
+        )
+    for name, buffer in network.named_buffers():
+        described[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    return described
+
+
+def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
+    """Raises where two members start at exactly the same trainable weights: they would stay one member."""
+    flat = [
+        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
+        for n in networks
+    ]
+    alike: dict[complex, list[int]] = {}  # equal vectors have equal sums, so that not every pair is compared
+    for i, vector in enumerate(flat):
+        others = alike.setdefault(vector.sum().item(), [])
+        for j in others:
+            if vector.numel() and torch.equal(vector, flat[j]):
+                raise ValueError(
+                    f"expected members that start at different weights, got members {j} and {i} equal; "
+                    "build each one afresh instead of copying one"
+                )
+        others.append(i)

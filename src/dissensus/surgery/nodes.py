@@ -1,0 +1,193 @@
+"""Layers with latents on their nodes: h = (W (x ∘ z) + b·c) ∘ s, z for input nodes, s for output nodes, c a scalar on the bias.
+
+In a convolution a node is a channel. Latents differ from example to example while a network trains; one set of them for all
+examples is folded into weight and bias, after which the layer is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.surgery.account import Account
+from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, converted, cut
+from dissensus.surgery.scaling import scaled
+
+Mode = Literal["in", "out", "both"]
+MODES: tuple[Mode, ...] = ("in", "out", "both")
+PLAIN_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
+
+
+class Nodes(NamedTuple):
+    """Latents of one layer, each (N, C) for N examples or (C,) for all; None: none there."""
+
+    before: Tensor | None = None  # z, on input nodes
+    bias: Tensor | None = None  # c, (N, 1) or (1,)
+    behind: Tensor | None = None  # s, on output nodes
+
+
+class Noded(Cut):
+    """A layer that multiplies its nodes by the latents it is given; without any it is the plain one."""
+
+    added = ("nodes", "known_as", "stands")
+    nodes: Nodes | None
+    known_as: str
+    stands: str  # what the account says
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        nodes = self.nodes
+        if nodes is None:
+            return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
+        if isinstance(self, PLAIN_CONVOLUTIONS) and all(each is None or each.ndim == 1 for each in nodes):
+            # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
+            folded: Tensor = self._conv_forward(x, *folded_tensors(self, self.weight, self.bias, nodes))
+            return folded
+        if nodes.before is not None:
+            x = scaled(x, self._across(nodes.before, x), alone=True)
+        outputs: Tensor = super().forward(x, *args, **keywords)
+        if nodes.bias is not None and self.bias is not None:
+            outputs = outputs + self._across(self.bias * (nodes.bias - 1), outputs)
+        if nodes.behind is None:
+            return outputs
+        return scaled(outputs, self._across(nodes.behind, outputs), alone=False)
+
+    def _across(self, latents: Tensor, x: Tensor) -> Tensor:
+        """Latents (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
+        dense = isinstance(self, DENSE)
+        space = 0 if dense else len(self.kernel_size)  # type: ignore[arg-type]
+        if latents.ndim == 1:  # one set for all examples, wherever those are
+            return latents.to(x.dtype).reshape(-1, *[1] * space)
+        examples, width = latents.shape
+        between = x.ndim - 2
+        if between < 0 or len(x) != examples or (not dense and between != space):
+            raise ValueError(
+                f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
+                f"shape {tuple(x.shape)}; latents are drawn for each example: leave this layer out with layers=[...]"
+            )
+        shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
+        return latents.to(x.dtype).reshape(shape)
+
+    def done(self) -> str:
+        return self.stands
+
+    def fold(self) -> None:
+        if self.nodes is not None:
+            weight, bias = folded_tensors(self, self.weight, self.bias, self.nodes)
+            self.weight = nn.Parameter(weight.detach().clone(), requires_grad=self.weight.requires_grad)
+            if bias is not None and self.bias is not None:
+                self.bias = nn.Parameter(bias.detach().clone(), requires_grad=self.bias.requires_grad)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where latents stand, and how many."""
+
+    layer: str
+    part: str  # a field of Nodes
+    width: int
+
+
+class NodedNetwork(NamedTuple):
+    """A copy of a network whose layers take latents, where those stand, and what was and was not converted."""
+
+    network: nn.Module
+    sites: tuple[Site, ...]
+    account: Account
+
+    @property
+    def latents(self) -> int:
+        """How many there are."""
+        return sum(site.width for site in self.sites)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Latents of each layer."""
+        found: Counter[str] = Counter()
+        for site in self.sites:
+            found[site.layer] += site.width
+        return tuple(found.values())
+
+
+def with_nodes(
+    network: nn.Module, mode: Mode, *, bias: bool = False, layers: Sequence[str] | None = None
+) -> NodedNetwork:
+    """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
+
+    `bias`: a scalar for each layer's bias, as iBNN has it. `layers`: patterns of names; None is all.
+    """
+    if mode not in MODES:
+        raise ValueError(f"expected a mode of {', '.join(MODES)}, got {mode!r}; name one of them")
+    sites: list[Site] = []
+
+    def make(name: str, layer: nn.Module) -> nn.Module:
+        inputs, outputs = (
+            getattr(layer, f"{side}_{'features' if isinstance(layer, DENSE) else 'channels'}") for side in ("in", "out")
+        )
+        if mode != "out":
+            sites.append(Site(name, "before", inputs))
+        if bias and layer.bias is not None:
+            sites.append(Site(name, "bias", 1))
+        if mode != "in":
+            sites.append(Site(name, "behind", outputs))
+        cut(layer, Noded)
+        mine = [f"{site.width} on {WORDS[site.part]}" for site in sites if site.layer == name]
+        layer.nodes, layer.known_as, layer.stands = None, name, f"latents: {', '.join(mine)}"  # type: ignore[assignment]
+        return layer
+
+    copied, account = converted(network, make, layers=layers)
+    return NodedNetwork(copied, tuple(sites), account)
+
+
+def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Nodes]:
+    """Layer -> its part of latents (..., D)."""
+    found: dict[str, Nodes] = {}
+    for site, part in zip(sites, latents.split_with_sizes([site.width for site in sites], dim=-1), strict=True):
+        found[site.layer] = found.get(site.layer, Nodes())._replace(**{site.part: part})
+    return found
+
+
+@contextmanager
+def standing(network: nn.Module, nodes: Mapping[str, Nodes]) -> Iterator[None]:
+    """Inside, these layers multiply by these latents."""
+    layers = [network.get_submodule(name) for name in nodes]
+    for layer, each in zip(layers, nodes.values(), strict=True):
+        layer.nodes = each  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.nodes = None  # type: ignore[assignment]
+
+
+def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) that alone compute what the layer does with these latents, each (C,)."""
+    before, scalar, behind = nodes
+    groups: int = getattr(layer, "groups", 1)
+    space = [1] * (weight.ndim - 2)
+    if before is not None:
+        # Rows are outputs, but for transposed convolutions, where they are inputs; the others count within their group.
+        spread = before[:, None] if isinstance(layer, TRANSPOSED) else _in_groups(before, groups, len(weight))
+        weight = weight * spread.reshape(*spread.shape, *space)
+    if behind is not None:
+        spread = _in_groups(behind, groups, len(weight)) if isinstance(layer, TRANSPOSED) else behind[:, None]
+        weight = weight * spread.reshape(*spread.shape, *space)
+    if bias is not None and scalar is not None:
+        bias = bias * scalar
+    if bias is not None and behind is not None:
+        bias = bias * behind
+    return weight, bias
+
+
+def _in_groups(latents: Tensor, groups: int, rows: int) -> Tensor:
+    """(rows or 1, C / groups) of latents (C,): each row has those of its group."""
+    grouped = latents.reshape(groups, -1)
+    return grouped if groups == 1 else torch.repeat_interleave(grouped, rows // groups, dim=0)

@@ -1,0 +1,124 @@
+"""Batch statistics: normalisation layers that keep running means and variances, and how to estimate them anew.
+
+Weights that no optimiser step has produced (samples, averages) come with no statistics of their own: those of the trained
+network belong to other weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.particles import Member, Particles, Rows
+from dissensus.core.statistics import statistics_layers, statistics_names
+from dissensus.numerics.tree import Tensors
+
+__all__ = ["enough_examples", "estimating", "refresh_statistics", "statistics_layers", "statistics_names"]
+
+
+@contextmanager
+def enough_examples(x: batches.Inputs) -> Iterator[None]:
+    """Says what to do where batch norm meets a batch of one, which has no variance; torch says that there is none."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"expected at least two examples per batch for batch norm, got a batch of {batches.size(x)}; pass drop_last=True "
+            "to the loader, or choose another batch size"
+        ) from error
+
+
+@torch.no_grad()
+def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
+    """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
+
+    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and so for the (unbiased) variances; a layer
+    that runs several times in a forward pass has so many terms for each batch. Dropout is off, momenta and modes are put
+    back, and layers that the caller has frozen in eval mode keep what they have. A network without such layers does not
+    read the loader at all.
+    """
+    own = set(particles.own_buffers())
+    layers = {
+        name: layer
+        for name, layer in statistics_layers(particles.template).items()
+        if name not in particles.template.always_eval and f"{name}.running_mean" in own
+    }
+    if not layers:
+        return
+    kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
+    seen = dict.fromkeys(layers.values(), 0)  # examples that have passed the layer
+    found = False
+    with estimating(particles, layers):
+        for batch in loader:
+            x, _, _ = batches.unpack(batch)
+            batches.check_finite(x)
+            if batches.size(x) == 0:
+                continue
+            found, x = True, batches.to(x, device)
+            with batches.unchanged(x), enough_examples(x):
+                particles.write_buffers(_statistics(particles, x, kept, seen))
+    if not found:
+        raise ValueError(
+            "expected at least one batch to estimate batch statistics from, got none; pass the training loader"
+        )
+
+
+def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
+    """Buffers (M, ...) of these names after each member has seen the batch; counts it in `seen`."""
+    before = dict(seen)
+    shared = {**particles.shared_parameters(), **particles.shared_buffers()}
+
+    def outputs(member: Member) -> Tensor:
+        return batches.call(member.network, x)
+
+    def one(row: Rows) -> Tensors:
+        tensors = {**shared, **row.own, **row.buffers}
+        copies = {name: tensors[name].clone() for name in kept}  # layers write in place
+        seen.update(before)  # every member sees the same batch
+        with _averaging(seen, batches.size(x)):
+            _, after = torch.func.functional_call(particles.template, {**tensors, **copies}, (outputs,))
+        return {name: after[name] for name in kept}
+
+    found: Tensors = particles.run(one, particles.rows(), particles.members)
+    return found
+
+
+@contextmanager
+def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
+    """Inside, running statistics are means over all calls of their layer, weighted by the number of examples."""
+
+    def count(layer: nn.Module, _: Any) -> None:
+        # r ← (1 − m) r + m s with m = n / Σ n is the running mean by size; the first call overwrites r.
+        seen[layer] += size
+        layer.momentum = size / seen[layer]  # type: ignore[assignment]
+
+    handles = [layer.register_forward_pre_hook(count) for layer in seen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def estimating(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
+    """Only these layers in training mode; modes and momenta are put back afterwards."""
+    template = particles.template
+    modes = {part: part.training for part in template.modules()}
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    try:
+        template.eval()
+        template.training = True  # only the shell, which then gives its buffers back
+        for layer in layers.values():
+            layer.training = True
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum

@@ -1,0 +1,49 @@
+"""Activations times factors of their channels, which differ from example to example, with a backward pass of few tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
+    """x times factors that broadcast against it. `alone`: the product goes to one layer only, which makes its gradient anew."""
+    # A compiler makes one pass of it by itself; and factors as large as x are as costly to divide by as x is to keep.
+    if torch.compiler.is_compiling() or factors.shape == x.shape:
+        return x * factors
+    product: Tensor = _Scaled.apply(x, factors, alone)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Scaled(torch.autograd.Function):
+    """y = x ∘ s that keeps y, which the next layer keeps as well, where autograd would keep x beside it.
+
+    With g = ∂L/∂y:  ∂L/∂x = g ∘ s,  ∂L/∂s = Σ g ∘ x = (Σ g ∘ y) / s.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factors: Tensor, alone: bool) -> Tensor:
+        return x * factors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.alone = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (g,), (y, factors) = gradients, ctx.saved_tensors
+        for_x = for_factors = None
+        if ctx.needs_input_grad[1]:
+            total = (g * y).sum_to_size(factors.shape)
+            for_factors = torch.where(
+                factors == 0, 0.0, total / factors
+            )  # 0/0 would be for one number in 2^24 or fewer
+        if ctx.needs_input_grad[0]:
+            # In place where nobody else can have g: the layer behind has just made it, and no graph of it is wanted.
+            for_x = g.mul_(factors) if ctx.alone and not torch.is_grad_enabled() else g * factors
+        return for_x, for_factors, None

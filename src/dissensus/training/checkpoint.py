@@ -1,0 +1,161 @@
+"""Checkpoints of a training run: everything needed to go on as if nothing had happened."""
+
+import copy
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils import _pytree as pytree
+
+from dissensus.core.posterior import Posterior
+from dissensus.storage.atomic import whole
+from dissensus.training.belonging import description, misfits, warn_of_overruled, without_misfit_draws
+from dissensus.training.history import Best, Epoch, History
+from dissensus.training.loaderstate import loader_state, restore_loader
+
+
+class Resumed(NamedTuple):
+    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them; empty in older files."""
+
+    history: History
+    best: Best
+    told: dict[str, int | None]
+
+
+OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
+
+
+def write_checkpoint(
+    path: Path,
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    history: History,
+    best: Best,
+    loader: Iterable[Any] = (),
+) -> None:
+    """Everything needed to go on, under a temporary name first."""
+    state = _state(posterior, optimizer, scheduler) | {
+        "run": description(posterior, optimizer, scheduler),
+        "told": {"done": int(posterior.steps) - posterior.began, "steps_per_epoch": posterior.steps_per_epoch},
+        "loader": loader_state(loader),
+        "history": [asdict(epoch) for epoch in history.epochs],
+        "engine": history.engine,
+        "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as temporary:
+            torch.save(state, temporary)
+    except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError where a folder is missing
+        raise OSError(f"expected a checkpoint that can be written, got {path} ({error}); choose another") from error
+
+
+def resume(
+    path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, loader: Iterable[Any] = ()
+) -> Resumed:
+    """What `write_checkpoint` wrote, put back in place. A file that is damaged or of another run changes nothing."""
+    try:
+        check_archive(path)
+        state = torch.load(path, map_location=posterior.device, weights_only=True)
+        check_tensors(state)
+        kept = state["best"].pop("kept")
+        resumed = Resumed(
+            History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
+            Best(**state["best"]),
+            state.get("told", {}),
+        )
+        if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
+            raise ValueError(misfit)
+        warn_of_overruled(state, optimizer, scheduler)
+        _put(state, posterior, optimizer, scheduler)
+    except (FileNotFoundError, PermissionError, IsADirectoryError):  # others come from places that a damaged file names
+        raise
+    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ValueError(
+            f"expected a checkpoint of this posterior in {path}, got another file ({reason}); remove it, or pass another "
+            "checkpoint="
+        ) from error
+    if "loader" in state:
+        restore_loader(loader, state["loader"])
+    if not posterior.keeps_best:  # a file of an earlier version may have kept one
+        return resumed._replace(history=replace(resumed.history, best=None), best=Best())
+    return resumed
+
+
+def restart(optimizer: Optimizer, scheduler: LambdaLR) -> None:
+    """Sets the rates that the schedule has for this epoch: it may be longer than the one the checkpoint was written in."""
+    for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+
+
+def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Puts a checkpoint's state in place, all of it or nothing."""
+    cuda = posterior.device if posterior.device.type == "cuda" else None
+    before = copy.deepcopy(_state(posterior, optimizer, scheduler))
+    try:
+        _load(
+            {**state, "posterior": without_misfit_draws(state["posterior"], posterior)},
+            posterior,
+            optimizer,
+            scheduler,
+            cuda,
+        )
+    except BaseException:
+        _load(before, posterior, optimizer, scheduler, cuda)
+        raise
+
+
+def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+    """Everything that training moves."""
+    return {
+        "posterior": posterior.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "random": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None,
+    }
+
+
+def _load(
+    state: dict[str, Any],
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    cuda: torch.device | None,
+) -> None:
+    posterior.load_state_dict(state["posterior"])
+    optimizer.load_state_dict(state["optimizer"])
+    if scheduler is not None and state["scheduler"] is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["random"].cpu())
+    if cuda is not None and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), cuda)
+
+
+def check_archive(path: Path) -> None:
+    """Raises where a file is not what torch writes: an archive without compression, of tensors and plain values."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:  # a file that would unpack to any size
+            raise ValueError("more in it than it is long")
+        if (damaged := archive.testzip()) is not None:  # torch does not look at the checksums it writes
+            raise ValueError(f"{damaged} is damaged")
+        values = [archive.read(entry) for entry in entries if entry.filename.endswith("data.pkl")]
+        if any(b"bytearray" in each for each in values):  # torch's reader would make one of any length
+            raise ValueError("a bytearray, which no checkpoint contains")
+
+
+def check_tensors(state: Any) -> None:
+    """Raises where tensors are far larger than the memory they were read into: copies would take what no file holds."""
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    overlapping = sum(t.nbytes for t in tensors if t.nbytes > t.untyped_storage().nbytes())
+    if overlapping > OVERLAPPING:
+        raise ValueError(f"tensors of {overlapping} bytes in far fewer")

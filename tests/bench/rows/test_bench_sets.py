@@ -1,0 +1,176 @@
+"""The data of tasks: splits, limits, loaders, augmentation."""
+
+import numpy as np
+import pytest
+import torch
+
+from dissensus.bench.rows.loaders import StandardisedBatches, crop, flip
+from dissensus.bench.rows.sets import LastData, task_data
+from dissensus.bench.rows.sources import GAP, Rows, foreign, present, shifted
+from uci_files import write_uci_files
+
+
+def test_a_task_holds_out_validation_rows_and_standardises_by_training_rows_alone():
+    data = task_data({"name": "two_moons", "count": 100, "validation": 0.2, "ood": ["far_ring"], "ood_rows": 30})
+    assert (len(data.train.y), len(data.validation.y), len(data.test.y), len(data.ood["far_ring"].y)) == (
+        80,
+        20,
+        100,
+        30,
+    )
+    seen = {tuple(row) for row in data.train.x.tolist()}
+    assert not seen & {tuple(row) for row in [*data.validation.x.tolist(), *data.test.x.tolist()]}
+    z = data.standardiser(data.train.x)
+    assert torch.allclose(z.mean(0), torch.zeros(2), atol=1e-5)
+    assert torch.allclose(z.std(0, correction=0), torch.ones(2), atol=1e-5)
+
+
+def test_the_same_settings_give_the_same_rows():
+    settings = {"name": "digits", "train": 100, "validation": 20, "test": 30, "ood": ["fashion"], "ood_rows": 10}
+    first, second = task_data(settings), task_data(settings)
+    for name in ("train", "validation", "test"):
+        assert torch.equal(getattr(first, name).x, getattr(second, name).x)
+    assert first.train.x.dtype == torch.uint8
+    assert (len(first.train.y), len(first.validation.y), len(first.test.y)) == (80, 20, 30)
+    assert len(first.ood["fashion"].y) == 10
+
+
+def test_ones_own_images_are_read_from_npz_files(tmp_path):
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 40), ("test", 10), ("odd", 6)):
+        images = generator.integers(0, 256, (count, 8, 8), dtype=np.uint8)
+        np.savez(tmp_path / f"{name}.npz", images=images, labels=np.arange(count) % 4)
+    settings = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 8}
+    data = task_data(settings | {"ood": ["odd.npz"], "shift": "odd.npz"}, str(tmp_path))
+    assert data.train.x.shape == (32, 1, 8, 8)
+    assert data.classes == ("0", "1", "2", "3")
+    assert data.ood["odd"].x.shape == data.shift["odd"].x.shape == (6, 1, 8, 8)
+
+
+def test_the_gap_of_the_regression_is_between_its_clusters():
+    x, y = shifted("gap", None, {"noise": 0.25})
+    assert float(x.min()) >= 2.5
+    assert float(x.max()) <= 4.5
+    noise = (y - x * x.sin()).std()
+    assert float(noise) == pytest.approx(0.25, abs=4 * 0.25 / 400**0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"name": "two_moons", "ood": ["fashion"]},
+            r"shape \(2,\) in 'fashion', as in the training set, got \(1, 28, 28\)",
+        ),
+        ({"name": "digits", "ood": ["fashio"]}, "did you mean 'fashion'"),
+        ({"name": "x_sin_x", "shift": ["gab"]}, "did you mean 'gap'"),
+        ({"name": "digits", "train": 0}, "positive number of rows"),
+        ({"name": "digits", "validation": 10_000}, "validation rows"),
+        ({"name": "digits", "standardise": "unti"}, "did you mean 'unit'"),
+        ({"name": "two_moons", "standardise": "unit"}, 'expected images for data.standardise = "unit"'),
+        ({"name": "two_moons", "targets": "standardised"}, "expected a regression"),
+        ({"name": "cubic", "targets": "scaled"}, "expected a kind of targets of"),
+    ],
+)
+def test_bad_data_settings_are_one_clear_error(settings, message):
+    with pytest.raises(ValueError, match=message):
+        task_data(settings)
+
+
+def test_targets_are_standardised_by_training_rows_and_inputs_keep_their_precision(tmp_path):
+    settings = {"name": "uci_regression", "set": "bostonHousing", "split": 1, "validation": 0.2}
+    data = task_data(settings | {"targets": "standardised"}, write_uci_files(tmp_path))
+    table = np.loadtxt(tmp_path / "bostonHousing" / "data" / "data.txt")
+    rows = np.loadtxt(tmp_path / "bostonHousing" / "data" / "index_test_1.txt").astype(int)
+    np.testing.assert_allclose(data.test.x, table[rows, :13], rtol=1e-12)
+    np.testing.assert_allclose(data.test.y[:, 0], table[rows, 13], rtol=1e-12)
+    assert (len(data.train.y), len(data.validation.y)) == (364, 91)
+    assert float(data.targets.mean) == pytest.approx(float(data.train.y.mean()), rel=1e-12)
+    loader = StandardisedBatches(data.train, data.standardiser, targets=data.targets, batch_size=364)
+    x, y = next(iter(loader))
+    assert x.dtype == y.dtype == torch.float32
+    torch.testing.assert_close(y, ((data.train.y - data.train.y.mean()) / data.train.y.std(correction=0)).float())
+    torch.testing.assert_close(x.double().std(0, correction=0), torch.ones(13, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert present("uci_regression", tmp_path) == str(tmp_path / "bostonHousing" / "data")
+    assert present("uci_regression", tmp_path / "nowhere") == "not found"
+
+
+def test_pixels_can_be_brought_to_plus_and_minus_one():
+    data = task_data({"name": "digits", "train": 60, "validation": 10, "standardise": "unit"})
+    x, _ = next(iter(StandardisedBatches(data.train, data.standardiser, batch_size=50)))
+    assert (float(x.min()), float(x.max())) == (-1.0, 1.0)
+    torch.testing.assert_close(x, data.train.x.float() / 127.5 - 1)
+
+
+def test_nothing_is_held_out_where_validation_is_zero():
+    data = task_data({"name": "cubic", "points": 20, "validation": 0})
+    assert (len(data.train.y), len(data.validation.y), len(data.test.y)) == (20, 0, 200)
+
+
+def test_data_are_read_again_only_where_settings_differ():
+    load = LastData()
+    first, second = {"name": "cubic", "draw": 0}, {"name": "cubic", "draw": 1}
+    kept = load(dict(first))
+    assert load(dict(first)) is kept
+    other = load(second)
+    assert not torch.equal(other.train.x, kept.train.x)
+    assert torch.equal(load(first).train.x, kept.train.x)
+
+
+def test_toys_and_their_shifts_are_one_function_with_the_same_noise():
+    settings = {"name": "gp_draw", "points": 30, "noise": 1e-3, "draw": 4, "validation": 0, "shift": ["gp_gap"]}
+    data = task_data(settings)
+    gap = data.shift["gp_gap"]
+    assert len(data.train.y) == 30
+    for rows in (data.train, data.test):
+        assert bool(((rows.x <= GAP[0]) | (rows.x >= GAP[1])).all())
+    assert bool(((gap.x > GAP[0]) & (gap.x < GAP[1])).all())
+    # neighbours across the gap's ends: a function of lengthscale 1 and amplitude 1 moves by less than 5 |x − x'|
+    x, y = (torch.cat([getattr(rows, axis) for rows in (data.train, data.test, gap)])[:, 0] for axis in "xy")
+    order = x.argsort()
+    assert bool((y[order].diff().abs() < 5 * x[order].diff() + 0.01).all())
+    outside = task_data({"name": "cubic", "noise": 0.0, "shift": "outside"}).shift["outside"]
+    assert bool(((outside.x.abs() >= 4) & (outside.x.abs() <= 6)).all())
+    torch.testing.assert_close(outside.y, outside.x**3)
+
+
+def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data_batch_1"):
+        task_data({"name": "cifar10"}, str(tmp_path))
+    assert present("cifar10", str(tmp_path)) == "not found"
+    assert present("digits", None) == "shipped"
+    assert foreign("digits", None).x.shape == (2000, 1, 28, 28)
+
+
+def test_crops_are_shifts_and_flips_are_mirrors():
+    images = torch.arange(2 * 1 * 6 * 6).reshape(2, 1, 6, 6).float()
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    for image, source in zip(crop(images, pad=2), padded, strict=True):
+        windows = [source[:, i : i + 6, j : j + 6] for i in range(5) for j in range(5)]
+        assert any(torch.equal(image, window) for window in windows)
+    many = flip(images[:1].expand(400, 1, 6, 6))
+    mirrored = (many == images[:1].flip(3)).flatten(1).all(1)
+    assert bool((mirrored | (many == images[:1]).flatten(1).all(1)).all())
+    assert float(mirrored.double().mean()) == pytest.approx(0.5, abs=4 * 0.5 / 400**0.5)
+
+
+def test_batches_repeat_with_torchs_generator_so_that_runs_can_go_on():
+    data = task_data({"name": "digits", "train": 60, "validation": 10})
+    loader = StandardisedBatches(data.train, data.standardiser, batch_size=16, shuffle=True, augment="crop")
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = [x for x, _ in loader]
+    torch.set_rng_state(state)
+    assert all(torch.equal(a, b) for a, b in zip(first, [x for x, _ in loader], strict=True))
+    assert len(loader) == len(first)
+    with pytest.raises(ValueError, match="did you mean 'crop'"):
+        StandardisedBatches(data.train, data.standardiser, batch_size=4, augment="crob")
+
+
+def test_rows_are_chosen_by_seed_and_kept_in_order():
+    rows = Rows(torch.arange(20.0)[:, None], torch.arange(20))
+    chosen = rows.first(5, seed=0).y
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert torch.equal(chosen, rows.first(5, seed=0).y)
+    assert not torch.equal(chosen, rows.first(5, seed=1).y)
+    assert rows.first(None, seed=0) is rows

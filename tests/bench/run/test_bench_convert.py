@@ -1,0 +1,181 @@
+"""From a file of weights to a saved posterior: every method of one network, and nothing half-written."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dissensus as ds
+import tiny
+from dissensus.bench import cli
+from dissensus.bench.run.convert import convert
+from dissensus.methods import METHODS
+from dissensus.storage import folder as storage
+
+NET = ["network.name=MLP", "network.inputs=4", "network.outputs=3", "network.hidden=[6]", "network.batch_norm=true"]
+# method -> settings
+SETTINGS = {
+    "map": [],
+    "mc_dropout": ["method.rate=0.2", "method.samples=4"],
+    "gaussian_perturbation": ["method.noise=0.1", "method.samples=4"],
+    "laplace": ["method.structure=kron", "method.prior_precision=2.0", "method.samples=4"],
+    "tradi": ["method.samples=4"],
+    "swag": ["method.rank=3"],
+    "swa": [],
+    "snapshot_ensemble": [],
+}
+
+
+def net():
+    return ds.nets.MLP(4, 3, hidden=(6,), batch_norm=True)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A file, and the network whose state is in it."""
+    torch.manual_seed(0)
+    network = net()
+    for buffer in network.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.3)
+    torch.save(network.state_dict(), tmp_path / "w.pt")
+    save_file(network.state_dict(), tmp_path / "w.safetensors")
+    return tmp_path / "w.pt", network.eval()
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_the_network_in_the_file_is_that_of_the_saved_posterior(weights, method, tmp_path):
+    path, network = weights
+    convert(path, method, tmp_path / "out", overrides=[*NET, *SETTINGS[method]])
+    loaded = ds.load(tmp_path / "out")
+    assert type(loaded) is METHODS[method]
+    assert tiny.largest_difference(tiny.state(loaded.particles.template.network), tiny.state(network)) == 0
+    x = tiny.points()[0].float()
+    assert torch.equal(loaded.current()(x)[0], network(x)) or method in ("mc_dropout", "snapshot_ensemble")
+    config = loaded.config()
+    for each in SETTINGS[method]:
+        key, _, value = each.partition("=")
+        assert str(config[key.removeprefix("method.")]) == value
+
+
+def test_every_method_of_one_network_may_be_asked_for(weights, tmp_path):
+    with pytest.raises(ValueError, match="expected a method of one network, got deep_ensemble") as error:
+        convert(weights[0], "deep_ensemble", tmp_path / "out", overrides=NET)
+    assert set(SETTINGS) <= set(str(error.value).partition("choose one of ")[2].split(", "))
+
+
+def test_a_method_that_joins_the_table_is_converted_too(weights, tmp_path, monkeypatch):
+    class Louder(ds.GaussianPerturbation):
+        name = "louder"
+
+    monkeypatch.setitem(METHODS, "louder", Louder)
+    convert(weights[0], "louder", tmp_path / "out", overrides=[*NET, "method.samples=7"])
+    loaded = ds.load(tmp_path / "out")
+    assert type(loaded) is Louder
+    assert loaded.samples == 7
+
+
+def test_a_converted_laplace_is_fitted_after_loading(weights, tmp_path):
+    convert(weights[0], "laplace", tmp_path / "out", overrides=[*NET, "method.samples=3"])
+    loaded = ds.load(tmp_path / "out")
+    x, y = tiny.points()
+    with pytest.raises(ValueError, match=r"call fit_posthoc\(loader\)"):
+        loaded.predict(x.float())
+    assert loaded.fit_posthoc([(x.float(), y)]).predict(x.float()).members.shape == (3, 12, 3)
+
+
+def test_a_likelihood_and_the_order_of_settings_do_not_matter(weights, tmp_path):
+    overrides = [*reversed(NET), "likelihood={ regression = 0.5 }"]
+    convert(weights[0].with_suffix(".safetensors"), "map", tmp_path / "out", overrides=overrides)
+    likelihood = ds.load(tmp_path / "out").likelihood
+    assert isinstance(likelihood, ds.Regression)
+    assert likelihood.noise == 0.5
+
+
+WRONG = {
+    "no name": ("map", NET[1:], "expected network.name, got none"),
+    "unknown name": ("map", ["network.name=MPL"], "expected a network .* did you mean 'MLP'"),
+    "missing argument": ("map", NET[:2], "expected network.outputs of MLP, got none; pass --set network.outputs="),
+    "unknown argument": ("map", [*NET, "network.width=3"], "expected a key of .*network.* got 'network.width'"),
+    "unknown method": ("mapp", NET, "expected a method .* did you mean 'map'"),
+    "unknown setting": ("laplace", [*NET, "method.sampels=3"], "did you mean 'samples'"),
+    "impossible setting": ("laplace", [*NET, "method.samples=0"], "expected at least one sample"),
+    "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
+    "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is its argument"),
+    "needs data": ("map", [*NET, 'method.empcov={ layer = "layers.0" }'], "expected settings that need no data"),
+    "other shapes": ("map", [*NET[:3], "network.hidden=[7]", NET[4]], "expected layers.0.weight of shape"),
+    "other layers": ("map", NET[:4], "with unexpected layers.1.weight, layers.1.bias, layers.1.running_mean"),
+}
+
+
+@pytest.mark.parametrize(("method", "overrides", "words"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_one_clear_error_and_nothing_is_written(weights, tmp_path, method, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        convert(weights[0], method, tmp_path / "out", overrides=overrides)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, monkeypatch):
+    class Sized(ds.MAP):
+        name = "sized"
+
+        def __init__(self, module, *, data_size, likelihood=None):
+            super().__init__(module, likelihood=likelihood, data_size=data_size)
+
+        @classmethod
+        def skeleton(cls, network, config, likelihood):
+            return cls(network, likelihood=likelihood, data_size=config["data_size"])
+
+    monkeypatch.setitem(METHODS, "sized", Sized)
+    with pytest.raises(ValueError, match=r"expected the setting data_size of sized.*--set method\.sized\.data_size="):
+        convert(weights[0], "sized", tmp_path / "out", overrides=NET)
+    assert convert(weights[0], "sized", tmp_path / "out", overrides=[*NET, "method.data_size=50"]).data_size == 50
+
+
+def test_missing_and_unexpected_names_are_listed(weights, tmp_path):
+    state = torch.load(weights[0], weights_only=True)
+    state["old.weight"] = state.pop("layers.0.weight")
+    torch.save(state, weights[0])
+    with pytest.raises(ValueError, match=r"a file without layers\.0\.weight and with unexpected old\.weight"):
+        convert(weights[0], "map", tmp_path / "out", overrides=NET)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(weights, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert(weights[0], "map", tmp_path / "out", overrides=NET)  # an empty one will do
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for out in (tmp_path / "out", weights[0]):
+        with pytest.raises(ValueError, match="expected a folder that is new or empty"):
+            convert(weights[0], "laplace", out, overrides=NET)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_posterior(weights, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(storage, "write_whole", full)
+    with pytest.raises(OSError, match="expected a folder that can be written"):
+        convert(weights[0], "map", tmp_path / "out", overrides=NET)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dissensus", "convert", str(weights[0]), *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        return done.value.code, capsys.readouterr()
+
+    sets = [part for each in NET for part in ("--set", each)]
+    code, said = run("--method", "gaussian_perturbation", *sets, "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert said.out.strip() == str(tmp_path / "out")
+    assert ds.load(tmp_path / "out").name == "gaussian_perturbation"
+    code, said = run("--method", "map", *sets, "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert said.err.startswith("dissensus: expected a folder that is new or empty")
+    code, said = run("--method", "map", *sets)
+    assert code == 2
+    assert "--out" in said.err

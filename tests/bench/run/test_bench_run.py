@@ -1,0 +1,303 @@
+"""Runs: files, resuming, stages that are done, damage."""
+
+import csv
+import json
+import tomllib
+
+import pytest
+import torch
+
+import dissensus as ds
+from dissensus.bench.run import jobs
+from dissensus.bench.run.records import read_evaluation
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import load_task, run_config
+from dissensus.evaluate import evaluate
+from uci_files import write_uci_files
+
+
+def moons(method: str = "map", *overrides: str, folder, seed: int = 0) -> Run:
+    task = load_task("moons", size="smoke", overrides=overrides)
+    return Run(folder, run_config(task, method, seed))
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """A whole bench of the smallest task."""
+    folder = tmp_path_factory.mktemp("bench")
+    results, written = jobs.bench(load_task("moons", size="smoke"), out=folder, seeds=2)
+    return folder, results, written
+
+
+def test_a_bench_leaves_one_folder_per_method_and_seed(benched):
+    folder, results, written = benched
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(
+        f"{method}-seed{seed}" for method in ("map", "deep_ensemble", "mc_dropout") for seed in (0, 1)
+    )
+    assert [path.name for path in written] == ["results.csv", "report.md", "report.html"]
+    assert list(results.methods) == ["map", "deep_ensemble", "mc_dropout"]
+    run = folder / "mc_dropout-seed1"
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert files == {
+        "config.toml", "log.jsonl", "training.json", "metrics.json", "arrays.safetensors",
+        "posterior/config.json", "posterior/posterior.safetensors",
+        "predictions/test.safetensors", "predictions/ood-far_ring.safetensors",
+        "predictions/grid.safetensors",
+    }  # fmt: skip
+    config = tomllib.loads((run / "config.toml").read_text())
+    assert (config["task"], config["method"], config["seed"], config["size"]) == ("moons", "mc_dropout", 1, "smoke")
+    assert config["settings"] == {"rate": 0.1, "samples": 3}
+    assert {"commit", "torch", "device", "python", "dissensus", "command", "started"} <= config["provenance"].keys()
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in log] == [0, 1, 2]
+    seconds = json.loads((run / "training.json").read_text())["seconds"]
+    assert seconds == pytest.approx(sum(line["seconds"] for line in log))
+
+
+def test_the_csv_holds_every_metric_in_full(benched):
+    folder, _, _ = benched
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    for row in rows:
+        stored = json.loads((folder / f"{row['method']}-seed{row['seed']}" / "metrics.json").read_text())["metrics"]
+        assert {key: float(row[key]) for key in stored} == stored
+        assert all(row[key] == "" for key in row.keys() - stored.keys() if "/" in key)
+        assert row["commit"]
+        assert row["torch"] == torch.__version__
+
+
+def test_a_run_measures_what_evaluate_measures(benched):
+    folder, _, _ = benched
+    run = Run.open(folder / "deep_ensemble-seed0")
+    stored = read_evaluation(run.folder)
+    direct = evaluate(
+        ds.load(run.folder / "posterior"),
+        run.loader(run.data.test),
+        ood={"far_ring": run.loader(run.data.ood["far_ring"])},
+        score="entropy",
+    )
+    timed = {"cost/train_seconds", "cost/predict_ms"}
+    more = stored.metrics.keys() - direct.metrics.keys()
+    assert {name for name in more if not name.startswith("region/")} == {"cost/train_seconds"}
+    for name in direct.metrics.keys() - timed:
+        assert stored.metrics[name] == direct.metrics[name], name
+    assert {name for name in stored.arrays if not name.startswith("grid/")} == direct.arrays.keys()
+    assert all(torch.equal(stored.arrays[n], direct.arrays[n]) for n in direct.arrays if "reliability" not in n)
+    assert (stored.kind, stored.ood, stored.score) == ("classification", ("far_ring",), "entropy")
+
+
+def test_seeds_differ_and_repeat(benched, tmp_path):
+    folder, _, _ = benched
+    first, second = (read_evaluation(folder / f"map-seed{i}").metrics["nll"] for i in (0, 1))
+    assert first != second
+    again = moons(folder=tmp_path / "again", seed=1)
+    again.begin()
+    again.train()
+    assert again.evaluate().metrics["nll"] == second
+
+
+def test_what_is_done_is_not_done_again(benched, monkeypatch):
+    folder, _, _ = benched
+    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*-seed*/**/*") if path.is_file()}
+    told = []
+    jobs.bench(load_task("moons", size="smoke"), out=folder, seeds=2, tell=told.append)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert sum("trained already" in text for text in told) == 6
+    assert not any("evaluating" in text for text in told)
+
+
+def test_a_lost_stage_alone_is_done_again(tmp_path):
+    run = moons(folder=tmp_path / "run")
+    run.begin()
+    run.train()
+    first = run.evaluate()
+    weights = (run.folder / "posterior" / "posterior.safetensors").stat().st_mtime_ns
+    (run.folder / "predictions" / "test.safetensors").unlink()
+    (run.folder / "metrics.json").unlink()
+    told = []
+    assert Run.open(run.folder).evaluate(tell=told.append).metrics["nll"] == first.metrics["nll"]
+    assert told == ["test"]
+    assert (run.folder / "posterior" / "posterior.safetensors").stat().st_mtime_ns == weights
+
+
+@pytest.mark.parametrize("method", ["deep_ensemble", "mc_dropout"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, method):
+    whole = moons(method, folder=tmp_path / "whole")
+    whole.begin()
+    whole.train()
+
+    stopped = moons(method, folder=tmp_path / "stopped")
+    stopped.begin()
+    log = Run.log
+
+    def stop(self, epoch):
+        log(self, epoch)
+        if epoch.epoch == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "log", stop)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert (stopped.folder / "checkpoint.pt").is_file()
+    assert not stopped.trained
+    monkeypatch.setattr(Run, "log", log)
+    resumed = moons(method, folder=tmp_path / "stopped")
+    resumed.begin()
+    resumed.train()
+    assert not (stopped.folder / "checkpoint.pt").exists()
+    tensors = [(run.folder / "posterior" / "posterior.safetensors").read_bytes() for run in (whole, resumed)]
+    assert tensors[0] == tensors[1]
+    lines = (resumed.folder / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2]
+
+
+def test_training_leaves_the_random_state_and_the_threads_alone(tmp_path):
+    run = moons(folder=tmp_path / "run")
+    run.begin()
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    run.train()
+    run.evaluate()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_temperature_is_fitted_on_validation_rows(tmp_path):
+    run = moons("map", "training.temperature=true", folder=tmp_path / "run")
+    run.begin()
+    run.train()
+    facts = json.loads((run.folder / "training.json").read_text())
+    posterior = run.posterior()
+    assert facts["temperature"] == pytest.approx(float(posterior.temperature))
+    fitted = float(posterior.temperature)
+    assert fitted != 1
+    assert ds.temperature_scale(posterior, run.loader(run.data.validation)) == pytest.approx(fitted)
+    assert run.evaluate().metrics["temperature"] == pytest.approx(fitted)
+    assert "temperature" in read_evaluation(run.folder).metrics
+
+
+def test_a_regression_runs_too(tmp_path):
+    results, _ = jobs.bench(load_task("toy-regression-1d", size="smoke"), out=tmp_path, methods=["map"])
+    assert {"rmse", "nll", "crps", "coverage90", "shift/gap/nll"} <= results.methods["map"][0].metrics.keys()
+    assert "Coverage of 90 % intervals" in (tmp_path / "report.md").read_text()
+
+
+def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path):
+    path = tmp_path / "table.toml"
+    path.write_text(
+        'methods = ["map"]\n[data]\nname = "uci_regression"\nset = "bostonHousing"\nsplit = "seed"\nvalidation = 0\n'
+        'targets = "standardised"\n[network]\nname = "MLP"\nhidden = []\n[likelihood]\nname = "Regression"\n'
+        "noise = 0.5\n[training]\nepochs = 30\nlr = 0.05\nkeep_best = false\nthreads = 1\n"
+    )
+    folder = write_uci_files(tmp_path / "files")
+    results, _ = jobs.bench(load_task(str(path)), out=tmp_path / "out", seeds=2, source=str(folder))
+    runs = [Run.open(tmp_path / "out" / f"map-seed{seed}", source=str(folder)) for seed in (0, 1)]
+    assert [run.config.data["split"] for run in runs] == [0, 1]
+    assert not torch.equal(runs[0].data.test.y, runs[1].data.test.y)
+    for run, evaluation in zip(runs, results.methods["map"], strict=True):
+        data = run.data
+        z = run.posterior().predict(data.standardiser(data.test.x).float())
+        mean = data.targets.inverse(z.mean.double())
+        sd = 0.5 * float(data.targets.std)  # one Gaussian: both conventions are its density in the original units
+        expected = -torch.distributions.Normal(mean, sd).log_prob(data.test.y).mean()
+        assert evaluation.metrics["gaussian_nll"] == pytest.approx(float(expected), rel=1e-6)
+        assert evaluation.metrics["nll"] == pytest.approx(float(expected), rel=1e-6)
+        assert evaluation.metrics["rmse"] == pytest.approx(float((mean - data.test.y).square().mean().sqrt()), rel=1e-6)
+        assert evaluation.metrics["rmse"] < 30  # the noise of the targets has deviation 20, the targets themselves 36
+        assert torch.equal(evaluation.arrays["test/target"], data.test.y)
+
+
+def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
+    moons(folder=tmp_path / "run").begin()
+    with pytest.raises(ValueError, match=r"training\.epochs = 9, got one with 3; choose another --out"):
+        moons("map", "training.epochs=9", folder=tmp_path / "run").begin()
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.toml", r"expected a whole .*config\.toml, got a damaged one"),
+        ("training.json", r"expected a whole .*training\.json"),
+        ("predictions/test.safetensors", r"expected a whole .*test\.safetensors"),
+        ("metrics.json", r"expected a whole .*metrics\.json"),
+        ("arrays.safetensors", r"expected a whole .*arrays\.safetensors"),
+        ("posterior/posterior.safetensors", r"posterior\.safetensors.*delete .*run and run the command again"),
+    ],
+)
+def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, message):
+    run = moons(folder=tmp_path / "run")
+    run.begin()
+    run.train()
+    run.evaluate()
+    needed_later = {
+        "training.json": ["metrics.json"],
+        "predictions/test.safetensors": ["metrics.json"],
+        "posterior/posterior.safetensors": ["metrics.json"],
+    }
+    for name in needed_later.get(file, []):
+        (run.folder / name).unlink()
+    path = run.folder / file
+    path.write_bytes(path.read_bytes()[:20] + b"\xff\x00{{")
+    with pytest.raises(ValueError, match=message) as error:
+        Run.open(run.folder).evaluate()
+    assert "\n" not in str(error.value)
+
+
+def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
+    run = moons(folder=tmp_path / "run")
+    run.begin()
+    run.train()
+    run.evaluate()
+    (run.folder / "metrics.json").write_text("[]")
+    with pytest.raises(ValueError, match="list instead of a table"):
+        Run.open(run.folder).evaluate()
+    (run.folder / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match="without 'ood'"):
+        Run.open(run.folder).evaluate()
+    (run.folder / "config.toml").write_text('task = "moons"\n')
+    with pytest.raises(ValueError, match=r"config\.toml, got a damaged one"):
+        Run.open(run.folder)
+
+
+def test_settings_are_checked_before_anything_is_trained(tmp_path):
+    for override, message in (("evaluation.corrupt=foq", "'fog'"), ("evaluation.score=entropi", "expected a score")):
+        task = load_task("digits", size="smoke", overrides=[override])
+        with pytest.raises(ValueError, match=message):
+            jobs.bench(task, out=tmp_path)
+    assert not list(tmp_path.glob("*/training.json"))
+    with pytest.raises(ValueError, match=r"expected no training.patience for swag, which collects a trajectory"):
+        moons("swag", "training.patience=2", folder=tmp_path / "swag").begin()
+
+
+def test_other_wrong_uses_are_one_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected a run folder, got no .*config\.toml"):
+        Run.open(tmp_path)
+    run = moons(folder=tmp_path / "run")
+    run.begin()
+    with pytest.raises(FileNotFoundError, match="expected a trained run"):
+        run.evaluate()
+    with pytest.raises(FileNotFoundError, match="dissensus evaluate"):
+        jobs.report_runs([tmp_path / "run"], tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected run folders in"):
+        jobs.report_runs([tmp_path / "nothing"], tmp_path)
+    with pytest.raises(ValueError, match="at least one seed"):
+        jobs.bench(load_task("moons", size="smoke"), out=tmp_path, seeds=0)
+    with pytest.raises(ValueError, match="did you mean 'map'"):
+        jobs.bench(load_task("moons", size="smoke"), out=tmp_path, methods=["mapp"])
+    taken = tmp_path / "file"
+    taken.write_text("")
+    for out in (taken, taken / "below"):
+        with pytest.raises(NotADirectoryError, match="expected a folder to write to"):
+            jobs.bench(load_task("moons", size="smoke"), out=out)
+
+
+def test_runs_of_two_tasks_make_two_reports(tmp_path):
+    for size in ("smoke", "short"):
+        task = load_task("moons", size=size, overrides=["training.epochs=1"])
+        run = Run(tmp_path / size, run_config(task, "map", 0))
+        run.begin()
+        run.train()
+        run.evaluate()
+    with pytest.raises(ValueError, match="expected runs of one task and size"):
+        jobs.report_runs([tmp_path], tmp_path / "out")

@@ -1,0 +1,284 @@
+"""Weights that a task's network starts from: three kinds of files, two folders, and files of strangers."""
+
+import io
+import pickle
+import re
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dissensus as ds
+from dissensus.bench.rows.sets import LastData
+from dissensus.bench.run import jobs
+from dissensus.bench.run import weights as module
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.weights import load_weights, located
+from dissensus.bench.task.config import load_task, run_config
+
+
+def net() -> torch.nn.Module:
+    return ds.nets.MLP(2, 2, hidden=(6,), batch_norm=True)
+
+
+def write(path, state) -> None:
+    plain = {name: tensor.detach().clone() for name, tensor in state.items()}
+    if path.suffix == ".npz":
+        np.savez_compressed(path, **{name: tensor.numpy() for name, tensor in plain.items()})
+    elif path.suffix == ".safetensors":
+        save_file(plain, path)
+    else:
+        torch.save(state, path)
+
+
+def same(network, state) -> bool:
+    found = network.state_dict()
+    return all(torch.equal(found[name], state[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.npz", "w.safetensors"])
+def test_a_state_dict_is_read_bit_for_bit(tmp_path, name):
+    saved = net()
+    write(tmp_path / name, saved.state_dict())
+    network = net()
+    assert not same(network, saved.state_dict())
+    load_weights(network, tmp_path / name)
+    assert same(network, saved.state_dict())
+    assert all(p.requires_grad for p in network.parameters())
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.npz", "w.safetensors"])
+def test_counts_of_batches_that_nobody_reads_may_be_missing(tmp_path, name):
+    saved = net()
+    write(tmp_path / name, {key: t for key, t in saved.state_dict().items() if "num_batches" not in key})
+    network = net()
+    load_weights(network, tmp_path / name)
+    assert same(network, saved.state_dict())
+    next(m for m in network.modules() if isinstance(m, torch.nn.BatchNorm1d)).momentum = None  # the mean over batches
+    with pytest.raises(ValueError, match=r"a file without layers\.1\.num_batches_tracked"):
+        load_weights(network, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.npz", "w.safetensors"])
+def test_missing_and_unexpected_names_are_one_error_that_lists_them(tmp_path, name):
+    state = dict(net().state_dict())
+    gone = list(state)[:2]
+    for each in gone:
+        del state[each]
+    state |= {"one": torch.zeros(1), "two": torch.zeros(1)}
+    write(tmp_path / name, state)
+    network = net()
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    with pytest.raises(ValueError, match=re.escape(f"without {', '.join(gone)} and with unexpected one, two; save")):
+        load_weights(network, tmp_path / name)
+    assert same(network, before)
+
+
+def test_shapes_kinds_and_numbers_that_do_not_fit_are_errors(tmp_path):
+    good = dict(net().state_dict())
+    name = next(iter(good))
+    for value, message in (
+        (torch.zeros(3), f"expected {name} of shape"),
+        (torch.zeros(good[name].shape, dtype=torch.int64), f"expected {name} as torch.float32"),
+        (torch.full(good[name].shape, torch.nan), f"expected finite numbers in {name}"),
+        (torch.full(good[name].shape, 1e300, dtype=torch.float64), f"expected finite numbers in {name}"),
+    ):
+        write(tmp_path / "w.pt", good | {name: value})
+        with pytest.raises(ValueError, match=message):
+            load_weights(net(), tmp_path / "w.pt")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+class Wide:
+    def __reduce__(self):
+        return (bytearray, (10**13,))
+
+
+@pytest.mark.parametrize("value", [Bomb(), Wide(), {"a": Bomb()}])
+def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_path, capsys, value):
+    torch.save(value, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+        load_weights(net(), tmp_path / "w.pt")
+    (tmp_path / "w.pt").write_bytes(pickle.dumps(value))
+    with pytest.raises(ValueError, match=r"expected a whole .pt file"):
+        load_weights(net(), tmp_path / "w.pt")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_that_holds_more_than_a_state_dict_says_what_it_holds(tmp_path):
+    torch.save({"state_dict": net().state_dict(), "epoch": 3}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"expected a state dict of tensors in .* got the entries state_dict, epoch"):
+        load_weights(net(), tmp_path / "w.pt")
+
+
+def test_objects_in_an_npz_are_refused(tmp_path):
+    np.savez(tmp_path / "w.npz", a=np.array([Bomb()], dtype=object))
+    with pytest.raises(ValueError, match="expected arrays of numbers"):
+        load_weights(net(), tmp_path / "w.npz")
+
+
+def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 10_000)
+    np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**6))
+    assert (tmp_path / "w.npz").stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
+        load_weights(net(), tmp_path / "w.npz")
+    torch.save({"a": torch.zeros(10**5)}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
+        load_weights(net(), tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        whole = zipfile.ZipFile(tmp_path / "w.pt")
+        for entry in whole.namelist():
+            packed.writestr(entry, whole.read(entry))
+    assert (tmp_path / "packed.pt").stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
+        load_weights(net(), tmp_path / "packed.pt")
+
+
+def test_an_array_whose_header_says_more_than_it_has_takes_no_memory(tmp_path):
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (100000000000,), }"
+    header += b" " * (64 - (10 + len(header) + 1) % 64) + b"\n"
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+    with pytest.raises(ValueError, match="says 800,000,000,000 bytes and has"):
+        load_weights(net(), tmp_path / "w.npz")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
+def test_a_damaged_file_is_one_clear_error(tmp_path, suffix):
+    path = tmp_path / f"w{suffix}"
+    write(path, net().state_dict())
+    whole = path.read_bytes()
+    for damaged in (b"", b"nothing", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"expected a whole {suffix} file of plain tensors, got") as error:
+            load_weights(net(), path)
+        assert "\n" not in str(error.value)
+
+
+def test_other_kinds_of_files_are_named(tmp_path):
+    (tmp_path / "w.h5").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"expected weights in a file .pt, .pth, .npz, .safetensors, got"):
+        load_weights(net(), tmp_path / "w.h5")
+
+
+def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
+    first, second = tmp_path / "data", tmp_path / "task"
+    for folder in (first, second):
+        folder.mkdir()
+    (second / "w.pt").touch()
+    assert located("w.pt", [first, second]) == second / "w.pt"
+    (first / "w.pt").touch()
+    assert located("w.pt", [first, second]) == first / "w.pt"
+    assert located(str(second / "w.pt"), [first]) == second / "w.pt"
+    with pytest.raises(
+        FileNotFoundError, match=r"expected network.weights = 'v.pt' to be a file, got none in .*data or"
+    ):
+        located("v.pt", [first, second])
+    with pytest.raises(FileNotFoundError, match="since none is known"):
+        located("v.pt", [])
+
+
+TASK = """
+methods = ["map"]
+[data]
+name = "two_moons"
+count = 60
+[network]
+name = "MLP"
+hidden = [6]
+batch_norm = true
+weights = "w.safetensors"
+[training]
+epochs = 1
+lr = 1e-12
+threads = 1
+[evaluation]
+corrupt = "none"
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    (tmp_path / "task").mkdir()
+    path = tmp_path / "task" / "mine.toml"
+    path.write_text(TASK)
+    return path
+
+
+def close(posterior, state) -> bool:
+    trained = dict(posterior.member(0).named_parameters())
+    return all(torch.allclose(trained[name], state[name], atol=1e-6) for name in trained)
+
+
+def test_a_run_starts_from_the_file_beside_the_task_or_in_the_folder_of_the_data(tmp_path, task_file, monkeypatch):
+    beside, data = net().state_dict(), net().state_dict()
+    write(task_file.parent / "w.safetensors", beside)
+    task = load_task(str(task_file))
+    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    assert close(ds.load(tmp_path / "a" / "map-seed0" / "posterior"), beside)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "w.safetensors", data)
+    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "b", source=str(tmp_path / "data"))
+    assert close(ds.load(tmp_path / "b" / "map-seed0" / "posterior"), data)
+    monkeypatch.setenv("DISSENSUS_DATA", str(tmp_path / "data"))
+    jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "c")
+    assert close(ds.load(tmp_path / "c" / "map-seed0" / "posterior"), data)
+    config = Run.open(tmp_path / "c" / "map-seed0").config
+    assert config.network["weights"] == "w.safetensors"  # as written
+
+
+def test_a_training_that_is_shared_starts_from_the_file(tmp_path, task_file):
+    state = net().state_dict()
+    write(task_file.parent / "w.safetensors", state)
+    overrides = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
+    jobs.run_all(load_task(str(task_file), overrides=overrides), methods=["map", "swa"], seeds=[0], out=tmp_path / "a")
+    assert close(ds.load(tmp_path / "a" / "map-seed0" / "posterior"), state)
+
+
+def test_a_file_that_is_missing_or_does_not_fit_is_an_error_before_anything_is_written(tmp_path, task_file):
+    task = load_task(str(task_file))
+    with pytest.raises(FileNotFoundError, match=re.escape("expected network.weights = 'w.safetensors'")):
+        jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    write(task_file.parent / "w.safetensors", {"a": torch.zeros(1)})
+    with pytest.raises(ValueError, match="with unexpected a"):
+        jobs.run_all(task, methods=["map"], seeds=[0], out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_file):
+    write(task_file.parent / "w.safetensors", net().state_dict())
+    task = load_task(str(task_file))
+    with pytest.raises(ValueError, match="got deep_ensemble, whose 5 members would all start at them"):
+        jobs.run_all(task, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
+    one = load_task(str(task_file), overrides=["method.deep_ensemble.members=1"])
+    jobs.run_all(one, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
+
+
+def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_file):
+    write(task_file.parent / "w.safetensors", net().state_dict())
+    config = run_config(load_task(str(task_file)), "map", 0)
+    run = Run(tmp_path / "run", config, load=LastData(), beside=task_file.parent)
+    run.begin()
+    run.begin()
+    write(task_file.parent / "w.safetensors", net().state_dict())
+    with pytest.raises(ValueError, match="got one from other contents of that file"):
+        run.begin()
+
+
+def test_an_archive_with_its_pickle_in_capitals_is_looked_at_too(tmp_path):
+    buffer = io.BytesIO()
+    torch.save(Wide(), buffer)
+    with zipfile.ZipFile(tmp_path / "w.pt", "w") as renamed:
+        whole = zipfile.ZipFile(buffer)
+        for entry in whole.namelist():
+            renamed.writestr(entry.replace("data.pkl", "DATA.PKL"), whole.read(entry))
+    with pytest.raises(ValueError, match=r"asks for __?builtin(s|__).bytearray"):
+        load_weights(net(), tmp_path / "w.pt")

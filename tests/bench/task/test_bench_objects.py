@@ -1,0 +1,248 @@
+"""Objects that a task names: one table, every form of writing, errors with the nearest name, configs that stay TOML."""
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import dissensus as ds
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run.build import likelihood, network, posterior
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.arguments import value_of
+from dissensus.bench.task.config import load_task, merged, run_config
+from dissensus.bench.task.objects import OBJECTS, written
+from dissensus.bench.task.toml import toml
+from dissensus.methods import METHODS
+
+TASK = """
+methods = ["svgd"]
+{top}
+[data]
+name = "{data}"
+[network]
+name = "MLP"
+hidden = [4]
+[method.svgd]
+members = 2
+{method}
+[training]
+epochs = 1
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    def read(method="", *overrides, top="", data="two_moons", name="svgd"):
+        path = tmp_path / "mine.toml"
+        path.write_text(TASK.format(method=method, top=top, data=data))
+        return run_config(load_task(str(path), overrides=overrides), name, 0)
+
+    return read
+
+
+def built(config):
+    return posterior(config, task_data(config.data))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('annealing = "cyclic"', ds.Annealing("cyclic")),
+        ("annealing = {cyclic = {cycles = 4}}", ds.Annealing("cyclic", cycles=4)),
+        ("annealing = {cyclic = 4}", ds.Annealing("cyclic", cycles=4)),
+        ("annealing = {cyclic = []}", ds.Annealing("cyclic")),
+        ('annealing = {name = "linear", steps = 7}', ds.Annealing("linear", steps=7)),
+        ("annealing = {hyper = {weight = 2.0}}", ds.Annealing("hyper", weight=2.0)),
+        ("annealing = {constant = 0.5}", ds.Annealing(weight=0.5)),
+    ],
+)
+def test_annealing_is_written_by_name(config, text, expected):
+    assert built(config(text)).annealing == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{ normal = [1.0, 0.5] }", ds.Modulation.normal(1.0, 0.5)),
+        ('"sign"', ds.Modulation.sign()),
+        ("{ between = 0.3 }", ds.Modulation.between(0.3)),
+        ("{ bernoulli = { keep = 0.8 } }", ds.Modulation.bernoulli(0.8)),
+    ],
+)
+def test_a_modulation_is_written_by_name(config, tmp_path, text, expected):
+    path = tmp_path / "embedded.toml"
+    method = f"modulation = {text}\nregime = 1.5"
+    path.write_text(TASK.replace("svgd", "batch_ensemble").format(method=method, top="", data="two_moons"))
+    made = built(run_config(load_task(str(path)), "batch_ensemble", 0))
+    assert (made.modulation, made.gamma, made.particles.members) == (expected, 1.5, 2)
+
+
+def test_a_forgotten_modulation_says_which_suits_what(tmp_path):
+    path = tmp_path / "embedded.toml"
+    path.write_text(TASK.replace("svgd", "batch_ensemble").format(method="", top="", data="two_moons"))
+    with pytest.raises(ValueError, match="independent members"):
+        built(run_config(load_task(str(path)), "batch_ensemble", 0))
+
+
+def test_an_object_is_named_on_the_command_line(config):
+    assert built(config("", "method.svgd.annealing=cyclic")).annealing == ds.Annealing("cyclic")
+    assert built(config("", "method.annealing={cyclic = 3}")).annealing == ds.Annealing("cyclic", cycles=3)
+    one = config("annealing = {cyclic = 3}", "method.svgd.annealing.weight=2.0")
+    assert built(one).annealing == ds.Annealing("cyclic", cycles=3, weight=2.0)
+    assert isinstance(likelihood(config("", "likelihood=regression")), ds.Regression)
+
+
+@pytest.mark.parametrize(
+    ("top", "expected", "noise"),
+    [
+        ('likelihood = "regression"', ds.Regression, "learned"),
+        ("likelihood = {regression = {noise = 0.1}}", ds.Regression, 0.1),
+        ("likelihood = {regression = 0.1}", ds.Regression, 0.1),
+        ('likelihood = {name = "Regression", noise = 0.1}', ds.Regression, 0.1),
+        ('likelihood = "heteroscedastic_regression"', ds.HeteroscedasticRegression, None),
+        ('likelihood = {name = "HeteroscedasticRegression"}', ds.HeteroscedasticRegression, None),
+    ],
+)
+def test_a_likelihood_is_written_by_name_and_says_how_many_outputs_there_are(config, top, expected, noise):
+    found = config(top=top, data="cubic")
+    made = likelihood(found)
+    assert type(made) is expected
+    assert getattr(made, "noise", None) == noise
+    outputs = network(found, task_data(found.data)).config["outputs"]
+    assert outputs == (2 if expected is ds.HeteroscedasticRegression else 1)
+
+
+def test_one_argument_of_a_likelihood_is_set_whatever_its_form(config):
+    for top in ('likelihood = "regression"', "likelihood = {regression = 0.1}", 'likelihood = {name = "Regression"}'):
+        found = config("", "likelihood.noise=0.3", top=top, data="cubic")
+        assert likelihood(found).noise == 0.3
+
+
+@pytest.mark.parametrize(
+    ("method", "top", "message"),
+    [
+        ('annealing = "cyclc"', "", "expected annealing of constant, cyclic, hyper, linear, got 'cyclc'; did you mean 'cycl"),
+        ("annealing = {cyclc = 4}", "", "did you mean 'cyclic'?"),
+        ("annealing = {cyclic = {cycle = 4}}", "", "expected an argument of annealing cyclic of .*; did you mean 'cycles'?"),
+        ("annealing = {linear = {cycles = 4}}", "", "expected an argument of annealing linear of steps, weight, got 'cycles'"),
+        ("annealing = {linear = 4}", "", "expected at most 0 values in order for annealing linear, got 1; it takes steps"),
+        ("annealing = {cyclic = [1, 2]}", "", "expected at most 1 values in order for annealing cyclic, got 2"),
+        ("annealing = {cyclic = 1, linear = 2}", "", "expected one name in annealing .* got cyclic, linear"),
+        ("annealing = 3", "", "expected annealing by name, got 3; write"),
+        ("annealing = {cyclic = 0}", "", "expected at least one cycle, got 0"),
+        ('annealing = {cyclic = "four"}', "", "expected values that annealing cyclic takes, got {'cycles': 'four'}"),
+        ("", 'likelihood = "regresion"', "expected likelihood of .* got 'regresion'; did you mean 'regression'?"),
+        ("", "likelihood = {noise = 0.1}", "expected likelihood of .* got 'noise'"),
+        ("", "likelihood = {regression = {noise = -1}}", "expected a positive noise"),
+        ("", "likelihood = {regression = {nois = 1}}", "did you mean 'noise'?"),
+        ("", "likelihood = 3", "expected likelihood by name, got 3"),
+    ],
+)  # fmt: skip
+def test_what_is_written_wrongly_is_one_clear_error(config, method, top, message):
+    with pytest.raises(ValueError, match=message) as error:
+        config(method, top=top)
+    assert "\n" not in str(error.value)
+
+
+def test_a_method_without_the_keyword_says_so(config):
+    with pytest.raises(ValueError, match=re.escape("expected a key of [method.forde]")):
+        config("", "method.forde.annealing=cyclic")
+
+
+def test_the_config_of_a_run_keeps_what_was_written_and_is_the_same_run_again(config, tmp_path):
+    found = config("annealing = {cyclic = {cycles = 4}}", top='likelihood = "classification"')
+    assert found.settings["annealing"] == {"cyclic": {"cycles": 4}}
+    assert found.likelihood == "classification"
+    json.dumps(found.table())
+    assert tomllib.loads(toml(found.table())) == found.table()
+    run = Run(tmp_path / "run", found)
+    run.begin()
+    assert Run.open(run.folder).config == found
+    run.begin()
+    other = Run(run.folder, config("annealing = {cyclic = {cycles = 5}}", top='likelihood = "classification"'))
+    with pytest.raises(ValueError, match=r"settings.annealing.cyclic.cycles = 5, got one with 4"):
+        other.begin()
+
+
+def test_another_name_takes_the_place_of_an_object_and_the_same_one_is_merged():
+    base = {"annealing": {"cyclic": {"cycles": 4}}}
+    assert merged(base, {"annealing": {"linear": {}}}) == {"annealing": {"linear": {}}}
+    assert merged(base, {"annealing": {"cyclic": {"weight": 2}}}) == {
+        "annealing": {"cyclic": {"cycles": 4, "weight": 2}}
+    }
+    named = {"likelihood": {"name": "Regression", "noise": 0.1}}
+    assert merged(named, {"likelihood": {"noise": 0.2}}) == {"likelihood": {"name": "Regression", "noise": 0.2}}
+    assert merged(named, {"likelihood": {"regression": 1}}) == {"likelihood": {"regression": 1}}
+    assert merged({"empcov": {"layer": "a"}}, {"empcov": {"alpha": 2}}) == {"empcov": {"layer": "a", "alpha": 2}}
+
+
+def test_a_variant_may_say_only_what_is_different_in_an_object(config):
+    text = 'annealing = {name = "cyclic", cycles = 4}\n[method.svgd-heavy]\nannealing = {weight = 2.0}'
+    assert built(config(text, name="svgd-heavy")).annealing == ds.Annealing("cyclic", cycles=4, weight=2.0)
+
+
+def test_a_sweep_finds_its_setting_inside_an_object():
+    assert value_of({"alpha": 0.1}, "alpha") == 0.1
+    assert value_of({"lengthscales": {"pca": [0.4]}, "members": 2}, "alpha") == 0.4
+    assert value_of({"lengthscales": "pca"}, "alpha") is None
+
+
+def test_the_page_shows_forms_that_work(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
+    (block,) = [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if text.startswith("likelihood")]
+    names = re.findall(r"\[method.(\w+)\]", block)
+    head = f'methods = {json.dumps(names)}\ndata.name = "cubic"\nnetwork.name = "MLP"\ntraining.epochs = 1\n'
+    (tmp_path / "mine.toml").write_text(head + block)
+    task = load_task(str(tmp_path / "mine.toml"))
+    made = {name: built(run_config(task, name, 0)) for name in names}
+    assert made["svgd"].annealing == made["weight_rde"].annealing == ds.Annealing("cyclic", cycles=4)
+    assert made["forde"].lengthscales is not None
+    assert made["deep_ensemble"].first_layer_prior is not None
+    assert all(isinstance(each.likelihood, ds.Regression) for each in made.values())
+
+
+@dataclass
+class Modulation:
+    mean: float
+    std: float
+
+    @classmethod
+    def normal(cls, mean, std):
+        return cls(mean, std)
+
+    @classmethod
+    def sign(cls, p=0.5):
+        return cls(p, p)
+
+
+class Modulated(ds.MAP):
+    """A method with an object that the table does not have yet."""
+
+    name = "modulated"
+
+    def __init__(self, module, *, modulation, likelihood=None):
+        super().__init__(module, likelihood=likelihood)
+        self.modulation = modulation
+
+
+def test_a_new_family_joins_by_one_line(config, monkeypatch):
+    monkeypatch.setitem(METHODS, "modulated", Modulated)
+    monkeypatch.setitem(OBJECTS, "modulation", {"normal": Modulation.normal, "sign": Modulation.sign})
+    for text in ("{normal = [1.0, 0.5]}", "{normal = {mean = 1.0, std = 0.5}}"):
+        found = config("", f"method.modulated.modulation={text}", name="modulated")
+        assert built(found).modulation == Modulation(1.0, 0.5)
+    assert built(config("", "method.modulated.modulation=sign", name="modulated")).modulation == Modulation(0.5, 0.5)
+    with pytest.raises(ValueError, match=r"expected modulation of normal, sign, got 'signs'; did you mean 'sign'?"):
+        config("", "method.modulated.modulation=signs", name="modulated")
+    with pytest.raises(ValueError, match="expected the argument std of modulation normal, got none"):
+        config("", "method.modulated.modulation={normal = 1.0}", name="modulated")
+
+
+def test_every_constructor_of_the_table_has_arguments_that_can_be_written():
+    for keyword, family in OBJECTS.items():
+        for name in family:
+            assert written(keyword, {"name": name}).name == name

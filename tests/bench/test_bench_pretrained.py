@@ -1,0 +1,182 @@
+"""Test rows held out for temperatures, networks that stay as they are, and the task `pretrained` at its smallest."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dissensus as ds
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run import jobs
+from dissensus.bench.run.calibrated import with_calibration
+from dissensus.bench.run.records import read_predictions
+from dissensus.bench.task.config import load_task, run_config
+from dissensus.metrics import ece
+from dissensus.reporting.measures import measures
+
+TASK = """
+methods = ["map", "map-scaled", "node_bnn"]
+[data]
+name = "two_moons"
+count = 200
+noise = 0.4
+validation = 0
+calibration = 60
+[network]
+name = "MLP"
+hidden = [6]
+weights = "given.safetensors"
+[training]
+epochs = 0
+threads = 1
+[method.map-scaled.training]
+temperature = true
+[method.node_bnn]
+samples = 8
+"""
+
+
+def network() -> torch.nn.Module:
+    """Trained a little, on other points than those that are tested on."""
+    torch.manual_seed(0)
+    made = ds.MAP(ds.nets.MLP(2, 2, hidden=(6,)))
+    ds.fit(made, ds.data.Batches(*ds.data.two_moons(200, noise=0.1, seed=5), batch_size=20), epochs=8, progress=False)
+    return made.member(0)
+
+
+@pytest.fixture
+def task(tmp_path):
+    save_file(network().state_dict(), tmp_path / "given.safetensors")
+    (tmp_path / "mine.toml").write_text(TASK)
+    return load_task(str(tmp_path / "mine.toml"))
+
+
+def runs(task, tmp_path, *methods: str):
+    return jobs.run_all(task, methods=methods or task.methods, seeds=[0], out=tmp_path / "runs")
+
+
+def test_calibration_rows_are_test_rows_that_are_not_tested_on():
+    settings = {"name": "two_moons", "count": 100, "validation": 0}
+    whole = task_data(settings).test
+    held = task_data(settings | {"calibration": 30})
+    assert (len(held.test.y), len(held.calibration.y), len(held.train.y)) == (70, 30, 100)
+    together = torch.cat([held.test.x, held.calibration.x])
+    assert sorted(map(tuple, together.tolist())) == sorted(map(tuple, whole.x.tolist()))
+    assert len(task_data(settings).calibration.y) == 0
+    assert held.held_out is held.calibration
+
+
+def test_without_training_the_network_is_the_one_that_was_given(task, tmp_path):
+    made, evaluations = runs(task, tmp_path)
+    given = network().state_dict()
+    for run in made:
+        found = run.posterior().given().state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    plain, scaled, noisy = evaluations
+    assert plain.metrics["accuracy"] == scaled.metrics["accuracy"]
+    assert len({each.metrics["nll"] for each in (plain, scaled, noisy)}) == 3
+    assert plain.metrics["cost/train_seconds"] == 0
+    assert (made[0].folder / "log.jsonl").read_text() == ""
+
+
+def test_the_best_temperature_is_that_of_the_held_out_rows(task, tmp_path):
+    made, (plain, scaled, _) = runs(task, tmp_path)
+    data, posterior = made[0].data, made[0].posterior()
+    temperature = ds.temperature_scale(posterior, made[0].loader(data.calibration))
+    assert plain.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-4)
+    assert scaled.metrics["temperature"] == pytest.approx(temperature, rel=1e-4)
+    assert scaled.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-3)
+    predictive, y = ds.predict(posterior, made[0].loader(data.test))
+    assert plain.metrics["calibrated/nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-5)
+    assert plain.metrics["calibrated/ece"] == pytest.approx(float(ece(predictive.mean, y)), abs=1e-5)
+    assert scaled.metrics["nll"] == pytest.approx(plain.metrics["calibrated/nll"], abs=1e-5)
+    assert not math.isclose(plain.metrics["nll"], plain.metrics["calibrated/nll"], abs_tol=1e-3)
+    assert plain.metrics["calibration/nll_scaled"] <= plain.metrics["calibration/nll"]
+
+
+def test_what_is_measured_at_the_best_temperature_is_in_reports_with_intervals(task, tmp_path):
+    _, (plain, *_) = runs(task, tmp_path, "map")
+    found = {measure.key: measure for measure in measures(plain)}
+    assert found["calibrated/nll"].samples == (("calibrated/nll",),)
+    assert float(plain.arrays["calibrated/nll"].mean()) == pytest.approx(plain.metrics["calibrated/nll"], abs=1e-6)
+    for key in ("calibrated/accuracy", "calibrated/ece", "calibrated/temperature"):
+        assert key in found
+        assert all(name in plain.arrays for group in found[key].samples for name in group)
+
+
+def test_a_regression_is_scaled_too(tmp_path):
+    text = TASK.replace("two_moons", "cubic").replace("count = 200\nnoise = 0.4", "points = 40")
+    text = text.replace("epochs = 0", "epochs = 2\nkeep_best = false").replace('weights = "given.safetensors"\n', "")
+    (tmp_path / "mine.toml").write_text(f"likelihood = {{ regression = {{ noise = 1.0 }} }}\n{text}")
+    made, (found,) = runs(load_task(str(tmp_path / "mine.toml")), tmp_path, "map")
+    held = read_predictions(made[0].folder / "predictions" / "calibration.safetensors")
+    temperature = found.metrics["calibrated/temperature"]
+    assert temperature > 1.5  # a network that learned nothing yet
+    for other in (0.9 * temperature, 1.1 * temperature):
+        assert (
+            -float(held.predictive.tempered(other).log_prob(held.targets).mean())
+            > (found.metrics["calibration/nll_scaled"])
+        )
+    assert with_calibration(found, held, held).metrics["calibrated/nll"] == pytest.approx(
+        found.metrics["calibration/nll_scaled"], abs=1e-6
+    )
+
+
+def test_a_network_that_is_neither_trained_nor_given_is_refused(task, tmp_path):
+    (tmp_path / "mine.toml").write_text(TASK.replace('weights = "given.safetensors"\n', ""))
+    with pytest.raises(ValueError, match=r"expected network.weights for map with training.epochs = 0"):
+        runs(load_task(str(tmp_path / "mine.toml")), tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_images_are_standardised_as_those_of_imagenet(tmp_path):
+    write_cifar(tmp_path)
+    data = task_data({"name": "cifar10", "standardise": "imagenet", "validation": 0}, tmp_path)
+    white = data.standardiser(torch.full((1, 3, 2, 2), 255, dtype=torch.uint8))
+    expected = [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
+    assert white[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-6)
+    for name, got in (("digits", "got 1"), ("two_moons", "got rows")):
+        with pytest.raises(ValueError, match=got):
+            task_data({"name": name, "standardise": "imagenet", "validation": 0}, tmp_path)
+
+
+def write_cifar(folder, count: int = 24) -> None:
+    """CIFAR-10, CIFAR-100 and SVHN with so many random images each, and a ResNet-20 of random weights."""
+    generator = np.random.default_rng(0)
+    ten, hundred, svhn = (folder / name for name in ("cifar-10-batches-bin", "cifar-100-binary", "svhn"))
+    for each in (ten, hundred, svhn, folder / "resnet_cifar10"):
+        each.mkdir(parents=True)
+    rows = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
+    labels = (np.arange(count) % 10).astype(np.uint8)[:, None]
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        np.concatenate([labels, rows], 1).tofile(ten / f"{name}.bin")
+    np.concatenate([labels, labels, rows], 1).tofile(hundred / "test.bin")
+    np.savez(svhn / "test_32x32.npz", images=rows.reshape(count, 32, 32, 3), labels=labels[:, 0])
+    save_file(ds.nets.ResNet(20).state_dict(), folder / "resnet_cifar10" / "resnet20.safetensors")
+
+
+def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
+    write_cifar(tmp_path)
+    small = ["data.train=24", "data.test=20", "data.calibration=10", "data.ood_rows=10", "training.batch_size=12"]
+    task = load_task("pretrained", size="smoke", overrides=[*small, "evaluation.corrupt_rows=4"])
+    methods = ["map", "laplace", "map-tuned", "node_bnn-in4"]
+    made, evaluations = jobs.run_all(task, methods=methods, seeds=[0], out=tmp_path / "runs", source=str(tmp_path))
+    wanted = {"accuracy", "nll", "ece", "calibrated/nll", "corrupt/nll", "ood/svhn/auroc", "ood/cifar100/auroc"}
+    assert all(wanted <= evaluation.metrics.keys() for evaluation in evaluations)
+    assert [evaluation.metrics["cost/train_seconds"] > 0 for evaluation in evaluations] == [False, False, True, True]
+    node = made[-1].posterior()
+    assert (node.settings["mode"], node.components, node.settings["batch_norm"]) == ("in", 4, "frozen")
+
+
+def test_the_task_has_every_number_of_components_in_both_modes():
+    task = load_task("pretrained", size="paper")
+    configs = [run_config(task, method, 0) for method in task.methods]
+    nodes = [c for c in configs if c.method.startswith("node_bnn") and c.training["epochs"]]
+    found = {(c.settings.get("mode", "out"), c.settings["components"]) for c in nodes}
+    assert found == {(mode, k) for mode in ("in", "out") for k in (4, 8, 16, 32)}
+    rates = {(c.training["lr"], c.settings["latent_lr"], c.settings["latent_momentum"]) for c in nodes}
+    assert rates == {(1e-3, 0.01, 0.9)}
+    passes = {c.method: c.training["epochs"] for c in configs}
+    assert passes["map-tuned4"] == 4 * passes["node_bnn-out4"] == 4 * passes["map-tuned"]

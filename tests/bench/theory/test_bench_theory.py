@@ -1,0 +1,64 @@
+"""`dissensus theory`: what its rows obey, and that every command writes its figure."""
+
+import sys
+
+import pytest
+import torch
+
+from dissensus.bench import cli
+from dissensus.bench.theory import runs as theory_runs
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("kernels", "--widths", "16,32", "--seeds", "3"), ("dynamics", "--width", "32", "--steps", "5"),
+     ("width", "--widths", "16,32", "--seeds", "2"), ("regimes",)],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_a_command_writes_its_figure(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", *arguments, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert not done.value.code
+    assert (tmp_path / f"theory-{arguments[0]}.png").read_bytes().startswith(PNG)
+    printed = capsys.readouterr().out
+    assert f"theory-{arguments[0]}.png" in printed
+    if arguments[0] in ("kernels", "width"):
+        assert (tmp_path / f"{arguments[0]}.csv").read_text().startswith("setting,width,seed")
+
+
+def test_wrong_widths_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", "kernels", "--widths", "64,wide"])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    assert "expected whole numbers with commas between, got '64,wide'" in capsys.readouterr().err
+
+
+def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():
+    rows = theory_runs.kernel_rows((32, 128, 512), seeds=20)
+    (widths, found) = theory_runs.deviations(rows, "common_cross")["independent: u = ±1, γ = M"]
+    mine = [{"width": width, "error": error} for width, error in zip(widths, found, strict=True)]
+    assert theory_runs.slope(mine)[0] == pytest.approx(-0.5, abs=0.25)  # three points of 20 draws, 16 % each
+    assert {row["analytic"] for row in rows if row["kernel"].endswith("cross") and "independent" in row["setting"]} == {
+        0
+    }
+
+
+def test_the_map_has_its_known_borders():
+    rate, speed = theory_runs.regime_map([0.0, 1.0], [1, 4, 64])
+    assert torch.allclose(rate[0], torch.ones(3, dtype=torch.float64))  # independent members need no smaller rate
+    assert torch.allclose(speed[0], torch.ones(3, dtype=torch.float64))
+    assert float(speed[1].abs().max()) < 1e-9  # equal members do not differ
+    assert float(rate[1, 2]) < float(rate[1, 1]) < 1
+
+
+def test_a_slope_is_found_with_its_interval():
+    rows = [
+        {"width": 10**k, "error": 3 * 10 ** (-0.5 * k) * (1 + 0.01 * (-1) ** i)} for k in (1, 2, 3) for i in range(4)
+    ]
+    found, lower, upper = theory_runs.slope(rows)
+    assert lower < -0.5 < upper
+    assert found == pytest.approx(-0.5, abs=0.01)

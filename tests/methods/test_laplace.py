@@ -1,0 +1,358 @@
+"""Laplace as a posterior: exact where it should be, fixed functions, files, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.methods.laplace import Laplace
+
+
+def data(n=32, outputs=2):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randn(n, outputs, dtype=torch.float64, generator=generator)
+
+
+def fitted(structure="full", net=tiny.mlp, **keywords):
+    torch.manual_seed(0)
+    x, y = tiny.points(24)
+    posterior = Laplace(net().double(), structure=structure, **{"samples": 5, **keywords})
+    return posterior.fit_posthoc([(x[:10], y[:10]), (x[10:], y[10:])])
+
+
+# ---------------------------------------------------------------------------------------------------- exact cases
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("noise", [0.5, "learned"])
+def test_a_linear_network_gets_the_closed_form_of_bayesian_linear_regression(structure, noise):
+    x, y = data()
+    phi = torch.cat([x, torch.ones(32, 1, dtype=torch.float64)], 1)
+    precision, std = 0.7, 0.5
+    matrix = phi.T @ phi / std**2 + precision * torch.eye(5, dtype=torch.float64)
+    mode = torch.linalg.solve(matrix, phi.T @ y / std**2)  # (5, 2)
+    network = nn.Linear(4, 2).double()
+    network.weight.data, network.bias.data = mode[:4].T.contiguous(), mode[4].clone()
+    likelihood = ds.Regression(noise) if noise != "learned" else ds.Regression(initial=std)
+    posterior = Laplace(
+        network, structure=structure, prior_precision=precision, likelihood=likelihood.double(), samples=20_000
+    )
+    if noise == "learned":
+        posterior.likelihood.log_noise.data.fill_(math.log(std))
+    torch.manual_seed(0)
+    posterior.fit_posthoc([(x[:20], y[:20]), (x[20:], y[20:])])
+
+    covariance = std**2 * torch.eye(32, dtype=torch.float64) + phi @ phi.T / precision  # of y, weights integrated out
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(32, dtype=torch.float64), covariance).log_prob(y.T)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), evidence.sum(), rtol=0, atol=1e-9)
+    variance = torch.linalg.inv(matrix).diagonal()
+    torch.testing.assert_close(posterior.variance["weight"], variance[:4].expand(2, 4), rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.variance["bias"], variance[4].expand(2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.mean["weight"], network.weight.detach(), rtol=0, atol=0)
+
+    new = torch.randn(6, 5, dtype=torch.float64)
+    new[:, 4] = 1
+    expected = ((new @ torch.linalg.inv(matrix)) * new).sum(1)  # variance of the mean at new inputs
+    predictive = posterior.predict(new[:, :4])
+    torch.testing.assert_close(predictive.mean, new @ mode, rtol=0, atol=4 * float(expected.max().sqrt()) / 20_000**0.5)
+    error = 4 * float(expected.max()) * (2 / 20_000) ** 0.5
+    torch.testing.assert_close(predictive.epistemic, expected[:, None].expand(6, 2), rtol=0, atol=error)
+
+
+def test_the_curvature_of_a_network_is_that_of_its_features():
+    posterior = fitted()
+    features = posterior.network[:-1].eval()(tiny.points(24)[0]).detach()
+    alone = Laplace(copy.deepcopy(posterior.network[-1]), samples=2)
+    alone.fit_posthoc([(features, tiny.points(24)[1])])
+    torch.testing.assert_close(alone.log_marginal_likelihood(), posterior.log_marginal_likelihood(), rtol=0, atol=1e-9)
+    assert float(alone.curvature.precision) == pytest.approx(float(posterior.curvature.precision), rel=1e-9)
+    torch.testing.assert_close(alone.variance["weight"], posterior.variance["3.weight"])
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_weight_of_two_is_the_example_twice(structure):
+    (x, y), network = tiny.points(), tiny.mlp().double().eval()
+    weight = torch.ones(12)
+    weight[3], weight[5] = 2, 0
+    weighted = Laplace(network, structure=structure, samples=2).fit_posthoc([(x, y, weight)])
+    rows = [0, 1, 2, 3, 3, 4, *range(6, 12)]
+    repeated = Laplace(network, structure=structure, samples=2).fit_posthoc([(x[rows], y[rows])])
+    a, b = weighted.curvature, repeated.curvature
+    torch.testing.assert_close(a.eigenvalues, b.eigenvalues, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        weighted.log_marginal_likelihood(), repeated.log_marginal_likelihood(), rtol=0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_pixels_that_count_are_examples(structure):
+    torch.manual_seed(0)
+    network = tiny.segmenter().double()
+    x, y = torch.randn(3, 2, 5, 6, dtype=torch.float64), torch.randint(3, (3, 5, 6))
+    y[:, :2] = 255
+    likelihood = ds.Classification(ignore_index=255)
+    posterior = Laplace(network, structure=structure, likelihood=likelihood, samples=2).fit_posthoc([(x, y)])
+    features = network[:-1](x).detach().movedim(1, -1)[:, 2:].reshape(-1, 4)
+    head = nn.Linear(4, 3).double()
+    head.weight.data, head.bias.data = (
+        network[-1].weight.detach()[:, :, 0, 0].clone(),
+        network[-1].bias.detach().clone(),
+    )
+    plain = Laplace(head, structure=structure, samples=2).fit_posthoc([(features, y[:, 2:].reshape(-1))])
+    torch.testing.assert_close(posterior.curvature.eigenvalues, plain.curvature.eigenvalues, rtol=0, atol=1e-9)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0, atol=1e-9)
+
+
+def test_a_mean_without_an_axis_and_means_at_positions_are_regressions():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(x)[:, 0]
+
+    x, y = data(outputs=1)
+    network = Flat().double()
+    flat = Laplace(network, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y[:, 0])])
+    assert flat.predict(x).mean.shape == (32,)
+    plain = Laplace(network.head, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y)])
+    assert torch.equal(flat.curvature.eigenvalues, plain.curvature.eigenvalues)
+    at = Laplace(network.head, likelihood=ds.Regression(0.3), samples=4)
+    at.fit_posthoc([(x.reshape(8, 4, 4), y.reshape(8, 4, 1))])
+    torch.testing.assert_close(at.curvature.eigenvalues, plain.curvature.eigenvalues, rtol=0, atol=1e-10)
+    torch.testing.assert_close(at.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0, atol=1e-10)
+
+
+def test_classes_on_another_axis_than_the_layers_are_refused():
+    x, y = torch.randn(6, 5, 4, dtype=torch.float64), torch.randint(5, (6, 3))
+    with pytest.raises(ValueError, match=r"expected outputs \(B, C\) of the last layer '0', got \(6, 5, 3\)"):
+        Laplace(nn.Sequential(nn.Linear(4, 3)).double()).fit_posthoc([(x, y)])
+
+
+def test_a_heteroscedastic_regression_is_fitted():
+    x, y = data(outputs=1)
+    posterior = Laplace(nn.Linear(4, 2).double(), likelihood=ds.HeteroscedasticRegression(), samples=10)
+    assert posterior.fit_posthoc([(x, y)]).predict(x).epistemic.min() > 0
+
+
+# ---------------------------------------------------------------------------------------------------- a posterior
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.predict(tiny.points()[0]),
+        lambda p: p.member(0),
+        lambda p: p.draw(),
+        lambda p: p.log_marginal_likelihood(),
+        lambda p: p.use_prior_precision(1.0),
+        lambda p: p.mean,
+        lambda p: ds.evaluate(p, [tiny.points()]),
+    ],
+)
+def test_what_needs_data_says_so_before_they_were_seen(use):
+    with pytest.raises(ValueError, match=r"expected a Laplace that was fitted.*call fit_posthoc\(loader\)"):
+        use(Laplace(tiny.mlp().double()))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("covariance", ["rows", "joint"])
+def test_drawn_functions_differ_from_the_network_in_the_last_layer_alone(structure, covariance):
+    posterior = fitted(structure, covariance=covariance)
+    network, members = posterior.network.state_dict(), [posterior.member(i).state_dict() for i in range(5)]
+    for name, tensor in network.items():
+        same = [torch.equal(member[name], tensor) for member in members]
+        assert same == [not name.startswith("3.")] * 5, name
+    spread = torch.stack([member["3.weight"] for member in members]).std(0)
+    assert float(spread.min()) > 0
+
+
+def test_the_network_below_the_last_layer_runs_once_for_all_samples():
+    posterior, calls = fitted(), []
+    posterior.network[0].register_forward_hook(lambda *_: calls.append(1))
+    drawn = Laplace(posterior.network, samples=50).fit_posthoc([tiny.points()]).draw()
+    calls.clear()
+    outputs = drawn(tiny.points()[0])
+    assert outputs.shape == (50, 12, 3)
+    assert len(calls) == 1
+    assert drawn.particles.how == "vectorised"  # and did not fall back
+
+
+def test_fitting_leaves_the_network_modes_and_random_streams_as_found():
+    network = tiny.mlp(dropout=0.5).double().train()
+    network[1].eval()
+    before, modes = tiny.state(network), [m.training for m in network.modules()]
+    posterior = Laplace(network, samples=3)
+    torch.manual_seed(4)
+    posterior.fit_posthoc([tiny.points()])
+    assert tiny.largest_difference(before, tiny.state(network)) == 0
+    assert [m.training for m in network.modules()] == modes
+    assert not any(module._forward_hooks for module in network.modules())
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    torch.randint(2**62, ())  # the seed of the draw, and nothing else
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_another_precision_draws_anew_and_leaves_what_was_drawn():
+    posterior, x = fitted().eval(), tiny.points()[0]
+    drawn, evidence = posterior.draw(), posterior.log_marginal_likelihood()
+    before, spread = drawn(x), drawn(x).std(0).mean()
+    posterior.use_prior_precision(1e4)
+    assert torch.equal(drawn(x), before)
+    assert posterior.log_marginal_likelihood() < evidence
+    assert posterior.draw()(x).std(0).mean() < 0.1 * spread
+    torch.testing.assert_close(posterior(x).mean(0), posterior.current()(x)[0], rtol=0, atol=0.1)
+    posterior.use_prior_precision("marginal_likelihood")
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(evidence))
+
+
+def test_another_precision_after_further_training_belongs_to_the_network_as_it_was_fitted():
+    posterior, x = fitted(prior_precision=1e8), tiny.points()[0]
+    before = posterior(x)
+    with torch.no_grad():
+        for parameter in posterior.network.parameters():
+            parameter.add_(1.0)
+    posterior.use_prior_precision(1e9)
+    torch.testing.assert_close(posterior(x), before, rtol=0, atol=1e-2)
+
+
+def test_fit_trains_as_map_does_and_fits_at_the_end():
+    x, y = tiny.points(24)
+
+    def trained(method, **keywords):
+        torch.manual_seed(1)
+        posterior = method(tiny.mlp().double(), **keywords)
+        ds.fit(posterior, [(x, y)], epochs=3, validation=[(x, y)], progress=False, engine="loop")
+        return posterior
+
+    plain, posterior = trained(ds.MAP), trained(Laplace, samples=3)
+    network = plain.particles.template.network
+    assert tiny.largest_difference(tiny.state(network), tiny.state(posterior.network)) == 0
+    assert torch.equal(posterior.mean["3.weight"], network[3].weight)
+    again = Laplace(network, samples=3).fit_posthoc([(x, y)])
+    torch.testing.assert_close(again.log_marginal_likelihood(), posterior.log_marginal_likelihood(), rtol=0, atol=1e-10)
+
+
+def test_it_watches_a_run_with_others():
+    run = ds.track(tiny.mlp().double(), [ds.MAP, Laplace])
+    x, y = tiny.points(24)
+    ds.fit(run, [(x, y)], epochs=2, progress=False, engine="loop")
+    assert torch.equal(run["laplace"].mean["3.bias"], run["laplace"].network[3].bias)
+    assert run["laplace"].predict(x).mean.shape == (24, 3)
+
+
+def test_a_frozen_network_is_fitted_too():
+    network = tiny.mlp().double().requires_grad_(False)
+    posterior = Laplace(network, samples=3).fit_posthoc([tiny.points()])
+    assert posterior.predict(tiny.points()[0]).mean.shape == (12, 3)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_loaded_one_goes_on_where_it_was_saved(structure, tmp_path):
+    posterior, x = fitted(structure, prior_precision=2.0), tiny.points()[0]
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood())
+    for each in (loaded, posterior):
+        torch.manual_seed(9)
+        each.use_prior_precision("marginal_likelihood")
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_one_that_was_not_fitted_is_saved_and_fitted_later(tmp_path):
+    torch.manual_seed(0)
+    posterior = Laplace(tiny.mlp().double(), structure="kron", samples=3, layer="3")
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert loaded.config() == posterior.config()
+    for each in (loaded, posterior):
+        torch.manual_seed(9)
+        each.fit_posthoc([tiny.points()])
+    x = tiny.points()[0]
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
+    posterior, x = fitted(), tiny.points()[0]
+    other = Laplace(tiny.mlp().double(), samples=5)
+    empty = tiny.state(other)
+    other.load_state_dict(posterior.state_dict())
+    assert torch.equal(other.predict(x).members, posterior.predict(x).members)
+    other.load_state_dict(fitted("kron").state_dict())
+    assert other.curvature.structure == "kron"
+    other.load_state_dict(empty)
+    assert other.curvature is None
+    with pytest.raises(ValueError, match="expected a Laplace that was fitted"):
+        other.predict(x)
+
+
+def test_a_failed_fit_leaves_what_there_was():
+    posterior, (x, y) = fitted(), tiny.points()
+    before, outputs = tiny.state(posterior), posterior.predict(x).members
+    for loader in ([], [(x, y), (x * torch.nan, y)], [(x, y), (x, y + 3)], [(x, y, torch.zeros(12))]):
+        with pytest.raises(ValueError, match=r"at least one example|finite inputs|labels in 0"):
+            posterior.fit_posthoc(loader)
+        assert tiny.largest_difference(before, tiny.state(posterior)) == 0
+        assert torch.equal(posterior.predict(x).members, outputs)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"structure": "diag"}, "expected a structure of"),
+        ({"covariance": "diagonal"}, "expected a covariance of"),
+        ({"prior_precision": 0.0}, "expected a prior precision above 0"),
+        ({"prior_precision": math.nan}, "expected a prior precision above 0"),
+        ({"prior_precision": True}, "expected a prior precision above 0"),
+        ({"prior_precision": "marglik"}, "expected a prior precision above 0"),
+        ({"samples": 0}, "expected at least one sample"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(keywords, words):
+    with pytest.raises(ValueError, match=words):
+        Laplace(tiny.mlp(), **keywords)
+
+
+def test_a_likelihood_of_ones_own_is_refused_since_its_curvature_is_not_known():
+    class Sharper(ds.Classification):
+        def log_prob(self, outputs, y):
+            return super().log_prob(3 * outputs, y)
+
+    with pytest.raises(TypeError, match="expected Classification, Regression or HeteroscedasticRegression"):
+        Laplace(tiny.mlp(), likelihood=Sharper())
+
+
+def test_something_done_to_the_outputs_is_seen_in_any_batch():
+    network = nn.Sequential(nn.Linear(4, 3).double(), nn.ReLU())
+    network[0].weight.data.zero_()
+    network[0].weight.data[0, 0] = 1.0
+    network[0].bias.data.zero_()
+    x = torch.zeros(6, 4, dtype=torch.float64)
+    y = torch.arange(6) % 3
+    with pytest.raises(ValueError, match="expected outputs that are those of the last layer '0'"):
+        Laplace(network).fit_posthoc([(x + 1, y), (x - 1, y)])  # the first batch passes a ReLU unchanged
+
+
+def test_outputs_that_are_not_finite_are_an_error():
+    network = tiny.mlp().double()
+    network[3].weight.data.fill_(1e308)
+    with pytest.raises(ValueError, match="expected finite outputs"):
+        Laplace(network).fit_posthoc([(100 * tiny.points()[0], tiny.points()[1])])
+
+
+def test_a_layer_too_wide_for_the_whole_matrix_says_what_to_do():
+    network = nn.Linear(1500, 8)
+    with pytest.raises(ValueError, match='structure="kron"'):
+        Laplace(network).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))])
+    Laplace(network, structure="kron", samples=2).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))])

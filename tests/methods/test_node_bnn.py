@@ -1,0 +1,465 @@
+"""NodeBNN: counts, what latents at 1 and collapsed ones compute, the objective, prediction, files and bad input."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.statistics import statistics_layers
+from dissensus.methods.node_functions import NodeFunctions
+from dissensus.methods.node_latents import for_examples
+from dissensus.methods.node_mixture import cross_entropy, entropy_bound, surrogate_kl
+
+TINY_STD = -40.0  # softplus of it is 4e-18
+
+
+def still(posterior):
+    """The posterior with all latents at 1."""
+    with torch.no_grad():
+        posterior.mean.fill_(1.0)
+        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
+    return posterior
+
+
+def conv(dropout=0.0):
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(5, 3)
+    )
+
+
+def build(net=tiny.mlp, **keywords):
+    return ds.NodeBNN(net(), **{"data_size": 100, **keywords}).to(torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------- latents
+
+
+def test_latent_counts_of_the_papers_networks():
+    with torch.device("meta"):
+        vgg, wide = ds.nets.VGG16(batch_norm=False), ds.nets.WideResNet(28, 10)
+    assert ds.NodeBNN(vgg.to_empty(device="cpu"), data_size=1, mode="in", components=1).latents == 5251
+    assert ds.NodeBNN(wide.to_empty(device="cpu"), data_size=1, mode="in", components=1).latents == 9475
+
+
+def test_latents_stand_on_input_nodes_output_nodes_or_both_and_on_biases():
+    counts = {mode: build(mode=mode).latents for mode in ("in", "out", "both")}
+    assert counts == {"in": 4 + 6, "out": 6 + 3, "both": 19}
+    assert build(mode="in", bias_latent=True).latents == 12
+    assert build(conv, mode="out").latents == 5 + 3
+
+
+def test_means_start_around_1_and_deviations_around_init_std():
+    torch.manual_seed(0)
+    posterior = ds.NodeBNN(nn.Linear(4000, 2), data_size=9, mode="in", prior_std=0.4, init_spread=0.1)
+    posterior.requires_grad_(False)
+    assert float(posterior.mean.mean()) == pytest.approx(1.0, abs=4 * 0.1 / 16000**0.5)
+    assert float(posterior.mean.std()) == pytest.approx(0.1, abs=0.003)
+    assert float(posterior.std.mean()) == pytest.approx(0.4, abs=4 * 0.02 / 16000**0.5)
+    assert float(posterior.std.std()) == pytest.approx(0.02, abs=0.001)
+    narrow = ds.NodeBNN(nn.Linear(4000, 2), data_size=9, mode="in", init_std=0.1).std.detach()
+    assert float(narrow.mean()) == pytest.approx(0.1, abs=4 * 0.02 / 16000**0.5)
+
+
+NETS = {
+    "MLP": (lambda: ds.nets.MLP(5, 3), (5,)),
+    "ConvNet": (lambda: ds.nets.ConvNet(1, 3, size=8, width=4, hidden=8), (1, 8, 8)),
+    "ResNet": (lambda: ds.nets.ResNet(20), (3, 8, 8)),
+    "ResNet18": (lambda: ds.nets.ResNet(18), (3, 8, 8)),
+    "VGG16": (lambda: ds.nets.VGG16(), (3, 32, 32)),
+    "WideResNet": (lambda: ds.nets.WideResNet(10, 1), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("mode", ["in", "both"])
+@pytest.mark.parametrize("name", NETS)
+def test_all_latents_at_1_reproduce_the_network(name, mode):
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    network = make().eval()
+    x = torch.randn(2, *shape)
+    posterior = ds.NodeBNN(network, data_size=10**12, components=1, samples=1, mode=mode, bias_latent=True).eval()
+    still(posterior)
+    with torch.no_grad():
+        expected = network(x)
+    torch.testing.assert_close(posterior(x)[0].detach(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(posterior.collapse()(x).detach(), expected, rtol=1e-6, atol=1e-6)
+    y = torch.tensor([0, 1])
+    nll = nn.functional.cross_entropy(expected, y)  # beside it the KL of some 1e5 is nothing when N is 1e12
+    torch.testing.assert_close(posterior.loss(x, y).detach(), nll, rtol=1e-6, atol=1e-6)
+
+
+def test_all_latents_at_1_reproduce_a_network_of_torchvision():
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    torch.manual_seed(0)
+    for make in (models.resnet18, models.mobilenet_v3_small):
+        network, x = make(weights=None).eval(), torch.randn(2, 3, 64, 64)
+        posterior = still(ds.NodeBNN(network, data_size=10, components=1, samples=1)).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(posterior(x)[0], network(x), rtol=1e-5, atol=1e-6)
+
+
+def test_components_come_in_turn_and_every_example_meets_each_of_them():
+    mean, std = torch.arange(4.0)[:, None], torch.zeros(4, 1)
+    seen = for_examples(mean, std, 12).reshape(3, 4)  # three examples, four samples of each
+    assert torch.equal(seen.sort(1).values, torch.arange(4.0).expand(3, 4))
+    torch.manual_seed(0)
+    firsts = [float(for_examples(mean, std, 1)) for _ in range(400)]  # fewer examples than components
+    assert {firsts.count(k) > 60 for k in range(4)} == {True}  # 100 ± 4 · 8.7 of each
+
+
+# ---------------------------------------------------------------------------------------------------- the objective
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.0])
+@pytest.mark.parametrize("divergence", ["mixture", "surrogate"])
+@pytest.mark.parametrize("bound", ["joint", "per_layer", "released"])
+def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bound, divergence, gamma):
+    torch.manual_seed(0)
+    x, y = tiny.points()
+    posterior = build(bound=bound, divergence=divergence, gamma=gamma, data_size=50).eval()
+    torch.manual_seed(5)
+    loss = float(posterior.loss(x, y).detach())
+    torch.manual_seed(5)
+    z = for_examples(posterior.mean, posterior.std, 48)
+    drawn = NodeFunctions(posterior.particles.apart(), posterior.sites, z)
+    outputs = torch.stack([drawn(x[i // 4][None])[i, 0] for i in range(48)])
+    nll = nn.functional.cross_entropy(outputs, y.repeat_interleave(4))
+    mean, std = posterior.mean, posterior.std
+    options = {"joint": {}, "per_layer": {"widths": (6, 3)}, "released": {"widths": (6, 3), "factor": 1 / 16}}[bound]
+    entropy = entropy_bound(mean, std, **options)
+    kl = surrogate_kl(mean, std, 0.3) if divergence == "surrogate" else cross_entropy(mean, std, 0.3) - entropy
+    assert loss == pytest.approx(float(nll + (kl - gamma * entropy) / 50), abs=1e-12)
+    assert float(posterior.kl()) == pytest.approx(float(kl), abs=1e-12)
+    assert float(posterior.entropy()) == pytest.approx(float(entropy), abs=1e-12)
+
+
+def test_the_kl_is_0_where_the_posterior_is_the_prior():
+    posterior = build(components=1)
+    with torch.no_grad():
+        posterior.mean.fill_(1.0)
+        posterior.particles.shared_parameters()["latents.raw_std"].fill_(math.log(math.expm1(0.3)))
+    assert float(posterior.kl()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_beta_rises_from_0_and_multiplies_kl_and_entropy_alone():
+    torch.manual_seed(0)
+    x, y = tiny.points()
+    posterior = build(annealing=ds.Annealing("linear", steps=4), data_size=10, gamma=1.0).eval()
+
+    def loss():
+        torch.manual_seed(5)
+        return float(posterior.loss(x, y).detach())
+
+    whole = float(posterior.kl() - posterior.entropy()) / 10
+    start = loss()
+    for step in (2, 4, 8):
+        posterior.steps.fill_(step)
+        assert loss() - start == pytest.approx(min(step / 4, 1) * whole, abs=1e-12)
+
+
+def test_without_data_latents_are_drawn_to_the_prior():
+    torch.manual_seed(0)
+    posterior = build(components=1, data_size=1, init_std=0.1, init_spread=0.3)
+    optimizer = torch.optim.Adam(posterior.particles.template.latents.parameters(), lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        posterior.kl().backward()
+        optimizer.step()
+    torch.testing.assert_close(posterior.mean, torch.ones_like(posterior.mean), rtol=0, atol=1e-3)
+    torch.testing.assert_close(posterior.std, torch.full_like(posterior.std, 0.3), rtol=0, atol=1e-3)
+
+
+def test_a_hot_posterior_keeps_wider_latents():
+    widths = {}
+    for gamma in (0.0, 4.0):
+        torch.manual_seed(0)
+        posterior, (x, y) = build(gamma=gamma, data_size=32), tiny.points(32)
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
+        ds.fit(posterior, [(x, y)], epochs=60, optimizer=optimizer, progress=False)
+        widths[gamma] = float(posterior.std.mean())
+    assert widths[4.0] > 1.2 * widths[0.0]
+
+
+def test_weights_decay_and_have_momentum_and_latents_have_a_rate_of_their_own():
+    posterior = build(latent_lr=0.01, components=8)
+    network, latents = posterior.parameter_groups(lr=0.1, weight_decay=5e-4)
+    assert (network["lr"], network["weight_decay"]) == (0.1, 5e-4)
+    assert "momentum" not in network  # the optimiser's
+    assert latents["lr"] == pytest.approx(0.08)  # each component gets 1/K of the gradient
+    assert (latents["weight_decay"], latents["momentum"]) == (0.0, 0.0)
+    assert [tuple(p.shape) for p in latents["params"]] == [(8, 9), (8, 9)]
+    optimizer = torch.optim.SGD([network, latents], lr=0.1, momentum=0.9, nesterov=True)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.0]
+    assert "momentum" not in build(latent_momentum=None).parameter_groups(lr=0.1)[1]
+    assert build().parameter_groups(lr=0.1)[1]["lr"] == 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+
+
+@pytest.mark.parametrize("net", [tiny.mlp, conv])
+def test_collapse_is_the_forward_pass_with_those_latents_fixed(net):
+    torch.manual_seed(0)
+    x, _ = tiny.points()
+    posterior = build(net, mode="both", bias_latent=True, init_spread=0.3).eval()
+    functions = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
+    for k in range(4):
+        network = posterior.collapse(k)
+        assert {type(part) for part in network.modules()} == {type(part) for part in net().modules()}
+        assert tiny.state(network).keys() == tiny.state(net()).keys()
+        torch.testing.assert_close(network.eval()(x), functions[k], rtol=0, atol=1e-12)
+    assert torch.equal(posterior.collapse(-1)(x), posterior.collapse(3)(x))
+    with torch.no_grad():
+        posterior.mean.copy_(posterior.mean.mean(0).expand(4, -1))
+    torch.testing.assert_close(posterior.collapse()(x), posterior.collapse(0)(x), rtol=0, atol=1e-12)
+
+
+def test_samples_are_rounded_up_to_a_multiple_of_the_components_and_come_from_each_alike():
+    posterior = build(components=4, samples=6)
+    assert posterior.samples == posterior.draw().members == 8
+    with torch.no_grad():
+        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
+    drawn = posterior.draw().latents
+    torch.testing.assert_close(drawn, posterior.mean.repeat(2, 1), rtol=0, atol=1e-12)
+
+
+def test_functions_run_one_after_the_other_are_those_run_at_once():
+    torch.manual_seed(0)
+    posterior, (x, _) = build(mode="both").eval(), tiny.points()
+    at_once = posterior.draw()
+    one_by_one = copy.copy(at_once)
+    one_by_one.particles = at_once.particles.apart()
+    one_by_one.particles.how = "loop"
+    torch.testing.assert_close(one_by_one(x), at_once(x), rtol=0, atol=1e-12)
+    parts = list(one_by_one.predict_parts(x))
+    assert len(parts) == 32
+    torch.testing.assert_close(parts[5].members[0], at_once.predict(x).members[5], rtol=0, atol=1e-12)
+
+
+def test_a_stored_draw_keeps_the_statistics_of_training_lest_batch_norm_divides_the_latents_out():
+    torch.manual_seed(0)
+    posterior, (x, y) = build(conv, mode="out"), tiny.points(24)
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    statistics = posterior.particles.shared_buffers()["network.2.running_var"]
+    drawn = posterior.draw()
+    assert torch.equal(drawn.member(3)[2].running_var, statistics)
+    assert torch.equal(drawn.latents, posterior.draw().latents)  # stored
+    assert float(drawn(x).std(0).mean()) > 0.01
+
+
+def test_validation_looks_at_functions_of_now_not_at_a_draw_that_is_stored():
+    torch.manual_seed(0)
+    posterior, (x, y) = build(conv, mode="out").eval(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    assert torch.equal(posterior.draw().latents, posterior.draw().latents)
+    assert posterior.current().members == posterior.samples
+    with torch.no_grad():
+        posterior.mean.add_(5.0)
+    assert float(posterior.current().latents.mean()) > 4.0 > float(posterior.draw().latents.mean())
+
+
+def test_tied_weights_are_not_folded_along():
+    class Tied(nn.Module):
+        def __init__(self, dropout=0.0):
+            super().__init__()
+            self.embed = nn.Embedding(3, 4)
+            self.conv = nn.Conv1d(4, 4, 1)
+            self.head = nn.Linear(4, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.conv(self.embed(x)[:, :, None])[:, :, 0])
+
+    torch.manual_seed(0)
+    network = Tied().double()
+    posterior = ds.NodeBNN(network, data_size=9, mode="in", samples=4, init_spread=0.4).eval()
+    x = torch.tensor([0, 1, 2])
+    mean = posterior.mean[0]
+    outputs = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
+    inner = network.conv((network.embed(x) * mean[:4])[:, :, None])[:, :, 0]
+    torch.testing.assert_close(outputs[0], (inner * mean[4:]) @ network.embed.weight.T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.collapse(0)(x), outputs[0], rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def test_the_callers_network_is_copied_and_needs_no_extra_argument():
+    network, (x, y) = tiny.mlp().double(), tiny.points()
+    before = tiny.state(network)
+    posterior = ds.NodeBNN(network, data_size=12)
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    assert tiny.largest_difference(before, tiny.state(network)) == 0
+    assert posterior.account.converted.keys() == {"0", "3"}
+    weights = posterior.particles.shared_parameters()["network.0.weight"]
+    assert not torch.equal(weights, network[0].weight)
+
+
+def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights():
+    x, y = tiny.points()
+    for batch_norm, moved in (("frozen", False), ("trained", True)):
+        posterior = build(conv, batch_norm=batch_norm)
+        before = tiny.state(posterior)
+        ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+        after = tiny.state(posterior)
+        norm = "particles.shared.network.2"
+        assert torch.equal(before[f"{norm}.running_mean"], after[f"{norm}.running_mean"]) != moved
+        assert not torch.equal(before[f"{norm}.weight"], after[f"{norm}.weight"])
+        layer = statistics_layers(posterior.particles.template)["network.2"]
+        posterior.train()
+        assert layer.training == moved
+
+
+def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):
+    x, y = tiny.points()
+    fresh, seen = build(conv, batch_norm="frozen"), conv().double()
+    for _ in range(2):
+        fresh.backward(x, y)
+    assert [record.message for record in caplog.records if "no data have passed in 2" in record.message] != []
+    assert len(caplog.records) == 1
+    caplog.clear()
+    seen(x)
+    ds.NodeBNN(seen, data_size=12, batch_norm="frozen").backward(x, y)
+    build(conv).backward(x, y)
+    assert not caplog.records
+
+
+def test_latents_train_where_every_weight_is_frozen():
+    network, (x, y) = tiny.mlp().double().requires_grad_(False), tiny.points()
+    posterior = ds.NodeBNN(network, data_size=12)
+    before = posterior.mean.detach().clone()
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    assert not torch.equal(posterior.mean, before)
+    assert torch.equal(posterior.particles.shared_parameters()["network.0.weight"], network[0].weight)
+
+
+def test_accumulated_batches_and_clipping_train_latents_too():
+    x, y = tiny.points(24)
+    torch.manual_seed(0)
+    posterior = build()
+    before = posterior.mean.detach().clone()
+    loader = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1.0)
+    ds.fit(posterior, loader, epochs=2, accumulate=2, clip=1e-3, progress=False, optimizer=optimizer)
+    moved = posterior.mean.detach() - before
+    assert 0 < float(moved.norm()) <= 4e-3 + 1e-12  # four steps of at most 1e-3
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path):
+    x, y = tiny.points(24)
+
+    def fit(posterior, **keywords):
+        ds.fit(posterior, [(x, y)], epochs=6, progress=False, **keywords)
+
+    def run(stop):
+        torch.manual_seed(0)
+        posterior = build(conv, annealing=ds.Annealing("linear"))
+        if stop:
+            fit(posterior, checkpoint=tmp_path / "c.pt", callback=lambda epoch: epoch.epoch == 3)
+            posterior = build(conv, annealing=ds.Annealing("linear"))
+        fit(posterior, checkpoint=tmp_path / "c.pt" if stop else None)
+        return tiny.state(posterior)
+
+    assert tiny.largest_difference(run(False), run(True)) == 0
+
+
+def test_mixed_precision_trains():
+    torch.manual_seed(0)
+    posterior, (x, y) = ds.NodeBNN(conv(), data_size=24, mode="both"), tiny.points(24)
+    history = ds.fit(posterior, [(x.float(), y)], epochs=3, precision="bf16", progress=False)
+    assert math.isfinite(history[-1].loss)
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def test_saved_and_loaded_around_the_plain_network(tmp_path):
+    torch.manual_seed(0)
+    posterior, (x, y) = build(conv, mode="both", bias_latent=True, layers=["1"], batch_norm="frozen"), tiny.points(24)
+    posterior.particles.template.network[2].bias.requires_grad_(False)
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, conv())
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert loaded.config() == posterior.config()
+    assert str(loaded.account) == str(posterior.account)
+    with pytest.raises(ValueError, match="expected a network with layer"):
+        ds.load(tmp_path, tiny.mlp())
+
+
+def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
+    torch.manual_seed(0)
+    posterior = ds.NodeBNN(ds.nets.MLP(4, 3), data_size=12)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert torch.equal(loaded.mean, posterior.mean)
+    assert type(loaded.given()) is ds.nets.MLP
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"components": 0}, "expected components of at least 1, got 0"),
+        ({"train_samples": 0}, "expected train_samples of at least 1, got 0"),
+        ({"samples": 0}, "expected samples of at least 1, got 0"),
+        ({"data_size": None}, "expected data_size, got none"),
+        ({"data_size": 0}, "expected a positive data_size, got 0"),
+        ({"mode": "inside"}, "expected a mode of in, out, both, got 'inside'"),
+        ({"prior_std": 0.0}, "expected a positive prior_std, got 0.0"),
+        ({"init_std": -0.1}, "expected a positive init_std, got -0.1"),
+        ({"latent_lr": 0.0}, "expected a positive latent_lr, got 0.0"),
+        ({"gamma": -1.0}, "expected gamma of at least 0, got -1.0"),
+        ({"gamma": float("nan")}, "expected gamma of at least 0, got nan"),
+        ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),
+        ({"divergence": "kl"}, "expected divergence of mixture, surrogate, got 'kl'"),
+        ({"batch_norm": "eval"}, "expected batch_norm of frozen, trained, got 'eval'"),
+        ({"layers": ["head.*"]}, "expected names of layers, got head"),
+    ],
+)
+def test_bad_settings_are_clear_errors(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        build(**keywords)
+
+
+def test_other_bad_input_is_a_clear_error():
+    with pytest.raises(TypeError, match="data_size"):
+        ds.NodeBNN(tiny.mlp())
+    with pytest.raises(ValueError, match="expected a network with a linear or convolutional layer, got Sequential"):
+        ds.NodeBNN(nn.Sequential(nn.BatchNorm1d(3)), data_size=9)
+    with pytest.raises(ValueError, match="expected a component from 0 to 3, got 4"):
+        build().collapse(4)
+    with pytest.raises(ValueError, match="expected a component from 0 to 3, got -5"):
+        build().collapse(-5)
+    with pytest.raises(TypeError, match=r"expected components as a whole number, got 2\.5"):
+        build(components=2.5)
+
+
+class TimeFirst(nn.Module):
+    """(B, T, 4) -> (B, 3), with time on the first axis inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.encode(x.transpose(0, 1)).mean(0))
+
+
+def test_a_layer_that_does_not_see_the_batch_first_is_named_even_where_that_axis_is_as_long():
+    posterior = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2)
+    x, y = torch.randn(3, 6, 4), torch.tensor([0, 1, 2])  # 2 · 3 rows, as there are times
+    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*leave this layer out"):
+        posterior.backward(x, y)
+    with pytest.raises(ValueError, match="layer 'encode'"):
+        ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    left_out = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2, layers=["head"])
+    left_out.backward(x, y)
+    assert left_out.account.left == {"encode": "not among the layers asked for"}

@@ -1,0 +1,280 @@
+"""Kernels: worked values, brute force over pairs, and the laws of the input-gradient kernel."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dissensus.numerics import kernels
+from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+
+# Three members, two examples, two dimensions; worked out by hand from the definitions.
+GRADIENTS = torch.tensor([[[1, 0], [3, 4]], [[0, 2], [0, 5]], [[-1, 1], [4, 3]]], dtype=torch.float64)
+ROTATED = Lengthscales(
+    torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64), torch.tensor([4.0, 0.25], dtype=torch.float64)
+)
+REFERENCE = [0.297070, 0.289230, 0.382218]
+
+
+def brute_force(gradients: Tensor, precision: Tensor, bandwidth: str) -> Tensor:
+    """(M,) r_i by loops over members and examples; precision (D, D)."""
+    members, size, _ = gradients.shape
+    s = gradients / gradients.norm(dim=2, keepdim=True)
+    q = torch.zeros(members, members, size, dtype=torch.float64)
+    for i in range(members):
+        for j in range(members):
+            for b in range(size):
+                d = s[i, b] - s[j, b]
+                q[i, j, b] = d @ precision @ d
+    r = []
+    for i in range(members):
+        total = 0.0
+        for j in range(members):
+            for b in range(size):
+                over = q[:, j, b] if bandwidth == "reference" else q[:, :, b].flatten()
+                middle = float(torch.quantile(over, 0.5))
+                sharpness = 2 if bandwidth == "algorithm" else 1
+                total += math.exp(-sharpness * float(q[i, j, b]) * math.log(members) / middle) / size
+        r.append(math.log(total))
+    return torch.tensor(r, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------- worked values
+
+
+def test_reference_bandwidth_gives_the_worked_values_and_gradients():
+    gradients = GRADIENTS.clone().requires_grad_()
+    r = kernels.input_gradient_log_density(gradients)
+    assert r.tolist() == pytest.approx(REFERENCE, abs=5e-7)
+    total = r.sum() / 2
+    assert float(total.detach()) == pytest.approx(0.484259, abs=5e-7)
+    (slope,) = torch.autograd.grad(total, gradients)
+    expected = [
+        [[0, 0.017187], [0.043534, -0.032650]],
+        [[-0.048477, 0], [0.002553, 0]],
+        [[0.085564, 0.085564], [-0.062469, 0.083293]],
+    ]
+    torch.testing.assert_close(slope, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-7)
+
+
+def test_sample_bandwidth_gives_the_worked_values():
+    r = kernels.input_gradient_log_density(GRADIENTS, bandwidth="sample")
+    assert r.tolist() == pytest.approx([0.166616, 0.165922, 0.288309], abs=5e-7)
+    assert float(r.sum() / 2) == pytest.approx(0.310424, abs=5e-7)
+
+
+def test_lengthscales_give_the_worked_values():
+    r = kernels.input_gradient_log_density(GRADIENTS, ROTATED)
+    assert r.tolist() == pytest.approx([0.510826, 0.277168, 0.306725], abs=5e-7)
+    r = kernels.input_gradient_log_density(GRADIENTS, ROTATED, "sample")
+    assert r.tolist() == pytest.approx([0.310791, 0.175348, 0.201149], abs=5e-7)
+
+
+@pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
+@pytest.mark.parametrize("members", [2, 5, 6])
+def test_every_bandwidth_equals_brute_force(bandwidth, members):
+    gradients = torch.randn(members, 3, 4, dtype=torch.float64)
+    vectors = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    scales = Lengthscales(vectors, torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64))
+    precision = vectors @ torch.diag(scales.precision) @ vectors.T
+    r = kernels.input_gradient_log_density(gradients, scales, bandwidth)
+    torch.testing.assert_close(r, brute_force(gradients, precision, bandwidth), rtol=0, atol=1e-10)
+    r = kernels.input_gradient_log_density(gradients, None, bandwidth)
+    torch.testing.assert_close(
+        r, brute_force(gradients, torch.eye(4, dtype=torch.float64), bandwidth), rtol=0, atol=1e-10
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- laws
+
+
+def test_the_density_lies_between_zero_and_log_m():
+    r = kernels.input_gradient_log_density(torch.randn(7, 5, 3))
+    assert bool((r > 0).all())
+    assert bool((r < math.log(7)).all())
+    equal = torch.randn(1, 5, 3).expand(7, 5, 3)
+    assert kernels.input_gradient_log_density(equal).tolist() == pytest.approx([math.log(7)] * 7)
+
+
+def test_two_members_have_a_kernel_of_one_quarter_with_the_reference_bandwidth():
+    """The median of {0, q} is q/2, so κ = exp(−2 log 2)."""
+    r = kernels.input_gradient_log_density(torch.randn(2, 4, 3, dtype=torch.float64))
+    assert r.tolist() == pytest.approx([math.log(1.25)] * 2, abs=1e-12)
+
+
+def test_one_member_feels_nothing():
+    gradients = torch.randn(1, 4, 3, requires_grad=True)
+    r = kernels.input_gradient_log_density(gradients)
+    assert r.tolist() == [0.0]
+    assert float(torch.autograd.grad(r.sum(), gradients)[0].abs().max()) == 0.0
+
+
+def test_norms_of_gradients_do_not_matter():
+    gradients = torch.randn(4, 3, 5, dtype=torch.float64)
+    scaled = gradients * torch.rand(4, 3, 1, dtype=torch.float64).add(0.1)
+    expected = kernels.input_gradient_log_density(gradients)
+    torch.testing.assert_close(kernels.input_gradient_log_density(scaled), expected, rtol=0, atol=1e-12)
+
+
+def test_the_scale_of_all_lengthscales_does_not_matter():
+    gradients = torch.randn(4, 3, 2, dtype=torch.float64)
+    larger = Lengthscales(ROTATED.eigenvectors, 100 * ROTATED.precision)
+    torch.testing.assert_close(
+        kernels.input_gradient_log_density(gradients, larger),
+        kernels.input_gradient_log_density(gradients, ROTATED),
+        rtol=0,
+        atol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
+def test_the_unit_of_the_inputs_does_not_matter(bandwidth, rank, spread):
+    """Principal components of 1e-5 x are 1e-10 of those of x, and the bandwidth's floor is as much lower.
+
+    Members 1e-4 apart are well below the floor, those 1 apart well above.
+    """
+    x = torch.randn(50, 4, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0.5, 0.2], dtype=torch.float64)
+    gradients = torch.randn(1, 5, 4, dtype=torch.float64) + spread * torch.randn(3, 5, 4, dtype=torch.float64)
+    values, slopes = [], []
+    for scale in (1.0, 1e-5):
+        scales = pca_lengthscales(scale * x, rank=rank)
+        g = gradients.clone().requires_grad_()
+        r = kernels.input_gradient_log_density(g, scales, bandwidth)
+        values.append(r.detach())
+        slopes.append(torch.autograd.grad(r.sum(), g)[0])
+    torch.testing.assert_close(values[1], values[0], rtol=1e-6, atol=0)
+    assert float(slopes[0].norm()) > 1e-3
+    assert float((slopes[1] - slopes[0]).norm() / slopes[0].norm()) < 1e-6
+
+
+def test_the_mean_precision_is_that_of_the_matrix():
+    vectors = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    precision = torch.tensor([4.0, 2.0], dtype=torch.float64)
+    matrix = vectors[:, :2] @ torch.diag(precision) @ vectors[:, :2].T + 0.3 * vectors[:, 2:] @ vectors[:, 2:].T
+    found = Lengthscales(vectors[:, :2], precision, 0.3).mean_precision
+    assert float(found) == pytest.approx(float(matrix.trace()) / 5, rel=1e-12)
+    assert float(ROTATED.mean_precision) == pytest.approx(4.25 / 2)
+
+
+@pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
+def test_the_force_in_a_dimension_is_proportional_to_its_precision(bandwidth):
+    """Trinh et al. 2024: for Σ = diag(Σ_dd) the force along d is ∝ 1/Σ_dd times the distance along d."""
+    s = torch.randn(2, 1, 5, dtype=torch.float64)
+    variances = torch.tensor([0.1, 0.5, 1.0, 2.0, 10.0], dtype=torch.float64)
+    scales = Lengthscales(torch.eye(5, dtype=torch.float64), 1 / variances)
+    s.requires_grad_()
+    (slope,) = torch.autograd.grad(kernels.batch_log_density(scales.scale(s), bandwidth)[0], s)
+    distance = (s[0] - s[1]).detach()[0]
+    ratio = -slope[0, 0] * variances / distance  # the same number in every dimension
+    torch.testing.assert_close(ratio, ratio[0].expand(5), rtol=1e-10, atol=0)
+    assert float(ratio[0]) > 0  # away from the other member: the density falls along the distance
+
+
+def test_the_order_of_members_does_not_matter():
+    gradients = torch.randn(5, 3, 4, dtype=torch.float64)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for bandwidth in kernels.BANDWIDTHS:
+        expected = kernels.input_gradient_log_density(gradients, bandwidth=bandwidth)[order]
+        got = kernels.input_gradient_log_density(gradients[order], bandwidth=bandwidth)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_float32_and_float64_agree_also_for_members_close_together():
+    base = torch.randn(1, 6, 20, dtype=torch.float64)
+    for spread in (1.0, 1e-3):
+        gradients = (base + spread * torch.randn(4, 6, 20, dtype=torch.float64)).float()
+
+        def slope(g: Tensor) -> Tensor:
+            return torch.func.grad(lambda g: kernels.input_gradient_log_density(g).sum())(g)
+
+        single, double = gradients, gradients.double()
+        torch.testing.assert_close(slope(single).double(), slope(double), rtol=1e-4, atol=1e-6)
+        assert slope(single).dtype == torch.float32
+        r = kernels.input_gradient_log_density(single)
+        torch.testing.assert_close(r.double(), kernels.input_gradient_log_density(double), rtol=1e-4, atol=0)
+
+
+def test_autocast_does_not_change_the_kernel():
+    gradients = torch.randn(4, 6, 20)
+    expected = kernels.input_gradient_log_density(gradients)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(kernels.input_gradient_log_density(gradients), expected)
+        z = torch.randn(5, 300)
+        inside = kernels.squared_distances(z)
+    assert torch.equal(inside, kernels.squared_distances(z))
+
+
+@pytest.mark.parametrize("distance", [1e-3, 1e-6, 1e-9, 0.0])
+def test_near_equal_members_do_not_explode(distance):
+    """Without a floor the force is 1/distance; with one it is at most √(2/(e·floor)) and falls to zero."""
+    base = torch.nn.functional.normalize(torch.randn(1, 2, 3, dtype=torch.float64), dim=2)
+    s = torch.cat([base, base + distance * torch.tensor([1.0, 0, 0], dtype=torch.float64)]).requires_grad_()
+    (slope,) = torch.autograd.grad(kernels.batch_log_density(s).sum(), s)
+    assert bool(slope.isfinite().all())
+    # the largest slope of −log(1 + exp(−d²/h)) is below that of −log exp(−d²/h) at d² = h/2
+    assert float(slope.norm(dim=2).max()) < (2 / (math.e * kernels.FLOOR)) ** 0.5
+    if distance == 0.0:
+        assert float(slope.abs().max()) == 0.0
+
+
+def test_gradients_that_are_exactly_zero_feel_no_force():
+    """As heads initialised at zero give. One zero gradient among others has no direction to turn into either."""
+    for gradients in (torch.zeros(3, 2, 4), torch.cat([torch.zeros(1, 2, 4), torch.randn(2, 2, 4)])):
+        gradients.requires_grad_()
+        r = kernels.input_gradient_log_density(gradients)
+        (slope,) = torch.autograd.grad(r.sum(), gradients)
+        assert bool(r.isfinite().all())
+        assert float(slope[0].abs().max()) == 0.0
+        assert bool(slope.isfinite().all())
+
+
+def test_a_weight_of_two_is_the_example_twice():
+    gradients = torch.randn(3, 4, 5, dtype=torch.float64)
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.0], dtype=torch.float64)
+    weighted = kernels.input_gradient_log_density(gradients, weight=weight)
+    repeated = kernels.input_gradient_log_density(gradients[:, [0, 1, 1, 2]])
+    torch.testing.assert_close(weighted, repeated, rtol=0, atol=1e-12)
+    assert bool(kernels.input_gradient_log_density(gradients, weight=0 * weight).isfinite().all())
+
+
+# ---------------------------------------------------------------------------------------------------- distances
+
+
+def test_squared_distances_equal_differences_over_a_tree():
+    z = {"a": torch.randn(5, 3, 2, dtype=torch.float64), "b": (100 + torch.randn(5, dtype=torch.float64),)}
+    flat = torch.cat([z["a"].flatten(1), z["b"][0][:, None]], dim=1)
+    expected = (flat[:, None] - flat[None]).square().sum(2)
+    found = kernels.squared_distances(z)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert float(found.diagonal().abs().max()) == 0.0
+    other = torch.randn(4, 6, dtype=torch.float64)
+    torch.testing.assert_close(
+        kernels.squared_distances(z["a"], other), torch.cdist(z["a"].flatten(1), other).square(), rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_the_median_is_that_of_numpy(count):
+    values = torch.randn(3, count, dtype=torch.float64)
+    torch.testing.assert_close(kernels.median(values, 1), values.quantile(0.5, dim=1, keepdim=True), rtol=0, atol=1e-12)
+
+
+def test_bad_input_is_a_clear_error():
+    with pytest.raises(ValueError, match=r"expected gradients of shape \(M, B, D\), got \(3, 4\)"):
+        kernels.input_gradient_log_density(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="expected lengthscales of 3 dimensions, got 2"):
+        kernels.input_gradient_log_density(torch.randn(2, 4, 3), ROTATED)
+    with pytest.raises(ValueError, match="expected a bandwidth of reference, sample, algorithm, got 'median'"):
+        kernels.input_gradient_log_density(GRADIENTS, bandwidth="median")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_not_taken_for_one_without_direction(value):
+    gradients = torch.tensor([[1.0, 2.0], [0.0, 0.0], [value, 1.0]], dtype=torch.float64)
+    found = kernels.directions(gradients)
+    assert found[:2].isfinite().all()
+    assert (found[1] == 0).all()
+    assert found[2].isnan().any()

@@ -1,0 +1,335 @@
+"""Reports: well-formed, self-contained, escaped, and with the numbers they were given."""
+
+import base64
+import csv
+import io
+from html.parser import HTMLParser
+from itertools import combinations
+
+import matplotlib
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+import dissensus as ds
+from dissensus.bench.run import jobs
+from dissensus.bench.task.config import load_task
+from dissensus.evaluate import evaluate
+from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.report import report
+from dissensus.reporting import figures, plots, tables
+from dissensus.reporting.results import results_of_evaluations
+
+VOID = {"meta", "link", "img", "br", "use", "path", "rect", "line", "circle"}
+NASTY = "<script>alert('x')</script> & --> $\\frac$ | name"
+
+
+class Checked(HTMLParser):
+    """Every element closed by its own end, and everything that could ask for something from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action", "data")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def checked(text: str) -> Checked:
+    parser = Checked()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def classification(seed: int = 0, *, members: int = 2) -> Evaluation:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randint(256, (30, 1, 16, 16), generator=generator).float() / 255
+    y = torch.randint(3, (30,), generator=generator)
+    torch.manual_seed(seed)
+    posterior = ds.DeepEnsemble([ds.nets.MLP(256, 3, hidden=(8,)) for _ in range(members)])
+    spec = Corruptions(["fog", "contrast"], (1, 5))
+    return evaluate(posterior, [(x, y)], ood={"dark": [(x / 4, y)], "light": [(x / 2 + 0.5, y)]}, corrupt=spec)
+
+
+def regression(seed: int = 0) -> Evaluation:
+    torch.manual_seed(seed)
+    x, y = ds.data.x_sin_x(15)
+    posterior = ds.DeepEnsemble([ds.nets.MLP(1, 1, hidden=(8,)) for _ in range(2)], likelihood=ds.Regression(0.5))
+    return evaluate(posterior, [(x, y)], ood={"far": [(x + 9, y)]}, shift={"near": [(x + 1, y)]})
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of the smallest bench with images, corruptions and foreign inputs."""
+    folder = tmp_path_factory.mktemp("digits")
+    jobs.bench(load_task("digits", size="smoke"), out=folder)
+    return folder
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing(page):
+    text = (page / "report.html").read_text()
+    found = checked(text)
+    assert "script" not in found.tags
+    assert found.links
+    assert all(link.startswith(("data:", "#")) for link in found.links)
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+    assert "url(" not in text.replace("url(#", "")
+    assert len(found.ids) == len(set(found.ids))
+    used = {link[1:] for link in found.links if link.startswith("#")}
+    assert used <= set(found.ids)
+
+
+def test_the_page_has_all_its_parts(page):
+    found = checked((page / "report.html").read_text())
+    text = " ".join(found.text)
+    for heading in (
+        "Results", "Differences to map", "Mixtures and their members", "Is confidence what it says?",
+        "Does it notice foreign inputs?", "What if it may refuse?", "What happens to damaged inputs?",
+        "What does it cost?", "By type of corruption", "The most and the least certain inputs",
+        "What the numbers mean", "Provenance",
+    ):  # fmt: skip
+        assert heading in text, heading
+    # of every method: reliability and scores; then one ROC, one risk curve, three corruption curves, two costs
+    methods = len(load_task("digits").methods)
+    assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 2
+    assert found.tags.count("img") >= methods * 2 * 8
+    assert plots.INK not in (page / "report.html").read_text()
+
+
+def test_table_and_text_show_the_stored_numbers(page):
+    with (page / "results.csv").open() as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    for name in ("report.md", "report.html"):
+        text = (page / name).read_text()
+        for row in rows.values():
+            assert f"{float(row['nll']):.4f}" in text
+            assert f"{100 * float(row['ood/fashion/auroc']):.2f}" in text
+            assert f"{100 * float(row['corrupt/accuracy']):.2f}" in text
+
+
+def test_names_are_escaped_wherever_they_stand(tmp_path):
+    evaluations = {NASTY: classification(0), "plain": classification(1)}
+    written = report(evaluations, tmp_path, title=NASTY)
+    html = (tmp_path / "report.html").read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    found = checked(html)
+    assert "script" not in found.tags
+    assert any(NASTY in text for text in found.text)
+    assert "<script" not in (tmp_path / "report.md").read_text()
+    with (tmp_path / "results.csv").open() as file:
+        assert [row["method"] for row in csv.DictReader(file)] == [NASTY, "plain"]
+    assert [path.name for path in written] == ["results.csv", "report.md", "report.html"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".md", ".html"])
+def test_a_suffix_asks_for_one_file(tmp_path, suffix):
+    path = tmp_path / f"mine{suffix}"
+    assert report({"one": regression()}, path) == [path]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_report_of_regressions_is_complete(tmp_path):
+    report({"a": regression(0), "b": [regression(1), regression(2)]}, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Interval coverage" in text or "Are intervals as wide" in text
+    checked(text)
+    with (tmp_path / "results.csv").open() as file:
+        assert [(row["method"], row["seed"]) for row in csv.DictReader(file)] == [("a", "0"), ("b", "0"), ("b", "1")]
+
+
+def test_a_report_of_segmentations_is_made_of_what_there_is(tmp_path):
+    network = torch.nn.Conv2d(3, 4, 3, padding=1)
+    x, y = torch.rand(3, 3, 12, 12), torch.randint(4, (3, 12, 12))
+    mask = torch.randint(2, (3, 12, 12))
+    result = evaluate(ds.MAP(network), [(x, y)], ood={"odd": [(x, mask)]}, corrupt=["fog"])
+    report({"one": result}, tmp_path)
+    assert "mIoU" in (tmp_path / "report.md").read_text()
+    checked((tmp_path / "report.html").read_text())
+
+
+def test_the_best_is_marked_and_its_equals_are(tmp_path):
+    good, worse = classification(0), classification(0)
+    shift = torch.ones_like(worse.arrays["test/nll"])
+    worse.arrays["test/nll"] = worse.arrays["test/nll"] + shift
+    worse.metrics["nll"] += 1
+    results = results_of_evaluations({"good": good, "worse": worse, "twin": good}, "t")
+    found, draws = tables.draws_of(results)
+    rows = {(row.group, row.label): row for row in tables.main_table(results, found, draws).rows}
+    nll = rows["test", "NLL"]
+    assert [cell.best for cell in nll.cells] == [True, False, True]  # equal numbers are both best
+    assert nll.cells[1].note == "p < 0.001"
+    assert not nll.cells[1].equal
+    against = tables.differences(results, found, draws, "worse")
+    difference = tables.difference_table(results, found, against, "worse")
+    first = next(row for row in difference.rows if row.label == "NLL" and row.group == "test")
+    assert first.cells[0].text == "−1.0000"
+    assert first.cells[0].best
+
+
+def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
+    evaluations = {"one": classification(0), "two": classification(1), "three": classification(2)}
+    report(evaluations, tmp_path / "first.md")
+    report(evaluations, tmp_path / "second.md", baseline="two", holm=True)
+    first, second = ((tmp_path / f"{name}.md").read_text() for name in ("first", "second"))
+    assert "Differences to one" in first
+    assert "No correction for many comparisons" in first
+    assert "Differences to two" in second
+    assert "(Holm)" in second
+    with pytest.raises(ValueError, match=r"as baseline of one, three, two, got 'tow'; did you mean 'two'"):
+        report(evaluations, tmp_path / "third.md", baseline="tow")
+
+
+def test_a_report_says_what_its_intervals_count_and_how_many_seeds_each_method_has(tmp_path):
+    report({"one": classification(0), "two": classification(1)}, tmp_path / "single.md")
+    assert "count the test examples only" in (tmp_path / "single.md").read_text()
+    seeds = {"one": [classification(i) for i in range(3)], "two": [classification(i) for i in range(2)]}
+    report(seeds, tmp_path / "several.md")
+    text = (tmp_path / "several.md").read_text()
+    assert "count test examples and 2 to 3 seeds" in text
+    assert "| | one (3 seeds) | two (2 seeds) |" in text
+    same = {name: several[:2] for name, several in seeds.items()}
+    report(same, tmp_path / "same.md")
+    assert "| | one | two |" in (tmp_path / "same.md").read_text()
+
+
+def test_bad_input_is_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match="expected a dict of name -> Evaluation"):
+        report({}, tmp_path)
+    with pytest.raises(TypeError, match="expected an Evaluation for 'a', got int"):
+        report({"a": 3}, tmp_path)
+    with pytest.raises(ValueError, match="expected evaluations of one kind"):
+        report({"a": classification(), "b": regression()}, tmp_path)
+    with pytest.raises(ValueError, match="ending in"):
+        report({"a": regression()}, tmp_path / "mine.pdf")
+
+
+def every_figure() -> dict[str, Figure]:
+    """Each kind of figure, with numbers that ask for awkward tick labels."""
+    names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
+    palette = plots.colours(names)
+    first, second = names
+    edges = [i / 15 for i in range(16)]
+    return {
+        "reliability": plots.reliability(
+            [0] * 4 + [1] * 10 + [1996], edges[1:], edges[:-1], edges, title=f"{second}: ECE 12.34 %", colour="#4c8bc9"
+        ),
+        "entropy": plots.ood_histogram(
+            [1e-12, 1e-5, 0.1], {second: [0.5, 1.0]}, score="entropy", title=second, colour="#4c8bc9"
+        ),
+        "energy": plots.ood_histogram([-3e3, -1.0], {first: [2e3]}, score="energy", title=first, colour="#4c8bc9"),
+        "roc": plots.roc(
+            {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
+        ),
+        "risk": plots.risk_coverage(
+            {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
+        ),
+        "corruption": plots.corruption_curves(
+            [1, 2, 3, 4, 5], {first: (0.99, [0.98, 0.97, 0.9, 0.8, 0.1]), second: (0.5, [0.4] * 5)},
+            label="Accuracy", percent=True, palette=palette,
+        ),
+        "cheap": plots.cost_scatter(
+            {first: (9.5, 0.9685, (0.96, 0.97)), second: (39.0, 0.8, None)},
+            cost="training (seconds)", quality="Accuracy", percent=True, palette=palette,
+        ),
+        "dear": plots.cost_scatter(
+            {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
+            cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette,
+        ),
+        "coverage": plots.interval_coverage({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
+    }  # fmt: skip
+
+
+def test_figures_are_labelled_and_nothing_global_is_touched():
+    before = dict(matplotlib.rcParams)
+    for name, figure in every_figure().items():
+        assert isinstance(figure, Figure), name
+        assert figure.axes[-1].get_xlabel(), name
+        assert all(axes.get_ylabel() for axes in figure.axes), name
+    assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("name", list(every_figure()))
+def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
+    figure = every_figure()[name]
+    with matplotlib.rc_context(plots.STYLE):
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        boxes = []
+        for axes in figure.axes:
+            low, high = axes.get_xlim()
+            ticks = [t.label1 for t in axes.xaxis.get_major_ticks() if low <= t.get_loc() <= high]
+            low, high = axes.get_ylim()
+            ticks += [t.label1 for t in axes.yaxis.get_major_ticks() if low <= t.get_loc() <= high]
+            labels = [*ticks, axes.xaxis.label, axes.yaxis.label, axes.title]
+            shown = [text for text in labels if text.get_text() and text.get_visible()]
+            boxes += [(text.get_text(), text.get_window_extent(renderer)) for text in shown]
+    assert not any("math" in text or "$" in text for text, _ in boxes)
+    whole = figure.bbox
+    outside = [t for t, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > whole.x1 or box.y1 > whole.y1]
+    assert outside == []
+    overlapping = [(a, b) for (a, one), (b, two) in combinations(boxes, 2) if one.overlaps(two)]
+    assert overlapping == []
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_shape():
+    x = torch.linspace(0, 1, 5000)
+    y = (x > 0.5).double()
+    thin_x, thin_y = plots._thinned(x, y)
+    assert len(thin_x) <= 302
+    assert (thin_x[0], thin_x[-1]) == (0, 1)
+    step = next(float(a) for a, b in zip(thin_x, thin_y, strict=True) if b == 1)
+    assert step == pytest.approx(0.5, abs=0.01)
+
+
+def test_svg_of_a_page_takes_its_colour_and_has_names_of_its_own():
+    figure = plots.roc({"a": ([0, 1], [0, 1], 0.5)}, title="t", palette={"a": "#ff0000"})
+    text = figures.svg(figure, "f7")
+    found = checked(text)
+    assert text.startswith("<svg")
+    assert plots.INK not in text
+    assert "currentColor" in text
+    assert found.ids
+    assert all(name.startswith("f7-") for name in found.ids)
+    assert "xmlns" not in text
+
+
+def test_images_become_pngs_whatever_their_units():
+    def pixels(image):
+        return imread(io.BytesIO(base64.b64decode(figures.png(image).removeprefix("data:image/png;base64,"))))
+
+    levels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) * 4
+    expected = levels[0].numpy() / 255
+    for image in (levels, levels.float() / 255, levels.expand(3, 8, 8)):
+        assert abs(pixels(image)[..., 0] - expected).max() < 0.5 / 255
+    stretched = pixels(levels.float() - 100)[..., 0]
+    assert (stretched.min(), stretched.max()) == (0, 1)

@@ -1,0 +1,218 @@
+"""Resampled measures against the metric functions; what intervals and comparisons count of examples and seeds."""
+
+import pytest
+import scipy.stats
+import torch
+
+from dissensus import metrics
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.metrics.bootstrap import resample_counts
+from dissensus.reporting import measures as of_measures
+from dissensus.reporting.measures import Measure, measures
+from dissensus.reporting.statistics import Compared, Resampled, compared, family, resampled
+from dissensus.reporting.tables import signed
+
+NLL = Measure("nll", "NLL", "test", "low", samples=(("test/nll",),))
+
+
+def random_values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def evaluation(nll: torch.Tensor, target: torch.Tensor | None = None) -> Evaluation:
+    arrays = {"test/nll": nll} if target is None else {"test/nll": nll, "test/target": target}
+    return Evaluation("classification", {"nll": float(nll.mean())}, arrays, "max_probability")
+
+
+def test_weights_count_draws_with_replacement():
+    weights = resample_counts(50, 400, torch.Generator().manual_seed(0))
+    assert (weights.sum(1) == 50).all()
+    # multinomial: mean 1, variance 1 − 1/n
+    assert float(weights.mean()) == 1
+    assert float(weights.var()) == pytest.approx(1 - 1 / 50, abs=4 * (2 / weights.numel()) ** 0.5 * 1.5)
+
+
+def test_measures_on_resamples_are_the_metrics_of_the_resamples():
+    """Every statistic that a report knows, on drawn rows and with their weights."""
+    generator = torch.Generator().manual_seed(4)
+    logits = 2 * torch.randn(80, 3, generator=generator, dtype=torch.float64)
+    logits[:20] = logits[20:40]  # ties
+    y = torch.randint(3, (80,), generator=generator)
+    log_p = logits.log_softmax(1)
+    foreign = (2 * torch.rand(50, generator=generator, dtype=torch.float64)).round(decimals=1)
+    arrays = {
+        "test/correct": (log_p.argmax(1) == y).double(),
+        "test/nll": metrics.nll_values(log_p, y),
+        "test/brier": metrics.brier_values(log_p.exp(), y),
+        "test/confidence": log_p.exp().amax(1),
+        "test/score/max_probability": metrics.max_probability_score(log_p),
+        "ood/far/score/max_probability": foreign,
+    }
+    keys = (
+        "accuracy",
+        "nll",
+        "brier",
+        "ece",
+        "aurc",
+        *(f"ood/far/{k}" for k in ("auroc", "aupr", "fpr95", "fpr95_in")),
+    )
+    given = Evaluation("classification", dict.fromkeys(keys, 0.0), arrays, "max_probability", ("far",))
+    weights = [resample_counts(n, 5, generator) for n in (80, 50)]
+    for measure in measures(given):
+        used = weights[: len(measure.samples)]
+        found = measure.statistic(used, *(arrays[name] for group in measure.samples for name in group))
+        for r in range(5):
+            i, o = (torch.repeat_interleave(torch.arange(w.shape[1]), w[r].long()) for w in weights)
+            inside, outside = arrays["test/score/max_probability"][i], foreign[o]
+            expected = {
+                "accuracy": arrays["test/correct"][i].mean(),
+                "nll": metrics.nll(log_p[i], y[i]),
+                "brier": metrics.brier(log_p[i].exp(), y[i]),
+                "ece": metrics.ece(log_p[i].exp(), y[i]),
+                "aurc": metrics.aurc(-inside, 1 - arrays["test/correct"][i]),
+                "ood/far/auroc": metrics.auroc(inside, outside),
+                "ood/far/aupr": metrics.aupr(inside, outside),
+                "ood/far/fpr95": metrics.fpr95(inside, outside),
+                "ood/far/fpr95_in": metrics.fpr95_in(inside, outside),
+            }
+            assert float(found[r]) == pytest.approx(float(expected[measure.key]), abs=1e-12), measure.key
+    assert len(measures(given)) == len(keys)
+    root = of_measures._root_mean(weights[:1], arrays["test/nll"])
+    torch.testing.assert_close(root.square(), of_measures.mean(weights[:1], arrays["test/nll"]))
+
+
+def test_one_seed_counts_examples_as_the_z_test_does():
+    first = random_values(500)
+    second = first + 0.02 * random_values(500, seed=1) + 0.002
+    a, b = (resampled(NLL, [evaluation(v)], resamples=4000) for v in (first, second))
+    pair, mine = compared(a, b), a.interval()
+    error = float((first - second).std()) / 500**0.5
+    # the variance of 4000 draws has a relative error of √(2/4000), its root half of that
+    assert pair.spread.examples == pytest.approx(error, rel=4 * (0.5 / 4000) ** 0.5)
+    assert pair.p_value == pytest.approx(float(2 * scipy.stats.norm.sf(abs(pair.difference) / error)), rel=0.2)
+    assert mine.estimate == float(first.mean())
+    assert mine.upper - mine.lower == pytest.approx(2 * 1.96 * float(first.std()) / 500**0.5, rel=0.06)
+    assert pair.counted == "test examples, not seeds"
+
+
+def test_seeds_are_counted_by_students_t():
+    same = torch.ones(100, dtype=torch.float64)
+    several = resampled(NLL, [evaluation(same + shift) for shift in (0.0, 0.3, 0.9)])
+    interval = several.interval()
+    # examples do not vary: the t interval of 1, 1.3 and 1.9
+    low, high = scipy.stats.ttest_1samp([1.0, 1.3, 1.9], 0).confidence_interval()
+    assert (interval.lower, interval.upper) == (pytest.approx(low), pytest.approx(high))
+    other = resampled(NLL, [evaluation(same + shift) for shift in (0.1, 0.35, 1.05)])
+    pair = compared(other, several)
+    assert pair.p_value == pytest.approx(scipy.stats.ttest_rel([0.1, 0.35, 1.05], [0.0, 0.3, 0.9]).pvalue)
+    assert pair.counted == "test examples and 3 seeds"
+
+
+def test_seeds_are_paired_by_their_numbers_and_only_common_ones_are_compared():
+    values = [evaluation(random_values(40, seed=i) + i) for i in range(3)]
+    three, two = resampled(NLL, values, seeds=[0, 1, 2]), resampled(NLL, [values[2], values[0]], seeds=[2, 0])
+    pair = compared(three, two)
+    assert (pair.difference, pair.seeds, pair.p_value) == (0.0, 2, 1.0)
+    assert compared(three, resampled(NLL, values, seeds=[7, 8, 9])) is None
+    with pytest.raises(ValueError, match="got a seed twice"):
+        resampled(NLL, values, seeds=[0, 1, 1])
+
+
+def test_splits_are_counted_by_the_seeds_alone_whatever_their_sizes():
+    rows = [random_values(n, seed=n) for n in (40, 40, 37)]
+    split = resampled(NLL, [evaluation(each, target=each) for each in rows])
+    assert split.rows == "own"
+    low, high = scipy.stats.ttest_1samp([float(each.mean()) for each in rows], 0).confidence_interval()
+    assert (split.interval().lower, split.interval().upper) == (pytest.approx(low), pytest.approx(high))
+    pair = compared(split, resampled(NLL, [evaluation(each + 0.1, target=each) for each in rows]))
+    assert pair.counted == "3 seeds with test examples of their own"
+    one = compared(split.on([1]), resampled(NLL, [evaluation(rows[1] + 0.1, rows[1])], seeds=[1]))
+    assert one.counted == "test examples, not seeds"
+
+
+def test_examples_in_another_order_are_counted_as_if_seeds_erred_alike():
+    nll, target = random_values(200), torch.arange(200) % 7
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    ordered = resampled(NLL, [evaluation(nll, target), evaluation(nll, target)])
+    shuffled = resampled(NLL, [evaluation(nll, target), evaluation(nll[order], target[order])])
+    assert (ordered.rows, shuffled.rows) == ("shared", "shuffled")
+    widths = [each.interval().upper - each.interval().lower for each in (ordered, shuffled)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.1)
+    assert compared(ordered, shuffled) is None  # not the same example by example
+
+
+def test_resamples_are_shared_by_methods():
+    values = random_values(50)
+    same = compared(resampled(NLL, [evaluation(values)]), resampled(NLL, [evaluation(values + 0.3)]))
+    interval = same.interval()
+    assert (interval.lower, interval.upper) == (pytest.approx(-0.3), pytest.approx(-0.3))
+    assert same.p_value < 1e-9
+
+
+def test_what_cannot_be_resampled_has_no_interval():
+    bare = Evaluation("classification", {"nll": 1.0}, {}, "max_probability")
+    assert resampled(NLL, [bare]).interval() is None
+    assert resampled(NLL, [bare, bare]).interval() is None  # seeds alone would leave the examples out
+    values = torch.rand(50)
+    assert compared(resampled(NLL, [bare]), resampled(NLL, [evaluation(values)])) is None
+    infinite = resampled(NLL, [evaluation(torch.tensor([1.0, float("inf")]))])
+    assert infinite.interval() is None
+    assert compared(infinite, infinite) is None
+    pair = compared(*[resampled(NLL, [bare, bare])] * 2, seeds_alone=True)
+    assert pair.counted == "2 seeds, not test examples"
+
+
+def test_intervals_stay_inside_of_what_is_possible():
+    accuracy = Measure("accuracy", "Accuracy", "test", "high", 100, samples=(("test/correct",),))
+    correct = torch.cat([torch.ones(49), torch.zeros(1)])
+    interval = resampled(
+        accuracy, [Evaluation("classification", {"accuracy": 0.98}, {"test/correct": correct}, "")]
+    ).interval()
+    assert interval.upper == 1.0
+    assert 0.9 < interval.lower < 0.98
+    assert NLL.possible == (-float("inf"), float("inf"))  # a density may be above one
+
+
+def test_interval_and_p_value_of_a_comparison_never_disagree():
+    for seed in range(60):
+        seeds, n = 1 + seed % 5, 30
+        noise = random_values(2, seeds, n, seed=seed)
+        first, second = noise + 0.5 * random_values(2, seeds, 1, seed=seed + 100) * (seed % 3)
+        a, b = (resampled(NLL, [evaluation(each) for each in m], resamples=100) for m in (first, second + 0.4))
+        pair = compared(a, b)
+        interval = pair.interval()
+        assert (interval.lower <= 0 <= interval.upper) == (pair.p_value >= 0.05)
+
+
+def test_a_family_may_be_adjusted_by_holm():
+    pairs = {("nll", str(i)): comparison(difference) for i, difference in enumerate((2.5, 3.5, 0.1))}
+    alone, together = family(pairs | {("nll", "none"): None}), family(pairs, holm=True)
+    assert list(alone.p_values) == [("nll", "0"), ("nll", "1"), ("nll", "2")]
+    assert [p < 0.05 for p in alone.p_values.values()] == [True, True, False]
+    assert list(together.p_values.values()) == pytest.approx(
+        [2 * alone.p_values["nll", "0"], 3 * alone.p_values["nll", "1"], alone.p_values["nll", "2"]]
+    )
+    for pair, each in together.comparisons.items():
+        interval = each.interval(together.level)
+        assert (interval.lower <= 0 <= interval.upper) == (together.p_values[pair] >= 0.05)
+    assert family({}, holm=True).level == 0.95
+
+
+def comparison(difference: float) -> Compared:
+    values, draws = {0: difference}, random_values(1, 1000) / float(random_values(1, 1000).std())
+    zeros = torch.zeros(1, 1000, dtype=torch.float64)
+    return compared(Resampled(NLL, values, draws, (None,), ((9,),)), Resampled(NLL, {0: 0.0}, zeros, (None,), ((9,),)))
+
+
+def test_measures_know_which_way_is_better():
+    assert NLL.goodness(0.1) > NLL.goodness(0.2)
+    coverage = Measure("coverage90", "Coverage", "test", 0.9, 100, 1, "%")
+    assert coverage.goodness(0.91) > coverage.goodness(0.8)
+    assert coverage.goodness(0.89) == pytest.approx(coverage.goodness(0.91))
+    assert coverage.text(0.913) == "91.3"
+    assert Measure("cost/parameters", "Parameters", "cost", digits=0).text(199210.0) == "199,210"
+    assert NLL.text(0.001) == "1e-03"  # not 0.00
+    assert NLL.text(-0.001) == "-1e-03"
+    assert NLL.text(0.0) == "0.00"
+    assert [signed(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
+    assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]

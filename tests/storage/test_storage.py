@@ -1,0 +1,427 @@
+"""Files: whole or not there, the same bit for bit, and one clear error for each way to be damaged."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.storage.atomic import write_whole
+from dissensus.storage.sealed import METADATA
+from saved_files import config_of, make_earlier, reseal, tamper
+
+x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def mlp(**keywords) -> nn.Module:
+    return ds.nets.MLP(4, 3, hidden=(6,), **keywords)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved ensemble of two."""
+    ds.save(ds.DeepEnsemble([mlp(), mlp()]), tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(params=["today", "earlier"])
+def either(request, folder):
+    """The same as this version writes it, and as earlier ones did: config.json believed, with the file's checksum."""
+    if request.param == "earlier":
+        make_earlier(folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------- what is written
+
+
+def test_two_plain_files_are_written(folder):
+    assert sorted(os.listdir(folder)) == ["config.json", "posterior.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"] == "deep_ensemble"
+    assert config["arguments"] == {"members": 2, "weight_prior_std": None, "data_size": None}
+    assert config["network"]["name"] == "MLP"
+    with safe_open(folder / "posterior.safetensors", framework="pt") as file:
+        assert file.get_tensor("particles.own.network.layers.0.weight").shape == (2, 6, 4)
+    for name in os.listdir(folder):
+        with pytest.raises((pickle.UnpicklingError, ValueError, EOFError, KeyError, UnicodeDecodeError)):
+            pickle.loads((folder / name).read_bytes())
+
+
+def test_saving_again_replaces_what_was_there(folder):
+    posterior = ds.MAP(mlp())
+    ds.save(posterior, folder)
+    loaded = ds.load(folder)
+    assert isinstance(loaded, ds.MAP)
+    assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
+
+
+def test_saving_to_a_folder_in_a_folder_that_is_not_there(tmp_path):
+    ds.save(ds.MAP(mlp()), str(tmp_path / "a" / "b" / "c"))
+    assert isinstance(ds.load(str(tmp_path / "a" / "b" / "c")), ds.MAP)
+
+
+def test_parameters_in_one_piece_of_memory_can_be_saved(tmp_path):
+    network = mlp()
+    flat = nn.utils.parameters_to_vector(network.parameters())
+    nn.utils.vector_to_parameters(flat, network.parameters())
+    posterior = ds.MAP(network)
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path).predict(x).mean, posterior.predict(x).mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_dtype_comes_from_the_file(dtype, tmp_path):
+    posterior = ds.DeepEnsemble([mlp(), mlp()]).to(dtype)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert torch.equal(loaded.predict(x.to(dtype)).members, posterior.predict(x.to(dtype)).members)
+
+
+def test_a_loaded_posterior_is_in_eval_mode_and_can_be_trained_on(tmp_path):
+    posterior = ds.DeepEnsemble([mlp(batch_norm=True), mlp(batch_norm=True)])
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert not any(module.training for module in [*loaded.modules(), *loaded.particles.template.modules()])
+    y = torch.arange(5) % 3
+    states = []
+    for each in (posterior, loaded):
+        ds.fit(each, [(x, y)], epochs=3, progress=False, engine="loop")
+        states.append(tiny.state(each))
+    assert tiny.largest_difference(*states) == 0
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        ds.Classification(ignore_index=255),
+        ds.Regression(noise=0.3),
+        ds.Regression(initial=2.0),
+        ds.HeteroscedasticRegression(),
+    ],
+    ids=["ignore_index", "fixed noise", "learned noise", "heteroscedastic"],
+)
+def test_likelihoods_come_back(likelihood, tmp_path):
+    posterior = ds.MAP(ds.nets.MLP(4, 2, hidden=(3,)), likelihood=likelihood)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path)
+    assert type(loaded.likelihood) is type(likelihood)
+    assert loaded.likelihood.config() == likelihood.config()
+    found, expected = loaded.predict(x), posterior.predict(x)
+    assert all(torch.equal(a, b) for a, b in zip(found.described(), expected.described(), strict=True))
+
+
+def test_a_layer_that_describes_itself_by_its_tensors_can_be_loaded(tmp_path):
+    class Own(nn.Linear):
+        def extra_repr(self):
+            return f"weight of shape {tuple(self.weight.shape)}"
+
+    posterior = ds.DeepEnsemble([Own(4, 3), Own(4, 3)])
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path, Own(4, 3)).predict(x).members, posterior.predict(x).members)
+
+
+# ---------------------------------------------------------------------------------------------------- writing fails
+
+
+def test_a_path_that_is_a_file_is_an_os_error(tmp_path):
+    (tmp_path / "run").write_text("precious")
+    with pytest.raises(OSError, match="run"):
+        ds.save(ds.MAP(mlp()), tmp_path / "run")
+    with pytest.raises(OSError, match="run"):
+        ds.save(ds.MAP(mlp()), tmp_path / "run" / "below")
+    assert (tmp_path / "run").read_text() == "precious"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(folder, monkeypatch):
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+    def full(self, data):
+        with open(self, "wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        ds.save(ds.MAP(mlp()), folder)
+    monkeypatch.undo()
+    assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+
+
+def test_files_are_renamed_into_place_only_when_all_are_written(tmp_path):
+    with pytest.raises(TypeError):
+        write_whole({tmp_path / "a": b"1", tmp_path / "b": "not bytes"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_posterior_cannot_be_saved(tmp_path):
+    with pytest.raises(TypeError, match="expected a posterior, got MLP"):
+        ds.save(mlp(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
+    class Odd(ds.Regression):
+        def config(self):
+            return {"noise": torch.ones(1)}
+
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        ds.save(ds.MAP(ds.nets.MLP(4, 1), likelihood=Odd(noise=1.0)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- damaged files
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected .*posterior\.safetensors, got no such file"):
+        ds.load(tmp_path / "nowhere")
+
+
+def test_a_folder_without_its_tensors(either):
+    (either / "posterior.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"expected .*posterior.safetensors, got no such file; pass a folder that"
+    ):
+        ds.load(either)
+
+
+def test_a_folder_of_an_earlier_version_without_its_config(folder):
+    make_earlier(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected .*config\.json, got no such file; pass a folder that save"):
+        ds.load(folder)
+
+
+DAMAGED = r"expected a whole .*, got a damaged one \(.*\); save the posterior again"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit flip", "empty", "longer"])
+def test_damaged_tensors(either, damage):
+    path = either / "posterior.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        del data[-7:]
+    elif damage == "bit flip":
+        data[-20] ^= 4
+    elif damage == "empty":
+        data.clear()
+    else:
+        data += b"\0"
+    path.write_bytes(bytes(data))
+    text = r"with the checksum in (its header|config\.json), got another; the file is truncated or was changed"
+    for read in (lambda: ds.load(either), lambda: ds.summarise(either, [(x, torch.zeros(5))])):
+        with pytest.raises(ValueError, match=text if damage == "bit flip" else DAMAGED):
+            read()
+
+
+@pytest.mark.parametrize("place", ["a name", "a shape", "a value", "the config", "the checksum"])
+def test_a_changed_header_shows(folder, place):
+    """What the tensors are called and how they are shaped is under the checksum too, and so is the config."""
+    path = folder / "posterior.safetensors"
+    old, new = {
+        "a name": (b"layers.0.bias", b"layers.9.bias"),
+        "a shape": (b"[2,6,4]", b"[2,4,6]"),
+        "a value": (b'\\"hidden\\": [6]', b'\\"hidden\\": [5]'),
+        "the config": (METADATA.encode(), METADATA.upper().encode()),
+        "the checksum": (b"checksum", b"checksun"),
+    }[place]
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+    for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
+        with pytest.raises(ValueError, match=r"with the checksum in .*, got another"):
+            read()
+
+
+def test_tensors_that_are_none_though_the_checksum_fits(folder):
+    make_earlier(folder)
+    (folder / "posterior.safetensors").write_bytes(b"\xff" * 100)
+    tampered = json.loads((folder / "config.json").read_text())
+    tampered["sha256"] = hashlib.sha256(b"\xff" * 100).hexdigest()
+    (folder / "config.json").write_text(json.dumps(tampered))
+    with pytest.raises(ValueError, match=r"expected a whole .*posterior\.safetensors, got a damaged one"):
+        ds.load(folder)
+
+
+NO_CONFIGS = ["", "{", '{"format": 1', "[]", "5", "null", "{}", "[" * 100_000, "\xff\xfe"]
+
+
+@pytest.mark.parametrize("text", NO_CONFIGS)
+def test_a_config_that_is_no_config(folder, text):
+    path = folder / "posterior.safetensors"
+    path.write_bytes(save(load_file(path), metadata={METADATA: text}))
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize("text", NO_CONFIGS)
+def test_a_config_file_of_an_earlier_version_that_is_no_config(folder, text):
+    make_earlier(folder)
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("arguments", 5),
+        ("arguments", []),
+        ("arguments", {}),
+        ("arguments", {"members": "2"}),
+        ("arguments.members", 1.5),
+        ("arguments.members", None),
+        ("arguments.unheard_of", 1),
+        ("arguments.weight_prior_std", "wide"),
+        ("arguments.data_size", [1]),
+        ("method", []),
+        ("method", None),
+        ("tied", 5),
+        ("tied", None),
+        ("network", 5),
+        ("network", {}),
+        ("network.structure", 5),
+        ("network.structure", None),
+        ("network.name", []),
+        ("network.arguments", 5),
+        ("network.arguments", {"inputs": 4}),
+        ("network.arguments.inputs", "four"),
+        ("likelihood", "Classification"),
+        ("likelihood", {}),
+        ("likelihood.name", {}),
+        ("likelihood.arguments", 5),
+        ("likelihood.arguments", {"unheard_of": 1}),
+        ("format", "1"),
+        ("format", None),
+    ],
+)
+def test_wrong_types_in_the_config(either, keys, value):
+    tamper(either, keys, value)
+    with pytest.raises(ValueError, match=DAMAGED):
+        ds.load(either)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "text"),
+    [
+        ("format", 2, "expected format 1, got 2; load it with the version that wrote it"),
+        ("method", "forde2", "expected a method of .*map.*, got 'forde2'"),
+        ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
+        ("arguments.members", 0, "expected at least one module, got none"),
+        ("network.name", None, "expected a network to load into, got none; pass network="),
+        ("network.arguments.hidden", [7], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+        (
+            "network.arguments.activation",
+            "tanh",
+            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh",
+        ),
+        ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
+        ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
+        ("strides", {"steps": [1]}, "impossible strides of steps"),
+        ("arguments.members", 10**9, "members = 1000000000 says, got"),
+        ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
+        ("network.arguments.hidden", [10**30], "damaged"),
+        ("network.arguments.inputs", -1, "damaged"),
+    ],
+)
+def test_wrong_values_in_the_config(either, keys, value, text):
+    tamper(either, keys, value)
+    with pytest.raises(ValueError, match=text):
+        ds.load(either)
+
+
+@pytest.mark.parametrize("value", [5, "0"])
+def test_a_wrong_checksum_in_a_folder_of_an_earlier_version(folder, value):
+    make_earlier(folder)
+    tamper(folder, "sha256", value)
+    with pytest.raises(ValueError, match=r"without sha256|with the checksum in config.json, got another"):
+        ds.load(folder)
+
+
+# ---------------------------------------------------------------------------------------------------- other networks
+
+
+@pytest.mark.parametrize(
+    ("network", "text"),
+    [
+        (
+            lambda: mlp(activation="tanh"),
+            r"expected a network with layer 'layers.1: ReLU\(\)', got 'layers.1: Tanh\(\)'",
+        ),
+        (
+            lambda: ds.nets.MLP(4, 3, hidden=(7,)),
+            "expected a network with layer .*out_features=6.* got .*out_features=7",
+        ),
+        (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
+        (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
+        (lambda: mlp().layers, "expected a network with layer"),
+    ],
+    ids=["activation", "width", "deeper", "shallower", "the inside"],
+)
+def test_another_network_is_refused(folder, network, text):
+    with pytest.raises(ValueError, match=text):
+        ds.load(folder, network())
+
+
+def test_what_is_no_network_is_refused(folder):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module as network, got type"):
+        ds.load(folder, ds.nets.MLP)
+
+
+@pytest.mark.parametrize(("saved", "given"), [(True, False), (False, True)])
+@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net])], ids=["held", "stacked"])
+def test_other_ties_are_refused(build, saved, given, tmp_path):
+    def make(tied: bool) -> nn.Module:
+        network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        if tied:
+            network[2].weight = network[0].weight
+        return network
+
+    ds.save(build(make(saved)), tmp_path)
+    with pytest.raises(ValueError, match=r"tied as in the saved one|expected a tensor|expected no tensor"):
+        ds.load(tmp_path, make(given))
+    ds.load(tmp_path, make(saved))
+
+
+def test_the_template_is_left_as_it_was(folder):
+    template = mlp()
+    before, training = tiny.state(template), template.training
+    loaded = ds.load(folder, template)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    assert tiny.largest_difference(before, tiny.state(template)) == 0
+    assert template.training == training
+
+
+def test_loading_leaves_the_random_state_as_found(tmp_path):
+    ds.save(ds.DeepEnsemble([ds.nets.MLP(2, 2) for _ in range(2)]), tmp_path)
+    before = torch.get_rng_state()
+    ds.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("said", ["affine=True", "affine=True, bias=True"])
+def test_a_folder_of_another_torch_is_read_where_only_the_words_for_a_norm_layer_differ(tmp_path, said):
+    """torch 2.13 says of a batch norm that it has its bias; earlier ones, in which all have one, do not."""
+    posterior, (x, _) = ds.MAP(tiny.mlp().double()), tiny.points()
+    ds.save(posterior, tmp_path)
+    config = config_of(tmp_path)
+    lines = config["network"]["structure"]
+    written = [re.sub(r"affine=True(, bias=True)?", said, line) for line in lines]
+    assert any(said in line for line in written)
+    reseal(tmp_path, config | {"network": config["network"] | {"structure": written}})
+    assert torch.equal(ds.load(tmp_path, tiny.mlp()).predict(x).members, posterior.predict(x).members)
+    with pytest.raises(ValueError, match="expected a network with layer"):
+        ds.load(tmp_path, nn.Sequential(nn.Linear(4, 6, bias=False), *tiny.mlp()[1:]))

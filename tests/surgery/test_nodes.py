@@ -1,0 +1,153 @@
+"""Latents on nodes: a layer with them, the same folded into its weights, and what happens where an axis is not the batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dissensus.nets import NTKLinear
+from dissensus.surgery.conversion import folded
+from dissensus.surgery.nodes import Nodes, by_layer, folded_tensors, standing, with_nodes
+from dissensus.surgery.scaling import scaled
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 6), (5, 4)),
+    "linear on tokens": (lambda: nn.Linear(4, 6), (5, 3, 4)),
+    "linear without bias": (lambda: nn.Linear(4, 6, bias=False), (5, 4)),
+    "ntk linear": (lambda: NTKLinear(4, 6), (5, 4)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (5, 4, 7)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (5, 4, 7, 6)),
+    "conv2d, reflecting": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (5, 4, 7, 6)),
+    "conv3d": (lambda: nn.Conv3d(4, 6, 2), (5, 4, 3, 3, 3)),
+    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), (5, 4, 7, 6)),
+    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (5, 4, 7, 6)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (5, 4, 3, 3)),
+    "transposed and grouped": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), (5, 4, 3, 3)),
+}
+
+
+def draws(made, rows=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (made.latents,) if rows is None else (rows, made.latents)
+    return 1 + 0.5 * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("mode", ["in", "out", "both"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mode):
+    make, shape = LAYERS[kind]
+    torch.manual_seed(0)
+    layer = make().to(torch.float64)
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias)
+    made = with_nodes(nn.Sequential(layer), mode, bias=True)
+    x, z = torch.randn(shape, dtype=torch.float64), draws(made)
+    nodes = by_layer(made.sites, z)
+    with standing(made.network, nodes):
+        on_activations = made.network(x)
+    with standing(made.network, by_layer(made.sites, z.expand(5, -1))):
+        per_example = made.network(x)
+    weight, bias = folded_tensors(layer, layer.weight, layer.bias, nodes["0"])
+    state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    expected = torch.func.functional_call(layer, state, (x,))
+    torch.testing.assert_close(on_activations, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(per_example, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(expected, layer(x), atol=0.01)
+
+
+def test_each_example_has_latents_of_its_own():
+    torch.manual_seed(0)
+    made = with_nodes(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)).double(), "both")
+    x, z = torch.randn(5, 2, 4, 4, dtype=torch.float64), draws(made, rows=5)
+    with standing(made.network, by_layer(made.sites, z)):
+        together = made.network(x)
+    for i in range(5):
+        with standing(made.network, by_layer(made.sites, z[i])):
+            torch.testing.assert_close(made.network(x[i : i + 1]), together[i : i + 1], rtol=0, atol=1e-12)
+
+
+def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
+    network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
+    made = with_nodes(network, "in", bias=True)
+    assert [(site.layer, site.part, site.width) for site in made.sites] == [
+        ("0", "before", 4),
+        ("0", "bias", 1),
+        ("1", "before", 6),
+    ]
+    assert (made.latents, made.widths) == (11, (5, 6))
+    x, z = torch.randn(2, 4), torch.rand(made.latents) + 0.5
+    layer = made.network[0]
+    with standing(made.network, by_layer(made.sites, z)):
+        expected = (x * z[:4]) @ layer.weight.T + z[4] * layer.bias
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_layers_are_chosen_by_pattern_and_the_account_says_which():
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
+    made = with_nodes(network, "in", layers=["2"])
+    assert made.account.converted == {"2": "latents: 12 on input nodes"}
+    assert made.account.left == {"0": "not among the layers asked for"}
+    assert made.latents == 12
+    assert type(network[2]) is nn.Linear  # the caller's network is left alone
+
+
+def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.mixer(x.transpose(0, 1))
+
+    made = with_nodes(Turned(), "in")
+    with (
+        standing(made.network, by_layer(made.sites, torch.ones(5, 4))),
+        pytest.raises(ValueError, match=r"expected the 5 examples .* layer 'mixer', got a tensor of shape \(3, 5, 4\)"),
+    ):
+        made.network(torch.randn(5, 3, 4))
+    assert made.network.mixer.nodes is None
+
+
+def test_folding_a_tied_layer_leaves_the_other_alone():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    made = with_nodes(Tied(), "out")
+    x, z = torch.arange(7), 0.5 + torch.rand(7)
+    with standing(made.network, by_layer(made.sites, z)):
+        expected = made.network(x)
+    plain = copy.deepcopy(made.network)
+    plain.head.nodes = Nodes(behind=z)
+    torch.testing.assert_close(folded(plain)(x), expected)
+
+
+def test_an_unknown_mode_is_a_clear_error():
+    with pytest.raises(ValueError, match="expected a mode of in, out, both, got 'input'"):
+        with_nodes(nn.Linear(2, 2), "input")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_short_backward_pass_is_the_gradient(alone):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    s = torch.randn(3, 2, 1, 1, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x, s: scaled(x, s, alone=alone).sin() * 2, (x, s))
+    torch.autograd.gradgradcheck(lambda x, s: scaled(x, s, alone=alone).sin() * 2, (x, s))
+
+
+def test_a_gradient_that_others_hold_is_not_written_over():
+    """A residual sum hands one gradient tensor to both of its branches."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    s = torch.full((3, 4), 2.0, dtype=torch.float64)
+    (scaled(x, s, alone=False) + x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))

@@ -1,0 +1,225 @@
+"""Batch statistics are the mean over batches by size, with everything else left as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.core.particles import Particles
+from dissensus.surgery.normalization import refresh_statistics, statistics_names
+
+SIZES = (5, 8, 3)
+
+
+def batches(shape=(4,), sizes=SIZES):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, *shape, dtype=torch.float64, generator=generator), torch.zeros(n).long()) for n in sizes]
+
+
+def exact(network, layer, loader, dims):
+    """(mean, variance): batch statistics of what reaches the layer, averaged over batches by size."""
+    means, variances = 0.0, 0.0
+    for x, _ in loader:
+        seen = []
+        handle = layer.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(inputs[0].detach()))
+        network.eval()(x)
+        handle.remove()
+        means = means + len(x) * seen[0].mean(dims)
+        variances = variances + len(x) * seen[0].var(dims, correction=1)
+    total = sum(len(x) for x, _ in loader)
+    return means / total, variances / total
+
+
+def stack(*networks, how="vectorised"):
+    particles = Particles.stack(networks, ds.Classification())
+    particles.how = how
+    return particles
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_statistics_are_the_mean_of_batch_statistics_by_size(how):
+    nets = [tiny.mlp(dropout=0.5).double() for _ in range(3)]
+    particles, loader = stack(*nets, how=how), batches()
+    before = tiny.state(particles)
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    after = particles.own_buffers()
+    assert particles.how == how
+    for i, network in enumerate(nets):
+        mean, variance = exact(network, network[1], loader, 0)
+        torch.testing.assert_close(after["network.1.running_mean"][i], mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(after["network.1.running_var"][i], variance, rtol=0, atol=1e-12)
+    weights = {name for name in before if "running" not in name and "tracked" not in name}
+    state = tiny.state(particles)
+    assert all(torch.equal(before[name], state[name]) for name in weights)
+
+
+def test_statistics_of_a_second_layer_are_those_under_the_first_ones_batch_statistics():
+    """As in training: every layer normalises by the batch while statistics are gathered."""
+    network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    particles, loader = stack(network), batches()
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    means = 0.0
+    for x, _ in loader:
+        normalised = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        means = means + len(x) * network[1](normalised).mean(0)
+    torch.testing.assert_close(
+        particles.own_buffers()["network.2.running_mean"][0], (means / sum(SIZES)).detach(), rtol=0, atol=1e-12
+    )
+
+
+class Doubled(nn.BatchNorm2d):
+    """Somebody's own kind of batch norm."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "dims"),
+    [
+        (nn.SyncBatchNorm(2), (2, 3, 3), (0, 2, 3)),  # one process: as batch norm
+        (Doubled(2), (2, 3, 3), (0, 2, 3)),
+        (nn.BatchNorm2d(2), (2, 3, 3), (0, 2, 3)),
+        (nn.BatchNorm3d(2), (2, 3, 3, 2), (0, 2, 3, 4)),
+        (nn.BatchNorm1d(2, momentum=None), (2, 5), (0, 2)),
+    ],
+)
+def test_every_batch_norm_is_refreshed(layer, shape, dims):
+    network = nn.Sequential(layer).double()
+    particles, loader = stack(network), batches(shape)
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    mean, variance = exact(network, layer, loader, dims)
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.InstanceNorm1d, (2, 7)), (nn.InstanceNorm3d, (2, 3, 2, 2))])
+def test_instance_norm_with_running_statistics_is_refreshed(layer, shape):
+    network = nn.Sequential(layer(2, track_running_stats=True)).double()
+    particles, loader = stack(network), batches(shape)
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    x = torch.cat([x for x, _ in loader]).flatten(2)
+    mean, variance = x.mean(2).mean(0), x.var(2, correction=1).mean(0)  # of instances, then their mean
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
+
+
+class HomeMade(nn.Module):
+    """A norm layer that is none of torch's and puts new tensors into its buffers' place."""
+
+    def __init__(self):
+        super().__init__()
+        self.momentum = 0.3
+        self.register_buffer("running_mean", torch.zeros(4))
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x):
+        if self.training:
+            self.running_mean = (1 - self.momentum) * self.running_mean + self.momentum * x.mean(0)
+            self.running_var = (1 - self.momentum) * self.running_var + self.momentum * x.var(0)
+        return (x - self.running_mean) / self.running_var.sqrt()
+
+
+def test_a_home_made_norm_layer_is_refreshed():
+    network = nn.Sequential(HomeMade()).double()
+    particles, loader = stack(network), batches()
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    mean, variance = exact(network, network[0], loader, 0)
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_mean"][0], mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(particles.own_buffers()["network.0.running_var"][0], variance, rtol=0, atol=1e-12)
+    assert particles.template.network[0].momentum == 0.3
+
+
+@pytest.mark.parametrize("how", ["loop", "vectorised"])
+def test_a_layer_that_runs_twice_averages_over_both_runs(how):
+    """As torch's own `update_bn` does, for batches of one size."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.second(torch.relu(self.norm(self.first(x)))))
+
+    networks, loader = [Twice().double() for _ in range(2)], batches(sizes=(6, 6, 6))
+    particles = stack(*networks, how=how)
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    after = particles.own_buffers()
+    for i, network in enumerate(networks):
+        torch.optim.swa_utils.update_bn([x for x, _ in loader], network)
+        torch.testing.assert_close(after["network.norm.running_mean"][i], network.norm.running_mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(after["network.norm.running_var"][i], network.norm.running_var, rtol=0, atol=1e-12)
+    assert not any(part._forward_pre_hooks for part in particles.template.modules())
+
+
+def test_momentum_modes_and_gradients_are_left_as_found():
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=0.2), nn.Dropout(), nn.BatchNorm1d(3)).double()
+    particles = stack(network)
+    particles.train()
+    particles.template.network[3].momentum = None
+    graphs = []  # whether torch would record one, for every layer that runs
+    particles.template.network[0].register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    modes = [part.training for part in particles.template.modules()]
+    refresh_statistics(particles, batches(), torch.device("cpu"))
+    layers = particles.template.network
+    assert (layers[1].momentum, layers[3].momentum) == (0.2, None)
+    assert [part.training for part in particles.template.modules()] == modes
+    assert len(graphs) >= len(SIZES)
+    assert not any(graphs)
+    assert torch.is_grad_enabled()
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        refresh_statistics(particles, [(torch.zeros(3, 9, dtype=torch.float64), torch.zeros(3))], torch.device("cpu"))
+    assert (layers[1].momentum, layers[3].momentum) == (0.2, None)
+    assert [part.training for part in particles.template.modules()] == modes
+
+
+def test_a_layer_that_the_caller_froze_keeps_its_statistics():
+    network = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3)).double().train()
+    network[0].eval()
+    particles = stack(network)
+    refresh_statistics(particles, batches(), torch.device("cpu"))
+    after = particles.own_buffers()
+    assert float(after["network.0.running_mean"].abs().max()) == 0
+    assert float(after["network.2.running_mean"].abs().max()) > 0
+
+
+def test_dropout_is_off():
+    network = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(4)).double()
+    particles, loader = stack(network), batches()
+    stream = torch.get_rng_state()
+    refresh_statistics(particles, loader, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), stream)
+    mean, _ = exact(network, network[1], loader, 0)
+    torch.testing.assert_close(particles.own_buffers()["network.1.running_mean"][0], mean, rtol=0, atol=1e-12)
+
+
+def test_a_loader_without_data_is_refused():
+    for loader in ([], [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]):
+        with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
+            refresh_statistics(stack(tiny.mlp().double()), loader, torch.device("cpu"))
+
+
+def test_batches_without_examples_do_not_count():
+    with_empty, without = stack(network := tiny.mlp().double()), stack(network)
+    empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0).long())]
+    refresh_statistics(with_empty, empty + batches() + empty, torch.device("cpu"))
+    refresh_statistics(without, batches(), torch.device("cpu"))
+    assert tiny.largest_difference(tiny.state(with_empty), tiny.state(without)) == 0
+
+
+def test_a_network_without_statistics_does_not_read_the_loader():
+    def loader():
+        raise AssertionError("read")
+        yield
+
+    network = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.BatchNorm1d(3, track_running_stats=False))
+    assert statistics_names(network) == []
+    refresh_statistics(stack(network), loader(), torch.device("cpu"))
+
+
+def test_inputs_that_are_not_finite_are_refused():
+    x = torch.full((4, 4), torch.nan, dtype=torch.float64)
+    with pytest.raises(ValueError, match="expected finite inputs, got NaN"):
+        refresh_statistics(stack(tiny.mlp().double()), [(x, torch.zeros(4))], torch.device("cpu"))

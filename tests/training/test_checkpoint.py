@@ -1,0 +1,349 @@
+"""A checkpoint knows whose it is: another run's is refused and changes nothing; one's own goes on bit for bit."""
+
+import copy
+import logging
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, lr_scheduler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import dissensus as ds
+import tiny
+from dissensus.training.belonging import warn_of_overruled
+
+X, Y = tiny.points(24)
+BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]
+NEW = ("run", "told", "loader")  # what checkpoints of earlier versions do not have
+
+
+def nets(count=3, **keywords):
+    return [tiny.mlp(**keywords).double() for _ in range(count)]
+
+
+def ensemble(**keywords):
+    return ds.DeepEnsemble(nets(), **keywords)
+
+
+def fit(posterior, path, *, optimizer=None, scheduler=None, loader=BATCHES, epochs=2, **keywords):
+    torch.manual_seed(1)
+    optimizer = (optimizer or partial(Adam, lr=0.01))(posterior.parameters())
+    schedule = None if scheduler is None else scheduler(optimizer)
+    settings = {"optimizer": optimizer, "scheduler": schedule, "checkpoint": path, "progress": False}
+    return ds.fit(posterior, loader, epochs=epochs, **settings, **keywords)
+
+
+def whole(posterior, optimizer, scheduler=None):
+    """Everything a refused checkpoint must leave as it is."""
+    states = [posterior.state_dict(), optimizer.state_dict(), scheduler and scheduler.state_dict()]
+    return copy.deepcopy([*states, torch.get_rng_state(), posterior.began, posterior.steps_per_epoch])
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def refused(path, posterior, optimizer, reason, scheduler=None):
+    before = whole(posterior, optimizer, scheduler)
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "checkpoint": path, "progress": False}
+    message = rf"expected a checkpoint of this posterior in .*, got another file \(.*{reason}.*\); remove it"
+    with pytest.raises(ValueError, match=message):
+        ds.fit(posterior, BATCHES, epochs=3, **settings)
+    assert same(before, whole(posterior, optimizer, scheduler))
+
+
+def as_of_earlier_versions(path):
+    state = torch.load(path, weights_only=True)
+    state = {key: value for key, value in state.items() if key not in NEW}
+    state["posterior"] = {key: value for key, value in state["posterior"].items() if not key.endswith("plan")}
+    torch.save(state, path)
+
+
+# ---------------------------------------------------------------------------------------------------- of another run
+
+OTHERS = {
+    "method": (lambda: ds.WeightRDE(nets(), data_size=24), "method deep_ensemble, not weight_rde"),
+    "lit": (lambda: ds.LIT(nets(), strength=1.0), "method deep_ensemble, not lit"),
+    "subclass": (lambda: tiny.Repelling(nets()), "class DeepEnsemble, not Repelling"),
+    "members": (lambda: ds.DeepEnsemble(nets(2)), "members 3, not 2"),
+    "prior": (lambda: ensemble(weight_prior_std=1.0, data_size=24), "weight_prior_std None, not 1.0"),
+    "dtype": (lambda: ensemble().float(), r"float64.*, not float32"),
+    "likelihood": (lambda: ensemble(likelihood=ds.Regression(noise=1.0)), "likelihood Classification, not Regression"),
+    "network": (lambda: ds.DeepEnsemble(nets(outputs=5)), r"\[3, 3, 6\], not float64\[3, 5, 6\]"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), OTHERS.values(), ids=OTHERS)
+def test_a_checkpoint_of_another_posterior_is_refused_and_changes_nothing(build, reason, tmp_path):
+    fit(ensemble(), tmp_path / "c.pt")
+    posterior = build()
+    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), reason)
+
+
+def test_a_checkpoint_of_a_float32_run_is_not_taken_by_float64(tmp_path):
+    single = [(x.float(), y) for x, y in BATCHES]
+    fit(ensemble().float(), tmp_path / "c.pt", loader=single)
+    for earlier in (False, True):
+        if earlier:
+            as_of_earlier_versions(tmp_path / "c.pt")
+        posterior = ensemble()
+        refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), r"float32.*, not float64")
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "reason", "earlier_reason"),
+    [
+        (AdamW, Adam, "optimizer AdamW, not Adam", "decoupled, not Adam's"),
+        (AdamW, SGD, "optimizer AdamW, not SGD", "an optimizer with amsgrad, where SGD has dampening"),
+        (SGD, Adam, "optimizer SGD, not Adam", "an optimizer with dampening, where Adam has amsgrad"),
+    ],
+)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_another_optimizers_checkpoint_is_refused(wrote, reads, reason, earlier_reason, earlier, tmp_path):
+    fit(ensemble(), tmp_path / "c.pt", optimizer=partial(wrote, lr=0.01))
+    if earlier:
+        as_of_earlier_versions(tmp_path / "c.pt")
+    posterior = ensemble()
+    optimizer = reads(posterior.parameters(), lr=0.02)
+    refused(tmp_path / "c.pt", posterior, optimizer, earlier_reason if earlier else reason)
+
+
+def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
+    fit(ensemble(), tmp_path / "c.pt")
+    posterior = ensemble()
+    backwards = Adam(reversed(list(posterior.parameters())), lr=0.01)
+    refused(tmp_path / "c.pt", posterior, backwards, "parameters float64")
+    as_of_earlier_versions(tmp_path / "c.pt")
+    refused(tmp_path / "c.pt", posterior, backwards, "an optimizer's exp_avg of shape")
+    fewer = Adam(list(posterior.parameters())[:2], lr=0.01)
+    refused(tmp_path / "c.pt", posterior, fewer, "other groups of parameters")
+
+
+def test_another_kind_of_schedule_is_refused(tmp_path):
+    fit(ensemble(), tmp_path / "c.pt", scheduler=partial(lr_scheduler.StepLR, step_size=1))
+    posterior = ensemble()
+    optimizer = Adam(posterior.parameters(), lr=0.01)
+    refused(tmp_path / "c.pt", posterior, optimizer, "scheduler StepLR, not None")
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    refused(tmp_path / "c.pt", posterior, optimizer, "scheduler StepLR, not CosineAnnealingLR", cosine)
+    as_of_earlier_versions(tmp_path / "c.pt")
+    refused(tmp_path / "c.pt", posterior, optimizer, "a schedule with gamma, where", cosine)
+
+
+def test_a_run_watched_by_other_methods_is_refused(tmp_path):
+    fit(ds.track(nets(1)[0], [ds.MAP, partial(ds.SWAG, rank=2)]), tmp_path / "c.pt")
+    for methods, reason in (
+        ([ds.MAP, ds.TRADI], "swag, not tradi"),
+        ([ds.MAP, partial(ds.SWAG, rank=3)], "rank 2, not 3"),
+    ):
+        posterior = ds.track(nets(1)[0], methods)
+        refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), reason)
+
+
+@pytest.mark.parametrize("damage", ["tensor", "optimizer", "history", "best", "random", "missing"])
+def test_a_damaged_checkpoint_changes_nothing(damage, tmp_path):
+    path = tmp_path / "c.pt"
+    fit(ensemble(), path, validation=BATCHES)
+    state = torch.load(path, weights_only=True)
+    if damage == "tensor":
+        state["posterior"]["steps"] = torch.zeros(3)
+    elif damage == "optimizer":
+        state["optimizer"]["state"][0] = {"exp_avg": "nothing"}
+        state["optimizer"]["state"][1] = 5
+    elif damage == "history":
+        state["history"][0]["other"] = 1
+    elif damage == "best":
+        state["best"]["state"].pop("temperature")
+    elif damage == "random":
+        state["random"] = state["random"][:10]
+    else:
+        del state["scheduler"]
+    torch.save(state, path)
+    posterior = ensemble()
+    refused(path, posterior, Adam(posterior.parameters(), lr=0.01), "")
+
+
+def test_what_fails_on_the_way_in_is_taken_back(tmp_path, monkeypatch):
+    fit(ensemble(), tmp_path / "c.pt")
+    posterior = ensemble()
+    optimizer = Adam(posterior.parameters(), lr=0.01)
+    load, calls = optimizer.load_state_dict, []
+
+    def breaks_once(state):
+        load(state)
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(optimizer, "load_state_dict", breaks_once)
+    refused(tmp_path / "c.pt", posterior, optimizer, "no room")
+    assert len(calls) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- of this run
+
+
+def sampled(method, **keywords):
+    return lambda **more: method(nets(1)[0], **{**keywords, **more})
+
+
+FREE = {
+    "swag": (sampled(ds.SWAG, rank=2), {"samples": 3, "scale": 1.0}),
+    "tradi": (sampled(ds.TRADI), {"samples": 3, "covariance": "diagonal", "features": 5, "bandwidth": 2.0}),
+    "gaussian_perturbation": (sampled(ds.GaussianPerturbation), {"samples": 3, "noise": 0.1}),
+    "mc_dropout": (sampled(ds.MCDropout, rate=0.2), {"samples": 3}),
+    "laplace": (
+        sampled(ds.Laplace),
+        {"samples": 3, "structure": "kron", "covariance": "joint", "prior_precision": 2.0},
+    ),
+    "node_bnn": (sampled(ds.NodeBNN, data_size=20, components=3), {"samples": 3}),
+}
+
+
+@pytest.mark.parametrize(("build", "changed"), FREE.values(), ids=FREE)
+def test_how_it_is_drawn_from_and_how_long_it_trains_may_change(build, changed, tmp_path):
+    first = build()
+    ds.fit(first, BATCHES, epochs=4, progress=False)  # leaves a stored draw of the first number of samples
+    fit(first, tmp_path / "c.pt")
+    history = fit(build(**changed), tmp_path / "c.pt", epochs=4)
+    assert len(history) == 4
+    posterior = build(**changed)
+    fit(posterior, tmp_path / "c.pt", epochs=5)
+    assert posterior.predict(X).members.shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    "build", [ensemble, sampled(ds.SWAG, rank=2, samples=2), lambda: ds.track(nets(1)[0], [ds.MAP, ds.SWA])]
+)
+def test_checkpoints_of_earlier_versions_still_resume(build, tmp_path):
+    def run(stop, earlier):
+        torch.manual_seed(0)
+        posterior = build()
+        if stop:
+            fit(posterior, tmp_path / "c.pt", epochs=8, callback=lambda epoch: epoch.epoch == 6)
+            if earlier:
+                as_of_earlier_versions(tmp_path / "c.pt")
+            posterior = build()
+        fit(posterior, tmp_path / "c.pt" if stop else None, epochs=8)
+        return {name: t for name, t in tiny.state(posterior).items() if "stored" not in name}
+
+    assert tiny.largest_difference(run(False, False), run(True, True)) == 0
+
+
+def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
+    def steps(size):
+        return partial(lr_scheduler.StepLR, step_size=size)
+
+    fit(ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.01), scheduler=steps(1))
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        fit(ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.01), scheduler=steps(1), epochs=3)
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        fit(
+            ensemble(),
+            tmp_path / "c.pt",
+            optimizer=partial(Adam, lr=0.3, weight_decay=0.1),
+            scheduler=steps(5),
+            epochs=4,
+        )
+    text = " ".join(caplog.messages)
+    assert "Adam lr = 0.01 of its checkpoint, not the 0.3 given now" in text
+    assert "weight_decay = 0 of its checkpoint, not the 0.1" in text
+    assert "StepLR step_size = 1 of its checkpoint, not the 5" in text
+
+
+def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
+    optimizer = Adam(ensemble().parameters(), lr=0.001)
+    state = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": None})
+    state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.001, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        warn_of_overruled(state, optimizer, None)
+    assert not caplog.messages
+
+
+# ---------------------------------------------------------------------------------------------------- loaders
+
+
+class Killed(Exception):
+    pass
+
+
+def seeded_loader():
+    return DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def sampler_with_generator():
+    data = TensorDataset(X, Y)
+    return DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3)))
+
+
+def augmented():
+    images = X[:, :, None, None].expand(-1, -1, 6, 6).clone()
+    return ds.data.Batches(
+        images, Y, batch_size=8, shuffle=True, seed=0, augment=ds.data.Augmentation(padding=1, cutout=2, seed=4)
+    )
+
+
+LOADERS = {
+    "batches": lambda: ds.data.Batches(X, Y, batch_size=8, shuffle=True),
+    "batches-seed": lambda: ds.data.Batches(X, Y, batch_size=8, shuffle=True, seed=0),
+    "data-loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True),
+    "data-loader-generator": seeded_loader,
+    "sampler-generator": sampler_with_generator,
+    "augmented": augmented,
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("kill", [0, 2])
+def test_a_killed_run_goes_on_with_the_batches_it_would_have_had(make, kill, tmp_path):
+    def run(checkpoint=None, after=None):
+        torch.manual_seed(5)
+        image = make is augmented
+        posterior = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).double() if image else tiny.mlp(0.2).double())
+
+        def kill_it(epoch):
+            if epoch.epoch == after:
+                raise Killed
+
+        history = fit(posterior, checkpoint, optimizer=partial(SGD, lr=0.1), loader=make(), epochs=5, callback=kill_it)
+        return tiny.state(posterior), [epoch.loss for epoch in history.epochs]
+
+    expected, losses = run()
+    with pytest.raises(Killed):
+        run(tmp_path / "c.pt", after=kill)
+    found, again = run(tmp_path / "c.pt")
+    assert again == losses
+    assert tiny.largest_difference(expected, found) == 0
+
+
+def test_a_loader_that_cannot_go_on_is_said_and_not_refused(tmp_path, caplog):
+    fit(ensemble(), tmp_path / "written.pt", loader=LOADERS["batches-seed"]())
+    for loader in (BATCHES, LOADERS["batches"](), LOADERS["data-loader"]()):
+        caplog.clear()
+        shutil.copy(tmp_path / "written.pt", tmp_path / "c.pt")
+        with caplog.at_level(logging.WARNING, "dissensus"):
+            history = fit(ensemble(), tmp_path / "c.pt", loader=loader, epochs=3)
+        assert len(history) == 3
+        assert "the run goes on with other batches than it would have had" in caplog.text
+
+
+def test_a_loaders_state_that_a_file_without_code_cannot_hold_is_left_out(tmp_path, caplog):
+    class Odd(list):
+        def state_dict(self):
+            return {"odd": object()}
+
+        def load_state_dict(self, state):
+            raise AssertionError("never")
+
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        fit(ensemble(), tmp_path / "c.pt", loader=Odd(BATCHES))
+    assert "holds more than numbers, text and tensors" in caplog.text
+    assert len(fit(ensemble(), tmp_path / "c.pt", loader=Odd(BATCHES), epochs=3)) == 3
