@@ -19,13 +19,14 @@ from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import EMBEDDED, Cell, cells, widths_of
+from dissensus.bench.width.grid import Cell, cells, widths_of
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.train import fit
 
-RATES = (0.01, 0.03, 0.1, 0.3)
-FACTORS, MEMBERS = (0.25, 1.0, 4.0), (8, 32)
+RATES = (0.3, 1.0, 3.0, 10.0)
+TRANSITION = {"M": (0.1, 0.3, 1.0), "1": (0.3, 1.0, 3.0)}  # γ -> rates
+FACTORS, MEMBERS = (0.25, 1.0, 4.0), 8
 Row = dict[str, Any]
 
 
@@ -55,26 +56,17 @@ def measured(cell: Cell) -> Row:
 
 
 def asked(seeds: int) -> list[Cell]:
-    """Every rate for cells at three widths, and for those of the transition."""
+    """Ensembles of eight at three widths, and those of the transition, at every rate; the transition has one seed."""
     task = load_task("embedded-width")
     widths = widths_of(task)
     assert widths is not None
-    few = replace(widths, factors=FACTORS, members=MEMBERS)
-    made = [
+    few = replace(widths, factors=FACTORS, members=(MEMBERS,))
+    return [
         replace(cell, config=replace(cell.config, training={**cell.config.training, "lr": rate}))
         for cell in cells(task, few, range(seeds))
-        for rate in RATES
+        for rate in (RATES if cell.p is None else TRANSITION[cell.gamma])
+        if cell.p is None or cell.config.seed == 0
     ]
-    small = [_fewer(cell) for cell in made]
-    return sorted(small, key=lambda cell: cell.p is None)
-
-
-def _fewer(cell: Cell) -> Cell:
-    """Independent networks do not see each other: two choose as well as 32."""
-    if cell.method == EMBEDDED:
-        return cell
-    settings = {**cell.config.settings, "members": 2}
-    return replace(cell, members=2, config=replace(cell.config, settings=settings))
 
 
 def main(path: Path, jobs: int, seeds: int) -> None:
@@ -94,6 +86,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=2)
     given = parser.parse_args()
     main(given.csv, given.jobs, given.seeds)

@@ -54,8 +54,8 @@ def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
 def test_each_kind_and_each_regime_of_the_transition_has_a_rate_of_its_own():
     short = load_task("embedded-width")
     rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in cells(short, widths_of(short), [0])}
-    assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", None, "M"]) == (0.1, 0.03)
-    assert (rates["batch_ensemble", 0.6, "M"], rates["batch_ensemble", 0.6, "1"]) == (0.01, 0.3)
+    assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", None, "M"]) == (3.0, 0.3)
+    assert (rates["batch_ensemble", 0.6, "M"], rates["batch_ensemble", 0.6, "1"]) == (0.3, 1.0)
 
 
 def test_the_published_size_scales_a_residual_network_on_cifar():
