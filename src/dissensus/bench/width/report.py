@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.run.jobs import begun, checked_folder, default_folder
+from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.run import Tell, silent
-from dissensus.bench.run.run.processes import in_processes
 from dissensus.bench.task.config import Task
 from dissensus.bench.width.claims import Claim, claims, members_of, table_of
 from dissensus.bench.width.grid import cells, widths_of

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
+from dissensus.bench.run.processes import DIVERGED
 from dissensus.bench.run.records import read_evaluation, read_predictions
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.run.processes import DIVERGED
 from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, Cell, Widths
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.storage.files import read_json, read_tensors, write_tensors, write_text
