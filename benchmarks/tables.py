@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import embedded_width
 import mnist_ood
 import pretrained_page
 import toy_entropy
@@ -288,6 +289,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
+    if rows("embedded_width.csv"):
+        yield docs / "embedded.md", "embedded-width", embedded_width.page()
     if rows("false_positives.csv"):
         yield docs / "bench.md", "false-positives", false_positive_table()
 

@@ -49,6 +49,7 @@ HEAVY_ALLOWED = {
     ("bench/cli.py", "rich"),
     ("bench/theory/cli.py", "typer"),
     ("bench/theory/figures.py", "matplotlib"),
+    ("bench/width/figures.py", "matplotlib"),
     ("reporting/report.py", "jinja2"),
     *((f"reporting/{name}.py", "matplotlib") for name in ("plots", "curves", "panels", "scenes", "figures")),
 }
@@ -60,18 +61,19 @@ FLOORS = {
         "plots curves panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting", "rows", "task", "run", "theory", "cli"],
+    "bench": ["names fitting", "rows", "task", "run", "theory width", "cli"],
     "bench/rows": ["sources geometry", "sets loaders grid units"],
     "bench/task": ["toml objects variants", "arguments", "schema", "config"],
     "bench/run": [
-        "provenance records choice calibrated watch threads sharing same weights",
+        "provenance records choice calibrated training_rows watch threads sharing same weights",
         "build splits convert",
         "together",
         "run",
-        "gather",
+        "gather processes",
         "jobs",
     ],
     "bench/theory": ["runs", "figures", "cli"],
+    "bench/width": ["grid", "rows", "claims verdicts", "figures", "report"],
 }
 
 

@@ -22,6 +22,7 @@ from dissensus.bench.run.convert import convert as convert_weights
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.theory.cli import app as theory
+from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results
@@ -77,11 +78,22 @@ def bench(
     data: Data = None,
     baseline: Baseline = None,
     holm: Holm = False,
+    jobs_: Annotated[int, typer.Option("--jobs", help="Processes that train at the same time.")] = 1,
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
+    loaded, tell = load_task(task, size=size, overrides=set_), _silent if quiet else _tell
+    if "widths" in loaded.settings:
+        if methods is not None or baseline is not None or holm:
+            raise ValueError(
+                "expected no --methods, --baseline and --holm for a task over widths, got one; it compares what it has"
+            )
+        said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
+        _print_lines(said)
+        _print_written(files)
+        return
     results, written = jobs.bench(
-        load_task(task, size=size, overrides=set_),
+        loaded,
         methods=None if methods is None else listed(methods),
         seeds=seeds,
         out=out,
@@ -89,7 +101,8 @@ def bench(
         progress=not quiet,
         baseline=baseline,
         holm=holm,
-        tell=_silent if quiet else _tell,
+        jobs=jobs_,
+        tell=tell,
     )
     _print_results(results)
     _print_written(written)
@@ -245,6 +258,11 @@ def _print_results(results: Results) -> None:
         console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
     for sentence in claims(results):
         console.print(escape(sentence))
+
+
+def _print_lines(lines: list[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def _print_written(written: list[Path]) -> None:

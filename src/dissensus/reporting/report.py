@@ -33,7 +33,7 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
         raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
-        write_text(target, csv_text(results) if end == ".csv" else _rendered(f"report{end}.j2", content or {}))
+        write_text(target, csv_text(results) if end == ".csv" else rendered(f"report{end}.j2", content or {}))
     return list(targets.values())
 
 
@@ -151,7 +151,8 @@ MEANINGS = {
 }
 
 
-def _rendered(template: str, content: Mapping[str, Any]) -> str:
+def rendered(template: str, content: Mapping[str, Any]) -> str:
+    """A template of this package, filled in."""
     environment = Environment(
         loader=PackageLoader("dissensus.reporting"),
         autoescape=template.endswith(".html.j2"),

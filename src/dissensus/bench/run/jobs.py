@@ -7,10 +7,11 @@ from pathlib import Path
 
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.records import read_together
 from dissensus.bench.run.run import Run, Tell, silent
 from dissensus.bench.run.together import companions, remove_leftovers, shares, train_together
-from dissensus.bench.task.config import Task, run_config
+from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name, check_methods
 from dissensus.core.errors import unknown
 from dissensus.evaluation.evaluation import Evaluation
@@ -33,20 +34,24 @@ def bench(
     progress: bool = False,
     baseline: str | None = None,
     holm: bool = False,
+    jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[Results, list[Path]]:
     """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens.
 
-    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number.
+    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number. `jobs`:
+    processes that train at the same time; a script that asks for several must be guarded by `if __name__ == "__main__"`.
     """
     if seeds < 1:
         raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
+    if jobs < 1:
+        raise ValueError(f"expected at least one job, got {jobs}; pass --jobs 2 for two processes")
     chosen = list(methods or task.methods)
     if baseline is not None and baseline not in chosen:
         raise unknown("a method of the bench as baseline", baseline, chosen)
     folder = default_folder(task) if out is None else Path(out)
     runs, evaluations = run_all(
-        task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, tell=tell
+        task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
     )
     tell("writing the report")
     from dissensus.reporting.report import write_report  # loads matplotlib
@@ -65,21 +70,15 @@ def run_all(
     out: Path,
     source: str | None = None,
     progress: bool = False,
+    jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[list[Run], list[Evaluation]]:
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
     check_methods(methods, task.settings)
-    load = LastData(source)
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
-    load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
-    runs = [
-        Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs
-    ]
-    for run in runs:  # all of them before the first folder
-        run.check()
-    checked_folder(out)
-    for run in runs:  # a folder of another run is an error before anything is trained
-        run.begin()
+    runs = begun(task, configs, out, source=source)
+    if jobs > 1:
+        in_processes(_groups(runs), jobs, source=source, tell=tell)
     evaluations = []
     for i, run in enumerate(runs, start=1):
         name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
@@ -95,6 +94,30 @@ def run_all(
         evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
     remove_leftovers(out)
     return runs, evaluations
+
+
+def begun(task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None) -> list[Run]:
+    """The runs of these configs, checked, each with its folder: nothing is trained yet."""
+    load = LastData(source)
+    load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
+    runs = [
+        Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs
+    ]
+    for run in runs:  # all of them before the first folder
+        run.check()
+    checked_folder(out)
+    for run in runs:  # a folder of another run is an error before anything is trained
+        run.begin()
+    return runs
+
+
+def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that share a training together, all others alone."""
+    found: list[list[Run]] = []
+    for run in runs:
+        if not any(run in group for group in found):
+            found.append(companions(run, runs) if shares(run.config) else [run])
+    return found
 
 
 def report_runs(

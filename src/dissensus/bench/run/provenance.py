@@ -27,9 +27,16 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
-        "command": " ".join(["dissensus", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "dissensus" else "python",
+        "command": command(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def command() -> str:
+    """The command line, where this is one: `dissensus …`, however it was started."""
+    program = Path(sys.argv[0])
+    ours = program.stem == "dissensus" or program.parts[-2:] == ("dissensus", "__main__.py")
+    return " ".join(["dissensus", *sys.argv[1:]]) if ours else "python"
 
 
 def commit() -> str:

@@ -31,9 +31,10 @@ from dissensus.bench.run.choice import with_choice
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same, check_same_weights
-from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, corruptions, geometry_of, split_names, write_split
+from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
 from dissensus.bench.run.threads import threads
 from dissensus.bench.run.together import CHECKPOINT_SECONDS, shares, train_together
+from dissensus.bench.run.training_rows import with_training_rows
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.arguments import EMPCOV
 from dissensus.bench.task.config import RunConfig, run_config_of
@@ -195,9 +196,8 @@ class Run:
 
     def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
-        temperature = 1.0
-        if self.config.training.get("temperature", False):
-            temperature = temperature_scale(posterior, self.loader(self.data.held_out))
+        scaled = self.config.training.get("temperature", False)
+        temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
@@ -235,13 +235,12 @@ class Run:
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
-        wanted = self._splits()
-        if all(path.is_file() for path in wanted.values()):
+        waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
+        if not waiting:
             return
         with threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
-            for split, path in wanted.items():
-                if not path.is_file():
-                    write_split(path, split, self.config, self.data, functions, self.loader, tell)
+            for split, path in waiting.items():
+                write_split(path, split, self.config, self.data, functions, self.loader, tell)
 
     def measure(self) -> Evaluation:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
@@ -271,6 +270,8 @@ class Run:
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive
             evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+        if TRAIN in splits:
+            evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
         if CALIBRATION in splits:
             evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
         if CHOOSE in splits:
@@ -291,8 +292,7 @@ class Run:
 
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
-        paths = [*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"]
-        for path in paths:
+        for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
             path.unlink(missing_ok=True)
 
     def _splits(self) -> dict[str, Path]:

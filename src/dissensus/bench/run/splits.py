@@ -20,16 +20,18 @@ from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import predictions
 
 Loader = Callable[[Rows], StandardisedBatches]
-CORRUPT, CHOOSE, GRID = "corrupt", "validation-corrupt", "grid"
+CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, calibration, ood-SET, shift-SET, grid, corrupt and validation-corrupt: each is a file of predictions."""
+    """test, calibration, ood-SET, shift-SET, grid, train, corrupt and validation-corrupt: each is a file of predictions."""
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0)
     names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
+    if config.evaluation.get("train_rows", False):
+        names.append(TRAIN)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
 
 
@@ -91,4 +93,5 @@ def grid_rows(config: RunConfig, data: TaskData) -> Rows:
 
 
 def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
-    return {"test": {"": data.test}, CALIBRATION: {"": data.calibration}, "ood": data.ood, "shift": data.shift}
+    own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
+    return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}

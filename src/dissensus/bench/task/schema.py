@@ -20,7 +20,7 @@ SEED = "seed"  # as a value in [data]: the seed of the run
 TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
 
 TOP: dict[str, Types] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
-SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "reference", "size")
+SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "reference", "size")
 DATA: dict[str, Types] = {
     "name": TEXT,  # of SETS
     "validation": REAL,  # rows held out of the training set, or their share; 0 holds none
@@ -67,7 +67,17 @@ EVALUATION: dict[str, Types] = {
     "distances_every": WHOLE,  # epochs between looks at how members differ; not looked at where it is left out
     "focus": TEXT,  # the method that the report compares region by region with every other
     "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
+    "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
+}
+WIDTHS: dict[str, Types] = {  # of a task over widths: each is a cell with a run of its own
+    "of": TEXT,  # the network's setting that is multiplied
+    "factors": (list,),
+    "members": (list,),  # of ensembles that share weights; independent ones are subsets of one with the most
+    "p": (list,),  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
+    "p_members": WHOLE,  # … of so many members
+    "p_factor": REAL,  # … at this width …
+    "p_rates": (dict,),  # … and these learning rates by regime, one for each p
 }
 
 
@@ -155,6 +165,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
         "likelihood": {"name": TEXT} | dict.fromkeys(argument_names("likelihood", settings.get("likelihood")), ()),
         "training": TRAINING,
         "evaluation": EVALUATION,
+        "widths": WIDTHS,
     }
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]

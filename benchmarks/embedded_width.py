@@ -1,0 +1,60 @@
+"""The table and sentences of docs/embedded.md from what `dissensus bench embedded-width` wrote.
+
+    dissensus bench embedded-width --seeds 3 --jobs 2 --out FOLDER
+    python benchmarks/embedded_width.py FOLDER         # into benchmarks/results and docs/figures
+    python benchmarks/tables.py
+
+The intervals of claims count test examples, which are not kept here: they are read from the claims as they were written.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from dissensus.bench.width.report import accuracies, read_claims
+from dissensus.bench.width.rows import ORIGIN, read_rows
+from dissensus.bench.width.verdicts import verdicts
+
+ROOT = Path(__file__).parents[1]
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+ROWS, CLAIMS = RESULTS / "embedded_width.csv", RESULTS / "embedded_width_claims.csv"
+COPIED = {
+    "results.csv": ROWS,
+    "claims.csv": CLAIMS,
+    "widths.png": FIGURES / "embedded-width.png",
+    "transition.png": FIGURES / "embedded-transition.png",
+}
+
+
+def page() -> str:
+    """Sentences on every question, the accuracies, and where they come from."""
+    rows, found = read_rows(ROWS), read_claims(CLAIMS)
+    heading, *lines = accuracies(rows)
+    table = [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *(f"| {' | '.join(line)} |" for line in lines)]
+    seeds = len({row.seed for row in rows})
+    commit, torch, device, _ = ("; ".join(dict.fromkeys(row.origin[key] for row in rows)) for key in ORIGIN)
+    command = f"dissensus bench embedded-width --seeds {seeds} --jobs N"
+    said = [
+        f"- **{question}?** {rest.strip()}" for question, _, rest in (each.partition("?") for each in verdicts(found))
+    ]
+    lost = sum(row.diverged is not None for row in rows)
+    left = f" {lost} of {len(rows)} ensembles diverged and are left out." if lost else ""
+    return "\n".join([
+        *said,
+        "",
+        "Accuracy of the ensemble, of a member in brackets, in %:",
+        "",
+        *table,
+        "",
+        f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits.{left} Commit {commit}, torch {torch}, "
+        f"{device}.*",
+    ])  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    for name, target in COPIED.items():
+        shutil.copyfile(folder / name, target)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

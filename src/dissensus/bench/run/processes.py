@@ -1,0 +1,89 @@
+"""Runs in several processes at once: each trains and evaluates what has begun in a folder; done stages are kept."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from dissensus.bench.rows.sets import LastData
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.together import train_together
+from dissensus.core.errors import Diverged
+from dissensus.storage.files import write_json
+
+Tell = Callable[[str], object]
+DIVERGED = "diverged.json"  # of a run that did: at which step, and whose numbers
+_loaded: list[LastData] = []  # of a worker: its runs read the same rows once
+
+
+def in_processes(
+    groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool = False
+) -> None:
+    """Trains and evaluates groups of runs that have begun, those of a group in one process, `jobs` processes at a time.
+
+    `keep_going`: a run that diverges is noted in its folder and is no error.
+    """
+    waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
+    if not waiting:
+        return
+    if jobs == 1:
+        for i, group in enumerate(waiting, start=1):
+            finish(group, keep_going=keep_going)
+            tell(_told(i, len(waiting), group))
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    # Spawned, not forked: a forked process inherits torch's thread pool in a state that can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(jobs, len(waiting)), mp_context=context, initializer=_prepare, initargs=(source, threads)
+    ) as pool:
+        try:
+            started = {
+                pool.submit(_finish, [run.folder for run in group], group[0].beside, keep_going): group
+                for group in waiting
+            }
+            for i, each in enumerate(as_completed(started), start=1):
+                each.result()
+                tell(_told(i, len(waiting), started[each]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
+    """Trains and evaluates runs; several are companions of one training."""
+    if len(runs) > 1:
+        train_together(runs)
+    for run in runs:
+        try:
+            run.train()
+            run.evaluate()
+        except Diverged as error:
+            if not keep_going:
+                raise
+            write_json(run.folder / DIVERGED, {"step": error.step, "members": error.members, "what": error.what})
+
+
+def is_over(folder: Path) -> bool:
+    """Whether a run is measured, or diverged."""
+    return any((folder / name).is_file() for name in ("metrics.json", DIVERGED))
+
+
+def _told(i: int, count: int, group: Sequence[Run]) -> str:
+    lost = " (diverged)" if any((run.folder / DIVERGED).is_file() for run in group) else ""
+    return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: done{lost}"
+
+
+def _prepare(source: str | None, threads: int) -> None:
+    torch.set_num_threads(threads)
+    _loaded[:] = [LastData(source)]
+
+
+def _finish(folders: list[Path], beside: Path | None, keep_going: bool) -> None:
+    runs = [Run(folder, Run.open(folder).config, load=_loaded[0], beside=beside) for folder in folders]
+    finish(runs, keep_going=keep_going)

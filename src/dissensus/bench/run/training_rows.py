@@ -1,0 +1,22 @@
+"""What a run says about the rows it was trained on, where a task asks for it: evaluation.train_rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.evaluation import classification, regression
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.predictions import Predictions
+
+KEPT = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
+
+
+def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
+    """The evaluation with train/NAME of the training rows: accuracy or RMSE, NLL, and the members' own."""
+    part: Any = classification if isinstance(said.predictive, ClassificationPredictive) else regression
+    found = part.test_metrics(said) | part.member_metrics(said)
+    return replace(
+        evaluation, metrics=evaluation.metrics | {f"train/{key}": found[key] for key in KEPT if key in found}
+    )

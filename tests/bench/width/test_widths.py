@@ -1,0 +1,328 @@
+"""Tasks over widths: which ensembles they train, the rows made of them, what is said of those, and the page."""
+
+import csv
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dissensus.bench import cli
+from dissensus.bench.run.jobs import bench, run_all
+from dissensus.bench.run.provenance import command
+from dissensus.bench.run.records import read_predictions
+from dissensus.bench.run.run import processes
+from dissensus.bench.task.config import load_task
+from dissensus.bench.width.claims import BEST, FALL, FOLLOW, PRICE, TRANSITION, Claim, claims, estimate, table_of
+from dissensus.bench.width.grid import cells, widths_of
+from dissensus.bench.width.report import bench_widths, claims_text, read_claims, write_page
+from dissensus.bench.width.rows import Place, WidthRow, read_rows
+from dissensus.bench.width.verdicts import verdicts
+from dissensus.core.errors import Diverged
+from dissensus.reporting.spread import student_quantile
+from dissensus.storage.files import read_json
+
+
+def task(*overrides: str):
+    return load_task("embedded-width", size="smoke", overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """The smallest bench over widths: one of them, two sizes, one law."""
+    folder = tmp_path_factory.mktemp("widths")
+    small = task("widths.factors=[1]", "widths.members=[1, 2]", "widths.p=[0.5]", "training.epochs=1")
+    said, written = bench_widths(small, out=folder, seeds=1)
+    return small, folder, said, written
+
+
+def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
+    found = cells(task(), widths_of(task()), [0, 1])
+    assert len(found) == 2 * (2 + 2 * 3 + 2 * 2)
+    assert len({(cell.config.method, cell.config.seed) for cell in found}) == len(found)
+    independent = [cell for cell in found if cell.method == "deep_ensemble"]
+    assert {cell.config.settings["members"] for cell in independent} == {4}
+    assert {tuple(cell.config.network["hidden"]) for cell in independent} == {(4, 4), (8, 8)}
+    swept = {(cell.p, cell.gamma): cell.config.settings for cell in found if cell.p is not None}
+    assert swept.keys() == {(0.0, "M"), (0.0, "1"), (1.0, "M"), (1.0, "1")}
+    assert swept[1.0, "1"]["modulation"] == {"between": 1.0}
+    assert swept[1.0, "1"]["regime"] == "collective"
+
+
+def test_each_kind_and_each_regime_of_the_transition_has_a_rate_of_its_own():
+    short = load_task("embedded-width")
+    rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in cells(short, widths_of(short), [0])}
+    assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", None, "M"]) == (3.0, 0.3)
+    assert (rates["batch_ensemble", 0.6, "M"], rates["batch_ensemble", 0.6, "1"]) == (0.3, 1.0)
+
+
+def test_the_published_size_scales_a_residual_network_on_cifar():
+    paper = load_task("embedded-width", size="paper")
+    found = cells(paper, widths_of(paper), [0])
+    assert {cell.config.data["name"] for cell in found} == {"cifar10"}
+    assert {cell.config.network["name"] for cell in found} == {"WideResNet"}
+    assert {cell.config.network["width"] for cell in found} == {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("widths.of=depth", r"expected whole numbers for network.depth, .*, got None"),
+        ("widths.factors=[0.3, 1]", r"expected factors that make whole numbers of network.hidden = 8, got 0.3"),
+        ("widths.members=[0]", r"expected positive numbers in widths.members, got 0"),
+        ("widths.factors=[]", r"expected factors and numbers of members in \[widths\], got none"),
+        ("widths.p_factor=7", r"expected widths.p_factor among the factors \[0.5, 1.0\], got 7"),
+        ("methods=map", r"expected methods deep_ensemble and batch_ensemble .*, got map"),
+        ("method.batch_ensemble.regime=auto", r"expected method.batch_ensemble.regime = .*, got 'auto'"),
+        ("widths.p_rates={collective = [0.1]}", r"expected a rate for each of 2 p in widths.p_rates.collective, got 1"),
+        (
+            "widths.p_rates={both = [0.1]}",
+            r"expected a regime of widths.p_rates of collective, independent, got 'both'",
+        ),
+        ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_one_line(override, message):
+    with pytest.raises(ValueError, match=message):
+        cells(task(override), widths_of(task(override)), [0])
+
+
+def test_a_bench_over_widths_writes_rows_claims_figures_and_a_page(benched):
+    _, folder, said, written = benched
+    names = [
+        "results.csv",
+        "examples.safetensors",
+        "claims.csv",
+        "widths.png",
+        "transition.png",
+        "report.md",
+        "report.html",
+    ]
+    assert [path.name for path in written] == names
+    assert all(path.stat().st_size > 0 for path in written)
+    with (folder / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 + 2 + 2
+    assert all(row["commit"] and row["torch"] and row["device"] for row in rows)
+    page = (folder / "report.html").read_text()
+    assert all(sentence.split("?")[0] in page for sentence in said)
+    assert "<svg" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "![" in (folder / "report.md").read_text()
+
+
+def test_independent_rows_are_means_over_disjoint_subsets_of_one_ensemble(benched):
+    _, folder, _, _ = benched
+    rows = {(row.method, row.members, row.p): row for row in read_rows(folder / "results.csv")}
+    said = read_predictions(folder / "deep_ensemble-N8-seed0" / "predictions" / "test.safetensors")
+    members, y = said.predictive.members.double(), said.targets  # (2, n, 10)
+    alone = [float((each.argmax(-1) == y).double().mean()) for each in members]
+    both = float((members.exp().mean(0).argmax(-1) == y).double().mean())
+    assert rows["deep_ensemble", 1, None].accuracy == pytest.approx(sum(alone) / 2, abs=1e-12)
+    assert rows["deep_ensemble", 1, None].subsets == 2
+    assert rows["deep_ensemble", 2, None].accuracy == pytest.approx(both, abs=1e-12)
+    assert rows["deep_ensemble", 2, None].member_accuracy == pytest.approx(sum(alone) / 2, abs=1e-12)
+    assert rows["deep_ensemble", 2, None].parameters == 2 * rows["deep_ensemble", 1, None].parameters
+    shared = rows["batch_ensemble", 2, None]
+    assert shared.parameters < 1.1 * rows["deep_ensemble", 1, None].parameters
+    trained = read_predictions(folder / "batch_ensemble-N8-M2-seed0" / "predictions" / "train.safetensors")
+    right = (trained.predictive.members.argmax(-1) == trained.targets).double().mean()
+    assert shared.train_member_accuracy == pytest.approx(float(right), abs=1e-12)
+
+
+def test_rows_read_back_are_the_rows_that_were_written_and_make_the_same_page(benched, tmp_path):
+    small, folder, said, _ = benched
+    rows = read_rows(folder / "results.csv", folder / "examples.safetensors")
+    again, _ = write_page(rows, tmp_path, title=small.title, description="")
+    assert again == said
+    for name in ("results.csv", "claims.csv"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
+    assert read_claims(tmp_path / "claims.csv") == [
+        Claim(*claim[:2], *(float(f"{value:.6g}") for value in claim[2:5]), claim.unit) for claim in claims(rows)
+    ]
+
+
+def test_what_is_done_is_not_done_again(benched, monkeypatch):
+    small, folder, said, _ = benched
+    monkeypatch.setattr(processes, "finish", lambda *_, **__: pytest.fail("a run that is over was run again"))
+    assert bench_widths(small, out=folder, seeds=1)[0] == said
+
+
+def test_a_run_that_diverges_is_noted_and_left_out(benched, tmp_path, monkeypatch):
+    small, _, _, _ = benched
+    train = processes.Run.train
+
+    def diverging(run, *, progress=False):
+        if run.folder.name == "batch_ensemble-N8-M2-p0_5-independent-seed0":
+            raise Diverged([1], 7)
+        train(run, progress=progress)
+
+    monkeypatch.setattr(processes.Run, "train", diverging)
+    said, _ = bench_widths(small, out=tmp_path, seeds=1)
+    assert said[-1].startswith("1 of 6 ensembles diverged and are left out: batch_ensemble 1×, M = 2, p = 0.5, γ = M")
+    assert read_json(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0" / "diverged.json")["step"] == 7
+    (lost,) = (row for row in read_rows(tmp_path / "results.csv") if row.diverged is not None)
+    assert (lost.diverged, lost.accuracy) == (7, None)
+    with pytest.raises(Diverged):  # an ordinary bench stops there
+        processes.finish([processes.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
+
+
+def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
+    moons = load_task("moons", size="smoke", overrides=["training.epochs=1"])
+    chosen = {"methods": ["map", "deep_ensemble"], "seeds": [0]}
+    _, alone = run_all(moons, out=tmp_path / "one", **chosen)
+    told: list[str] = []
+    _, together = run_all(moons, out=tmp_path / "two", jobs=2, tell=told.append, **chosen)
+    assert [each.metrics["nll"] for each in together] == [each.metrics["nll"] for each in alone]
+    assert sum("trained already" in text for text in told) == 2
+    with pytest.raises(ValueError, match="expected at least one job, got 0"):
+        bench(moons, out=tmp_path / "three", jobs=0)
+
+
+def row(method: str, members: int, seed: int, accuracy: float, **others) -> WidthRow:
+    """A row made by hand; embedded ensembles are at γ = M."""
+    facts = {
+        "factor": 1.0,
+        "units": 8,
+        "p": None,
+        "gamma": "M" if method == "batch_ensemble" else "",
+        "parameters": 100,
+    }
+    alone = {"member_accuracy": accuracy - 0.1, "train_member_accuracy": accuracy, "diverged": None}
+    return WidthRow(method, members=members, seed=seed, accuracy=accuracy, **{**facts, **alone, **others})
+
+
+def test_intervals_count_seeds_and_examples():
+    examples = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    rows = [row("batch_ensemble", 1, s, a, examples={"accuracy": examples}) for s, a in ((0, 0.7), (1, 0.8), (2, 0.9))]
+    (place,) = table_of(rows)
+    value, lower, upper = estimate(table_of(rows), {place: 1.0}, "accuracy")
+    assert value == pytest.approx(0.8)
+    half = math.hypot(
+        student_quantile(0.95, 2) * 0.1 / 3**0.5, 1.959964 * 0.5 / 2
+    )  # s = 0.1; sd of examples 0.5, n = 4
+    assert (upper - value, value - lower) == pytest.approx((half, half), rel=1e-6)
+    seeds_alone = estimate(table_of([replace(each, examples={}) for each in rows]), {place: 1.0}, "accuracy")
+    assert seeds_alone[2] - value == pytest.approx(student_quantile(0.95, 2) * 0.1 / 3**0.5)
+    assert estimate(table_of(rows), {place: 1.0, Place("deep_ensemble", 1.0, 1, None, ""): -1.0}, "accuracy") is None
+
+
+def made() -> list[WidthRow]:
+    """Two widths, M = 1, 2, 4, three seeds: narrow members fall by 4 points a doubling, wide ones do not, best M 1 and 4."""
+    rows = []
+    for seed in range(3):
+        shift = 1e-4 * seed
+        for i, members in enumerate((1, 2, 4)):
+            narrow = {"factor": 0.5, "parameters": 50 + members, "member_accuracy": 0.8 - 0.04 * i + shift}
+            wide = {"factor": 2.0, "parameters": 200 + members, "member_accuracy": 0.9 + shift}
+            rows.append(row("batch_ensemble", members, seed, 0.8 - 0.02 * i + shift, **narrow))
+            rows.append(row("batch_ensemble", members, seed, 0.9 + 0.01 * i + shift, **wide))
+            rows.append(row("deep_ensemble", members, seed, 0.82 + 0.01 * i, factor=0.5, parameters=50 * members))
+            rows.append(row("deep_ensemble", members, seed, 0.9 + 0.01 * i, factor=2.0, parameters=200 * members))
+        for p, summed, averaged in ((0.0, 0.9, 0.7), (1.0, 0.6, 0.8)):
+            rows += [
+                row("batch_ensemble", 4, seed, value + shift * (gamma == "M"), p=p, gamma=gamma)
+                for gamma, value in (("M", summed), ("1", averaged))
+            ]
+    return rows
+
+
+def test_claims_are_the_numbers_that_were_put_in():
+    found = {claim.about: claim for claim in claims(made())}
+    assert found["embedded − independent, M = 4, width 0.5×"].value == pytest.approx(-0.08 + 1e-4)
+    assert found["embedded − independent, M = 4, width 2×"].value == pytest.approx(1e-4)
+    assert found["the same at 2× minus at 0.5×, M = 4"].value == pytest.approx(0.08)
+    assert found["members' test accuracy for every doubling of M, width 0.5×"].value == pytest.approx(-0.04)
+    assert found["members' test accuracy for every doubling of M, mean"].value == pytest.approx(-0.02)
+    assert found["doublings of the best M for every doubling of the width"].value == pytest.approx(1.0)
+    assert found["γ = M − γ = 1 at p = 0"].value == pytest.approx(0.2 + 1e-4)
+    dear = next(claim for claim in claims(made()) if "204 parameters" in claim.about)
+    assert dear.value == pytest.approx(0.92 - 0.90 + 1e-4)  # M = 4 of shared weights against one network
+    assert "embedded 2×, M = 4 (92.01 %) − independent 2×, M = 1 (90.00 %)" in dear.about
+
+
+def test_verdicts_say_what_is_shown_and_what_is_not():
+    said = dict(zip((FOLLOW, FALL, BEST, PRICE, TRANSITION), verdicts(claims(made())), strict=True))
+    assert "at 2× and M = 4 yes, within a point: +0.01" in said[FOLLOW]
+    assert "on test rows yes: −2.00" in said[FALL]
+    assert "Yes: by +1.00 (+1.00 … +1.00) doublings" in said[BEST]
+    assert "1 of 2 budgets show more, 1 less, 0 cannot be told" in said[PRICE]
+    assert "at p = 0 γ = M, +20.01" in said[TRANSITION]
+    assert "at p = 1 γ = 1, −19.99" in said[TRANSITION]
+    worse = [each for each in claims(made()) if each.question == FOLLOW]
+    far = [claim._replace(value=-0.2, lower=-0.3, upper=-0.1) for claim in worse]
+    assert "no, more than a point below" in verdicts(far)[0]
+    wide = [claim._replace(value=0.0, lower=-0.3, upper=0.3) for claim in worse]
+    assert "not to be told to a point" in verdicts(wide)[0]
+
+
+def test_claims_as_text_name_their_origin(tmp_path: Path):
+    rows = [
+        replace(each, origin={"commit": "c0ffee", "torch": "2", "device": "cpu", "command": "x"}) for each in made()
+    ]
+    (tmp_path / "claims.csv").write_text(claims_text(claims(rows), rows))
+    with (tmp_path / "claims.csv").open(newline="") as file:
+        assert {(line["commit"], line["seeds"]) for line in csv.DictReader(file)} == {("c0ffee", "3")}
+
+
+def test_training_rows_are_measured_where_a_task_asks_for_them(benched):
+    _, folder, _, _ = benched
+    found = read_json(folder / "batch_ensemble-N8-M2-seed0" / "metrics.json")["metrics"]
+    (shared,) = (
+        r for r in read_rows(folder / "results.csv") if (r.method, r.members, r.p) == ("batch_ensemble", 2, None)
+    )
+    assert found["train/accuracy"] == pytest.approx(shared.train_accuracy, abs=1e-12)
+    assert found["train/members/accuracy"] == pytest.approx(shared.train_member_accuracy, abs=1e-12)
+    assert found["train/nll"] > 0
+
+
+def test_the_command_of_a_run_is_written_however_it_was_started(monkeypatch):
+    for program, shown in (
+        ("/x/bin/dissensus", "dissensus bench digits"),
+        ("/x/src/dissensus/__main__.py", "dissensus bench digits"),
+        ("/x/pytest/__main__.py", "python"),
+    ):
+        monkeypatch.setattr(sys, "argv", [program, "bench", "digits"])
+        assert command() == shown
+
+
+def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use_for(monkeypatch, capsys, tmp_path):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dissensus", "bench", "embedded-width", "--size", "smoke", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(done.value.code or 0), captured.out, captured.err
+
+    code, _, err = run("--methods", "map")
+    assert code == 2
+    assert "expected no --methods, --baseline and --holm for a task over widths, got one" in err
+    small = ("--set", "widths.factors=[1]", "--set", "widths.members=[1]", "--set", "widths.p=[]")
+    code, out, _ = run(*small, "--set", "training.epochs=1", "--out", str(tmp_path / "here"), "--quiet")
+    assert code == 0
+    assert str(tmp_path / "here" / "report.html") in out
+    assert not (tmp_path / "here" / "transition.png").exists()
+
+
+def test_the_published_size_trains_on_files_in_the_form_of_cifar(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        images = torch.randint(256, (10, 3073), generator=generator, dtype=torch.uint8)
+        images[:, 0] = torch.arange(10)
+        (folder / f"{name}.bin").write_bytes(images.numpy().tobytes())
+    overrides = [
+        "widths.factors=[0.25]",
+        "widths.members=[2]",
+        "widths.p=[]",
+        "widths.p_members=2",
+        "training.epochs=1",
+    ]
+    paper = load_task("embedded-width", size="paper", overrides=[*overrides, "training.batch_size=25"])
+    bench_widths(paper, out=tmp_path / "out", source=str(tmp_path))
+    found = {row.method: row for row in read_rows(tmp_path / "out" / "results.csv")}
+    assert all(row.diverged is None and 0 <= row.accuracy <= 1 for row in found.values())
+    assert found["batch_ensemble"].parameters < 1.2 * found["deep_ensemble"].parameters / 2
