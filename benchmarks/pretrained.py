@@ -1,12 +1,15 @@
 """A pretrained network made Bayesian: runs the task `pretrained` for ResNets of several depths, many runs at a time.
 
-    python benchmarks/pretrained.py --data FOLDER --out runs/pretrained --depths 20 56 --explore --workers 10 --pack runs.tar.gz
+    python benchmarks/pretrained.py --data FOLDER --out runs/pretrained --depths 20 56 --workers 10 --pack runs.tar.gz
 
-FOLDER holds CIFAR-10, CIFAR-100 and SVHN as `ds.data` reads them, and resnet_cifar10/resnet20.safetensors and its like. With
---explore, settings of NodeBNN (8 components), of the plain fine-tune and of MC dropout are tried first, on the first depth, and
-the best are taken for all: those with the best likelihood at the best temperature on the 2,000 held-out test images. Nothing is
-chosen on the 8,000 images that everything is measured on. Started again, it goes on where it was; after --minutes it stops.
-The packed file has the settings, metrics and numbers by example of each run that is finished.
+FOLDER holds CIFAR-10, CIFAR-100 and SVHN as `ds.data` reads them, and resnet_cifar10/resnet20.safetensors and its like.
+Settings are those of pretrained_chosen.json. With --explore they are chosen anew: several are tried, on the first depth, for
+NodeBNN (8 components), for its untrained noise, for the plain fine-tune and for MC dropout, and those with the best
+likelihood at the best temperature on the 2,000 held-out test images are taken. Nothing is chosen on the 8,000 images that
+everything is measured on. Started again, it goes on where it was; after --minutes it stops. The packed file has the settings,
+metrics and numbers by example of each run that is finished; benchmarks/pretrained_page.py makes CSV files of it.
+
+With nine workers on one H200, five epochs of NodeBNN took a ResNet-20 65 to 90 s, ten took 150 s.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ TRIED: dict[str, dict[str, dict[str, Any]]] = {
         "long": {"training.lr": 3e-3, "gamma": 10.0, "training.epochs": 10},
         "long-wide": {"training.lr": 1e-2, "gamma": 10.0, "training.epochs": 10, "init_std": 0.15},
     },
+    "node_bnn-untrained": {
+        "std05": {"init_std": 0.05},
+        "std10": {"init_std": 0.1},
+        "std15": {"init_std": 0.15},
+    },
     "map-tuned": {
         "as-it-comes": {},
         "rate2": {"training.lr": 1e-2},
@@ -59,23 +67,11 @@ TRIED: dict[str, dict[str, dict[str, Any]]] = {
         "more": {"training.lr": 1e-2, "rate": 0.1},
     },
 }
-FIRST = (
-    "map",
-    "map-scaled",
-    "laplace",
-    "gaussian_perturbation",
-    "mc_dropout-untrained",
-)  # no setting of theirs is chosen
-ORDER = (
-    *FIRST,
-    "map-tuned",
-    "node_bnn-out16",
-    "node_bnn-in16",
-    "map-tuned4",
-    "node_bnn-out4",
-    "node_bnn-in4",
-    "node_bnn-out32",
-)
+FIRST = ("map", "map-scaled", "laplace")  # they take seconds, and no setting of theirs is chosen
+NODES = [f"node_bnn-{mode}{k}" for mode in ("out", "in") for k in (16, 4, 8, 32)]
+ORDER = (*FIRST, NODES[0], "map-tuned", "map-tuned4", *NODES[1:], "node_bnn-untrained", "mc_dropout")
+CHOSEN = Path(__file__).parent / "pretrained_chosen.json"
+Chosen = dict[str, dict[str, Any]]  # method -> settings, as in TRIED
 KEPT = ("test/nll", "test/correct", "test/confidence", "calibrated/nll", "calibrated/correct", "calibrated/confidence")
 PACKED = ("config.toml", "training.json", "log.jsonl", "metrics.json")
 
@@ -101,6 +97,7 @@ def main() -> None:
     parser.add_argument("--size", default="paper")
     parser.add_argument("--set", action="append", default=[], help="as of `dissensus bench`")
     parser.add_argument("--explore", action="store_true", help="choose settings on the held-out images first")
+    parser.add_argument("--chosen", type=Path, default=CHOSEN, help="settings, read, or written after --explore")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e9, help="then it stops, and packs what is finished")
     parser.add_argument("--pack", type=Path, default=None)
@@ -108,25 +105,38 @@ def main() -> None:
     end = time.monotonic() + 60 * given.minutes
     methods = given.methods or load_task("pretrained", size=given.size).methods
     methods = [*(each for each in ORDER if each in methods), *(each for each in methods if each not in ORDER)]
-    chosen: list[str] = []
+    chosen: Chosen = {}
     if given.explore:
-        finish([*explored(given), *runs(given, [each for each in methods if each in FIRST], [])], given, end)
+        finish([*explored(given), *runs(given, [each for each in methods if each in FIRST], {})], given, end)
         chosen = choice(given.out / "explore")
-        (given.out / "chosen.json").write_text(json.dumps(chosen))
-    elif (given.out / "chosen.json").is_file():
-        chosen = json.loads((given.out / "chosen.json").read_text())
+        given.chosen.write_text(json.dumps(chosen, indent=2) + "\n")
+    elif given.chosen.is_file():
+        chosen = json.loads(given.chosen.read_text())
     print("settings:", chosen, flush=True)
     finish(runs(given, methods, chosen), given, end)
 
 
-def runs(given: argparse.Namespace, methods: Sequence[str], chosen: Sequence[str]) -> list[Job]:
+def runs(given: argparse.Namespace, methods: Sequence[str], chosen: Chosen) -> list[Job]:
     """The runs that make the table."""
     return [
-        Job(given.out / str(depth), method, seed, given.size, (*of_depth(depth), *chosen, *given.set), given.data)
+        Job(
+            given.out / str(depth),
+            method,
+            seed,
+            given.size,
+            (*of_depth(depth), *own(method, chosen), *given.set),
+            given.data,
+        )
         for seed in range(given.seeds)
         for depth in given.depths
         for method in methods
     ]
+
+
+def own(method: str, chosen: Chosen) -> list[str]:
+    """Overrides that give a method its chosen settings; a run is told nothing that does not matter to it."""
+    settings = chosen.get("node_bnn" if method in NODES else method, {})
+    return [f"method.{method}.{key}={value}" for key, value in settings.items()]
 
 
 def explored(given: argparse.Namespace) -> Iterator[Job]:
@@ -135,12 +145,12 @@ def explored(given: argparse.Namespace) -> Iterator[Job]:
     for base, tries in TRIED.items():
         for name, settings in reversed(tries.items()):
             method = f"{base}-try-{name}"
-            own = [f"method.{method}.{key}={value}" for key, value in settings.items()]
-            # a variant needs a table, and those of map the epochs of map-tuned instead of none
-            own += [f"method.{method}.components=8"] if base == "node_bnn" else []
-            own += [f"method.{method}.training.epochs={tuned_epochs(given.size)}"] if base == "map-tuned" else []
-            own += [f"method.{method}.training.keep_best=false"]
-            yield Job(given.out / "explore", method, 0, given.size, (*shared, *own), given.data)
+            # A variant of a variant starts from the method alone: what it should have of the variant is said again.
+            base_epochs = {"map-tuned": tuned_epochs(given.size), "node_bnn-untrained": 0}.get(base)
+            said = {} if base_epochs is None else {"training.epochs": base_epochs}
+            said |= {"components": 8} if base == "node_bnn" else {"training.keep_best": "false"}
+            overrides = [f"method.{method}.{key}={value}" for key, value in (said | settings).items()]
+            yield Job(given.out / "explore", method, 0, given.size, (*shared, *overrides), given.data)
 
 
 def tuned_epochs(size: str) -> int:
@@ -151,25 +161,25 @@ def of_depth(depth: int) -> tuple[str, ...]:
     return f"network.depth={depth}", f"network.weights=resnet_cifar10/resnet{depth}.safetensors"
 
 
-def choice(folder: Path) -> list[str]:
-    """Overrides that give every variant the settings of the best try; of those there are, if time ran out."""
-    found: list[str] = []
+def choice(folder: Path) -> Chosen:
+    """The settings of the best try of each; of those there are, if time ran out."""
+    found: Chosen = {}
     for base, candidates in TRIED.items():
         scores = {}
         for name in candidates:
             path = folder / f"{base}-try-{name}-seed0" / "metrics.json"
             if path.is_file():
                 scores[name] = json.loads(path.read_text())["metrics"][CRITERION]
-        if not scores:
-            continue
-        best = min(scores, key=scores.__getitem__)
-        print(base, "->", best, {name: round(score, 4) for name, score in scores.items()}, flush=True)
-        targets = ["map-tuned", "map-tuned4"] if base == "map-tuned" else [base]
-        found += [f"method.{target}.{key}={value}" for target in targets for key, value in candidates[best].items()]
-        epochs = candidates[best].get("training.epochs")
-        if base == "node_bnn" and epochs is not None:  # the others have as many epochs, or as many passes
-            found += [f"method.{m}.training.epochs={n * epochs}" for m, n in (("map-tuned", 1), ("map-tuned4", 4))]
-            found += [f"method.mc_dropout.training.epochs={epochs}"]
+        if scores:
+            best = min(scores, key=scores.__getitem__)
+            print(base, "->", best, {name: round(score, 4) for name, score in scores.items()}, flush=True)
+            found[base] = dict(candidates[best])
+    epochs = found.get("node_bnn", {}).get("training.epochs")
+    if "map-tuned" in found:
+        found["map-tuned4"] = dict(found["map-tuned"])
+    if epochs is not None:  # the others have as many epochs, or as many passes
+        for method, times in (("map-tuned", 1), ("map-tuned4", 4), ("mc_dropout", 1)):
+            found.setdefault(method, {})["training.epochs"] = times * epochs
     return found
 
 

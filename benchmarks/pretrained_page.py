@@ -31,6 +31,10 @@ FILES = ("pretrained.csv", "pretrained_pairs.csv")
 COMMAND = (
     "python benchmarks/pretrained.py --data FOLDER --explore --pack runs.tar.gz --set training.engine=loop+captured"
 )
+BEST, PLAIN = (
+    "node_bnn-try-long-wide",
+    "node_bnn-try-as-it-comes",
+)  # the try that was chosen, and the task's own settings
 SIZES, MODES = (4, 8, 16, 32), ("in", "out")
 NAMES = {
     "map": "as it came (MAP)",
@@ -41,7 +45,13 @@ NAMES = {
     "mc_dropout-untrained": "MC dropout, not trained",
     "mc_dropout": "MC dropout, fine-tuned",
     "laplace": "Laplace, last layer",
-    "node_bnn-untrained": "NodeBNN, not trained",
+    "mc_dropout-try-rate2": "MC dropout, fine-tuned, 5 epochs (a try)",
+    "node_bnn-untrained-try-std05": "NodeBNN, not trained, σ = 0.05 (a try)",
+    "node_bnn-untrained-try-std10": "NodeBNN, not trained, σ = 0.1 (a try)",
+    "node_bnn-untrained": "NodeBNN, not trained, σ = 0.15",
+    PLAIN: "NodeBNN “out”, K = 8, the task's settings, 5 epochs (a try)",
+    "node_bnn-try-wide20": "NodeBNN “out”, K = 8, σ = 0.2 and γ = 10, 5 epochs (a try)",
+    BEST: "NodeBNN “out”, K = 8, chosen settings, 10 epochs (a try)",
     **{f"node_bnn-{mode}{k}": f"NodeBNN “{mode}”, K = {k}" for mode in MODES for k in SIZES},
 }
 METRICS = {  # metric -> (title, factor, digits)
@@ -60,7 +70,7 @@ METRICS = {  # metric -> (title, factor, digits)
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
 FACTS = ("commit", "torch", "device")
-REFERENCES = ("map", "map-scaled", "map-tuned", "map-tuned4", "node_bnn-untrained", "laplace", "mc_dropout")
+REFERENCES = [name for name in NAMES if not name.startswith("node_bnn") or "untrained" in name]
 Run = dict[str, Any]  # its row, and "arrays"
 
 
@@ -76,7 +86,8 @@ def main() -> None:
     rows = [{key: value for key, value in run.items() if key != "arrays"} for run in found]
     write_rows(RESULTS / FILES[0], rows)
     write_rows(RESULTS / FILES[1], list(comparisons(found)))
-    drawn(read_rows(RESULTS / FILES[0])).savefig(FIGURE, dpi=110)
+    if any(row["method"] == "node_bnn-out16" for row in rows):
+        drawn(read_rows(RESULTS / FILES[0])).savefig(FIGURE, dpi=110)
 
 
 def order(method: str) -> int:
@@ -95,7 +106,7 @@ def unpacked(path: Path) -> Iterator[Run]:
         metrics = json.loads(content[name])["metrics"]
         config = tomllib.loads(content[f"{folder}/config.toml"].decode())
         made, training, settings = config["provenance"], config["training"], config["settings"]
-        depth = "tried" if folder.startswith("explore/") else str(config["network"]["depth"])
+        depth = "tried" if folder.startswith("explore") else str(config["network"]["depth"])
         kept = {key: metrics[key] for key in (*METRICS, *FURTHER) if key in metrics}
         severities = {key: value for key, value in metrics.items() if key.startswith("corrupt/severity")}
         told = {"epochs": training["epochs"], "lr": training["lr"]}
@@ -111,27 +122,23 @@ def unpacked(path: Path) -> Iterator[Run]:
 
 
 def comparisons(runs: Sequence[Run]) -> Iterator[Row]:
-    """Every NodeBNN against the others, image by image: accuracy, NLL and ECE as they come, and at the best temperatures."""
+    """NodeBNNs against the others of a depth, image by image: as they come, and at the best temperatures.
+
+    Tries were made with a ResNet-20, on the same images.
+    """
     for depth in dict.fromkeys(run["depth"] for run in runs if run["depth"] != "tried"):
         here: dict[str, dict[int, dict[str, Tensor]]] = {}
         for run in runs:
-            if run["depth"] == depth:
+            if run["depth"] in (depth, "tried" if depth == "20" else depth) and run["method"] in NAMES:
                 here.setdefault(run["method"], {})[run["seed"]] = run["arrays"]
-        nodes = [name for name in here if name.startswith("node_bnn-") and name != "node_bnn-untrained"]
-        for first in [*nodes, "map-tuned", "map-tuned4", "laplace", "mc_dropout"]:
-            for second in (*REFERENCES,):
-                if first == second or first not in here or second not in here:
-                    continue
-                for metric, compare in COMPARED.items():
-                    seeds = sorted(here[first].keys() & here[second].keys())
-                    if not seeds:
-                        continue
+        for first in (name for name in here if name not in REFERENCES):
+            for second in (name for name in REFERENCES if name in here):
+                seeds = sorted(here[first].keys() & here[second].keys())
+                for metric, compare in COMPARED.items() if seeds else ():
                     c = compare([here[first][s] for s in seeds], [here[second][s] for s in seeds])
-                    yield {
-                        "depth": depth, "metric": metric, "first": first, "second": second, "seeds": len(seeds),
-                        "difference": f"{c.difference:.5f}", "lower": f"{c.lower:.5f}", "upper": f"{c.upper:.5f}",
-                        "p_value": f"{c.p_value:.4f}",
-                    }  # fmt: skip
+                    found = {key: f"{value:.5f}" for key, value in c._asdict().items()}
+                    origin = {"depth": depth, "metric": metric, "first": first, "second": second, "seeds": len(seeds)}
+                    yield origin | found
 
 
 def _means(key: str) -> Callable[..., Any]:
@@ -166,12 +173,9 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
     if not rows:
         return
     depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
-    made = provenance(rows)
-    yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), made])
-    compared = [
-        pairs_table(pairs, depth, ("accuracy", "nll", "ece", "calibrated/nll", "calibrated/ece")) for depth in depths
-    ]
-    yield PAGE, "pretrained-pairs", "\n\n".join(compared)
+    yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), provenance(rows)])
+    firsts = dict.fromkeys((pair["depth"], pair["first"]) for pair in pairs)
+    yield PAGE, "pretrained-pairs", "\n\n".join(pairs_table(pairs, *first) for first in firsts)
     yield PAGE, "pretrained-tried", tried_table(rows)
 
 
@@ -179,7 +183,9 @@ def table(rows: Sequence[Row], depth: str) -> str:
     """The methods of one depth."""
     lines = []
     for name, title in NAMES.items():
-        mine = [row for row in rows if row["depth"] == depth and row["method"] == name]
+        mine = [
+            row for row in rows if row["method"] == name and row["depth"] in (depth, "tried" if depth == "20" else "")
+        ]
         if not mine:
             continue
         cells = []
@@ -194,24 +200,21 @@ def table(rows: Sequence[Row], depth: str) -> str:
     return markdown([f"ResNet-{depth}", *(title for title, _, _ in METRICS.values())], lines)
 
 
-def pairs_table(pairs: Sequence[Row], depth: str, metrics: Sequence[str]) -> str:
-    """Differences of the NodeBNNs to the others, with 95 % intervals; bold where zero is outside."""
+def pairs_table(pairs: Sequence[Row], depth: str, first: str) -> str:
+    """Differences of a NodeBNN to the others, with 95 % intervals; bold where zero is outside."""
     titles = {
-        "nll": "NLL",
-        "calibrated/nll": "NLL at T",
-        "ece": "ECE %",
-        "calibrated/ece": "ECE % at T",
         "accuracy": "accuracy %",
+        "nll": "NLL",
+        "ece": "ECE %",
+        "calibrated/nll": "NLL at T",
+        "calibrated/ece": "ECE % at T",
     }
-    seconds = [s for s in REFERENCES if any(p["second"] == s and p["depth"] == depth for p in pairs)]
-    lines = []
-    for first in NAMES:
-        for metric in metrics:
-            mine = {p["second"]: p for p in pairs if (p["depth"], p["first"], p["metric"]) == (depth, first, metric)}
-            if not mine or not first.startswith("node_bnn"):
-                continue
-            lines.append([NAMES[first], titles[metric], *(_difference(mine.get(second), metric) for second in seconds)])
-    return markdown([f"ResNet-{depth}", "less that of", *(NAMES[second] for second in seconds)], lines)
+    found = {(p["second"], p["metric"]): p for p in pairs if (p["depth"], p["first"]) == (depth, first)}
+    lines = [
+        [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in titles)]
+        for second in dict.fromkeys(name for name, _ in found)
+    ]
+    return markdown([f"ResNet-{depth}: {NAMES[first]} less", *titles.values()], lines)
 
 
 def _difference(pair: Row | None, metric: str) -> str:
@@ -227,11 +230,15 @@ def tried_table(rows: Sequence[Row]) -> str:
     """What settings were chosen by."""
     lines = []
     keys = ("epochs", "lr", "latent_lr", "gamma", "prior_std", "init_std", "init_spread", "batch_norm", "rate")
-    for row in (row for row in rows if row["depth"] == "tried"):
+    tries = [row for row in rows if row["depth"] == "tried"]
+    for row in sorted(
+        tries, key=lambda row: (row["method"].partition("-try-")[0], float(row["calibration/nll_scaled"]))
+    ):
         told = ", ".join(f"{key} {row[key]}" for key in keys if row.get(key))
         held = [f"{float(row[key]):.4f}" for key in ("calibration/nll", "calibration/nll_scaled")]
+        held += [f"{float(row[key]):.4f}" for key in ("nll", "calibrated/nll")]
         lines.append([row["method"].replace("-try-", ": "), told, *held])
-    return markdown(["tried", "settings", "NLL, held out", "at its best temperature"], lines)
+    return markdown(["tried", "settings", "NLL, held out", "at T, held out", "NLL, test", "at T, test"], lines)
 
 
 def provenance(rows: Sequence[Row]) -> str:

@@ -1,6 +1,11 @@
 """Test rows held out for temperatures, networks that stay as they are, and the task `pretrained` at its smallest."""
 
+import importlib
+import json
 import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
 from dissensus.reporting.measures import measures
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = """
 methods = ["map", "map-scaled", "node_bnn"]
 [data]
@@ -180,3 +186,42 @@ def test_the_task_has_every_number_of_components_in_both_modes():
     assert rates == {(1e-3, 0.01, 0.9)}
     passes = {c.method: c.training["epochs"] for c in configs}
     assert passes["map-tuned4"] == 4 * passes["node_bnn-out4"] == 4 * passes["map-tuned"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    yield importlib.import_module("pretrained")
+    del sys.modules["pretrained"]  # nobody else's name
+
+
+def test_chosen_settings_go_to_the_runs_they_matter_to_alone(script, tmp_path):
+    chosen = json.loads(script.CHOSEN.read_text())
+    methods = load_task("pretrained", size="paper").methods
+    given = SimpleNamespace(out=tmp_path, depths=[20], seeds=1, size="paper", set=[], data=None)
+    plain, told = (
+        {
+            job.method: run_config(load_task("pretrained", size="paper", overrides=job.overrides), job.method, 0)
+            for job in script.runs(given, methods, settings)
+        }
+        for settings in ({}, chosen)
+    )
+    moved = {name for name in methods if plain[name] != told[name]}
+    assert moved <= set(chosen) | set(script.NODES)
+    assert moved >= set(script.NODES)
+    for name, config in told.items():
+        if config.training["epochs"] == 0:
+            assert config.training == plain[name].training
+    assert told["map-tuned4"].training["epochs"] == 4 * told["node_bnn-out4"].training["epochs"]
+    assert {told[name].training["lr"] for name in script.NODES} == {chosen["node_bnn"]["training.lr"]}
+
+
+def test_the_choice_is_by_the_held_out_images(script, tmp_path):
+    for name, score in {"hot10": 0.3, "long": 0.1, "wide20": 0.2}.items():
+        folder = tmp_path / f"node_bnn-try-{name}-seed0"
+        folder.mkdir()
+        metrics = {"calibration/nll_scaled": score, "calibrated/nll": -score}
+        (folder / "metrics.json").write_text(json.dumps({"metrics": metrics}))
+    found = script.choice(tmp_path)
+    assert found["node_bnn"] == script.TRIED["node_bnn"]["long"]
+    assert found["map-tuned4"] == {"training.epochs": 40}

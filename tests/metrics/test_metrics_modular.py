@@ -7,6 +7,8 @@ import torch
 
 from dissensus import metrics
 
+pytest.importorskip("torchmetrics", reason="needs torchmetrics: pip install 'dissensus[torchmetrics]'")
+
 GENERATOR = torch.Generator().manual_seed(0)
 LOG_P = torch.log_softmax(2 * torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR), dim=1)
 Y = torch.randint(4, (60,), generator=GENERATOR)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,31 @@ def test_every_name_is_there_and_says_what_it_is():
     for name in metrics.__all__:
         assert getattr(metrics, name).__doc__, name
     assert set(metrics.__all__) <= set(dir(metrics))
+
+
+def test_without_torchmetrics_functions_work_and_classes_say_what_to_install():
+    program = (
+        "import sys\n"
+        "sys.modules['torchmetrics'] = None  # as if it were not installed\n"
+        "from dissensus import metrics\n"
+        "from dissensus.metrics import *\n"
+        "assert auroc is metrics.auroc and 'ECE' not in globals()\n"
+        "try:\n"
+        "    metrics.ECE\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == (
+        "expected torchmetrics for dissensus.metrics.ECE, got none; pip install 'dissensus[torchmetrics]'"
+    )
+
+
+def test_torchmetrics_is_an_extra_that_the_tests_install():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert not [each for each in project["dependencies"] if each.startswith("torchmetrics")]
+    (extra,) = project["optional-dependencies"]["torchmetrics"]
+    assert extra in project["optional-dependencies"]["test"]
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -158,3 +158,32 @@ def test_a_wide_random_network_has_the_analytic_kernel(form):
     network = theory.random_network(layers, **law, generator=torch.Generator().manual_seed(0))
     found, expected = theory.empirical_ntk(network, x)[..., 0, 0], theory.kernel(layers, x, **law).ntk
     assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
+def test_products_keep_to_their_budget_where_activations_outweigh_the_weights():
+    """A convolution of few weights over a large image: one column's activations decide how many run at once."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    )
+    x = torch.randn(6, 1, 64, 64)
+    with pytest.raises(ValueError, match=r"one gradient and what moves along it .* got .* KiB; give it more"):
+        theory.empirical_ntk(network, x, method="products", memory=2**18)
+    whole = theory.empirical_ntk(network, x, method="jacobian")
+    for memory in (2**21, 2**30):  # some columns at a time, all at once
+        found = theory.empirical_ntk(network, x, method="products", memory=memory)
+        assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_precision_is_put_back_as_it_was_found():
+    before = torch.backends.cudnn.allow_tf32
+    seen = []
+
+    class Looking(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.backends.cudnn.allow_tf32)
+            return super().forward(x) ** 2
+
+    theory.empirical_ntk(Looking(3, 2), torch.randn(4, 3), method="jacobian")
+    assert not seen[-1]
+    assert torch.backends.cudnn.allow_tf32 == before

@@ -1,1 +1,1 @@
-"""What everything else stands on: members, likelihoods, predictives, the posterior contract and its seam."""
+"""The contract that everything else keeps: members, likelihoods, predictives, posteriors, and the seam to the engine."""

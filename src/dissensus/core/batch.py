@@ -61,11 +61,11 @@ def size(x: Inputs) -> int:
 
 @contextmanager
 def unchanged(x: Inputs) -> Iterator[None]:
-    """Raises afterwards where a network wrote into its inputs: the next member would see other ones."""
-    watched = [tensor for tensor in tensors(x) if not tensor.is_inference()]  # inference tensors count no versions
-    before = [tensor._version for tensor in watched]
+    """Raises on leaving where x was written into: the next member would see other inputs."""
+    given = [tensor for tensor in tensors(x) if not tensor.is_inference()]  # inference tensors count no versions
+    before = [tensor._version for tensor in given]
     yield
-    if [tensor._version for tensor in watched] != before:
+    if [tensor._version for tensor in given] != before:
         raise ValueError(
             "expected a network that leaves its inputs as they are, got one that changes them in place; "
             "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
@@ -89,7 +89,7 @@ def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Batches in the loader, or None where it does not know (a DataLoader over a stream raises when asked)."""
+    """Number of batches in the loader; None where it has no length (a DataLoader over a stream raises when asked)."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
@@ -99,7 +99,7 @@ def length(loader: Iterable[Any]) -> int | None:
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
     """Raises where a floating-point tensor of x holds NaN or +∞; −∞ is what masks are made of.
 
-    Tensors on a device are read only where `anywhere`, which waits for it.
+    `anywhere`: tensors on a GPU are looked at too, which waits for it; without it only those on the host are.
     """
     for tensor in tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
@@ -113,7 +113,7 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
 
 
 def check_weight(weight: object) -> None:
-    """Raises where example weights on the host are no finite numbers of at least 0. All may be 0: nothing counts then."""
+    """Raises where example weights on the host are negative or not finite. All may be 0: then no example counts."""
     if weight is None:
         return
     if not isinstance(weight, Tensor):

@@ -77,7 +77,7 @@ class EmpCov(nn.Module):
         return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raises where a member, of tensors of these shapes by name, has no weights that this is a prior of."""
+        """Raises where members with tensors of these shapes, by name, have no weight that this prior fits."""
         if self.parameter not in shapes:
             raise ValueError(
                 f"expected a prior on one of {', '.join(shapes)}, got one on '{self.parameter}'; name the layer as the network "
@@ -97,7 +97,7 @@ class EmpCov(nn.Module):
 
 
 def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
-    """Batches of the vectors (n, D) that one output of the layer is a product with."""
+    """Batches (n, D) of the vectors that the layer multiplies its weights with: flattened inputs, or patches."""
     before = 0
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch

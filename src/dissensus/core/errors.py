@@ -1,4 +1,4 @@
-"""Errors: one that a caller may want to tell from others, and the one grammar for names that are not known."""
+"""Errors: `Diverged`, which a caller may want to catch, and the one sentence about unknown names."""
 
 import difflib
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ class Diverged(ValueError):
         )
 
     def __reduce__(self) -> tuple[type["Diverged"], tuple[list[int], int, str]]:
-        return type(self), (self.members, self.step, self.what)  # or a process that is sent it could not read it
+        return type(self), (self.members, self.step, self.what)  # how it is pickled for another process
 
 
 def unknown(what: str, name: str, known: Iterable[str], *, shown: Iterable[str] | None = None) -> ValueError:
-    """The error for an unknown name, to be raised by the caller; it lists `shown` where all that is known is too much."""
+    """The error for an unknown name, to be raised by the caller. It lists `known`, or only `shown` where that is too much."""
     known = sorted(known)
     lowered = {each.lower(): each for each in known}
     nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)

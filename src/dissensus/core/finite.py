@@ -1,4 +1,4 @@
-"""Finite or not, and in which member: the questions that training and prediction ask of their numbers."""
+"""Whether numbers are finite, and which member's are not: asked in training and in prediction."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dissensus.core.errors import Diverged
 def suspicious(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a number that is not finite; read on the host.
 
-    One pass without a temporary: a norm is not finite if a term is not, nor where it overflows.
+    One pass without a temporary, by norms: these are not finite if a term is not, and also where they overflow.
     """
     given = [tensor for tensor in tensors if tensor.numel()]
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
@@ -23,8 +23,8 @@ def suspicious(tensors: Sequence[Tensor]) -> bool:
 def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 where a tensor holds a number that is not finite; else it stays as it is.
 
-    One kernel for all tensors of a dtype, which nobody waits for: what mixed precision looks at gradients with. It multiplies
-    them by `one`, a 1 beside the flag.
+    One kernel for all tensors of a dtype, without waiting for the device: the one that torch's GradScaler uses. It multiplies
+    the tensors by `one`, a 1 on their device.
     """
     for dtype in {tensor.dtype for tensor in tensors}:
         torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
@@ -35,7 +35,7 @@ def largest(own: Sequence[Tensor], shared: Sequence[Tensor], members: int) -> tu
     """((M,) the largest absolute value of each member's rows of own tensors (M, ...), () that of shared ones); NaN where there
     is one.
 
-    Without a choice in Python and without waiting for a device, so that a CUDA graph can hold it.
+    No branch in Python and no waiting for the device: it can be captured in a CUDA graph.
     """
     rows = _norms([row for tensor in own if tensor.numel() for row in tensor.unbind()])
     wholes = _norms([tensor for tensor in shared if tensor.numel()])
@@ -52,7 +52,7 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 def check_predictions(described: Sequence[Tensor], steps: Tensor, *, first: int = 0) -> None:
     """Raises Diverged where members' descriptions, each (M, B, ...), hold NaN or +∞; −∞ is the log of a probability 0.
 
-    `first`: the number of the first of these members. Waits for the device.
+    `first`: the index of the first of these members, for the error. Waits for the device.
     """
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
     largest = [tensor.amax(tuple(range(1, tensor.ndim))) for tensor in given]  # (M,) NaN where there is one

@@ -43,10 +43,10 @@ class Objective(Protocol):
 
 
 class Gradients(NamedTuple):
-    """What one batch gives: losses, the gradient of each trainable tensor by name, and buffers (M, ...) afterwards.
+    """Results of one batch: losses, the gradient of each trained tensor by name, buffers (M, ...) afterwards.
 
-    Losses are one per function trained: (M,) for members, (M·S,) where each is trained by S samples, those of a member in a
-    row. Gradients are of the sum over members of the mean over samples; buffers are means over samples.
+    Losses: (M,), or (M·S,) where each member is trained by S samples, a member's samples side by side. Gradients: of the sum
+    over members of the mean over samples. Buffers: means over samples.
     """
 
     losses: Tensor
@@ -69,7 +69,7 @@ Strategy = Callable[[Objective, Inputs, Tensor, Tensor | None], Gradients]
 
 
 def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-    """All members at once by vmap: the gradient of the sum over members, so that shared tensors need no copy per member."""
+    """Gradients with all members at once by vmap, of their sum: shared tensors need no copy per member."""
     state = state_of(posterior)
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     with posterior.particles.vectorising(), torch.enable_grad():
@@ -84,8 +84,10 @@ def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None
 def vectorised_by_transforms(
     posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> Gradients:
-    """`vectorised` as a pure function of tensors, which the compiler can follow; to be called within
-    `particles.vectorising()`."""
+    """What `vectorised` gives, as a pure function of tensors that the compiler can follow.
+
+    To be called within `particles.vectorising()`.
+    """
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         total, losses, after = _objective(posterior, state._replace(own=own, shared=shared), x, y, weight)
@@ -99,7 +101,7 @@ def vectorised_by_transforms(
 def _objective(
     posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensors]:
-    """(the sum over members, losses, buffers afterwards) with all members at once."""
+    """(objective (), losses, buffers afterwards), all members at once."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
@@ -124,11 +126,11 @@ def looped(
     lane: Lane = lambda index: nullcontext(),
     join: Callable[[], None] = lambda: None,
 ) -> Gradients:
-    """Member after member, one graph alive at a time.
+    """Gradients with one member after the other, one graph alive at a time.
 
-    Coupled members run twice: once without a graph for z, then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers see the same random numbers in both passes. `member`: how one member's gradients are found. `join()`:
-    waits for all lanes.
+    Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
+    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context, a CUDA
+    stream, that function i runs in; `join()` waits for all lanes.
     """
     member = member or member_gradients
     state, samples = state_of(posterior), posterior.train_samples
@@ -168,7 +170,7 @@ def looped_keeping_graphs(
     lane: Lane = lambda index: nullcontext(),
     join: Callable[[], None] = lambda: None,
 ) -> Gradients:
-    """Coupled members in one pass: all graphs are kept until v is known. Faster than `looped`, M times its memory."""
+    """Gradients of coupled members in one pass, all graphs kept until v is known: faster than `looped`, M times its memory."""
     forward = forward or posterior.member_loss
     state, samples = state_of(posterior), posterior.train_samples
     leaves, results = [], []
@@ -198,7 +200,7 @@ def looped_keeping_graphs(
 
 
 def gathered(state: State, found: list[Gradients], samples: int) -> Gradients:
-    """Functions' results as one: own gradients stacked, in their parameter's memory layout; shared ones summed."""
+    """Results of single functions put together: own gradients stacked, in their parameter's layout; shared ones summed."""
     if samples > 1:
         found = [_mean(found[i : i + samples]) for i in range(0, len(found), samples)]
     gradients: Tensors = {}
@@ -220,7 +222,7 @@ def gathered(state: State, found: list[Gradients], samples: int) -> Gradients:
 
 
 def _mean(found: list[Gradients]) -> Gradients:
-    """One member's samples as one: losses (S,), the mean of gradients and buffers; one that does not use a tensor counts."""
+    """One member's samples put together: losses (S,), means of gradients and buffers. An unused tensor's gradient is 0."""
     gradients: Tensors = {}
     for name in dict.fromkeys(name for each in found for name in each.gradients):
         given = [each.gradients[name] for each in found if name in each.gradients]
@@ -231,7 +233,7 @@ def _mean(found: list[Gradients]) -> Gradients:
 
 
 def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
-    """Buffers (M·S, ...) of functions as (M, ...) of members: means over samples."""
+    """Members' buffers (M, ...) from functions' (M·S, ...): means over samples."""
     if samples == 1:
         return buffers
     split = {name: values.reshape(members, samples, *values.shape[1:]) for name, values in buffers.items()}
@@ -241,7 +243,7 @@ def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
 def member_gradients(
     posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
-    """Loss (), gradients and buffers of one member by plain autograd, which every module knows."""
+    """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
     own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
     shared = {name: tensor.detach().requires_grad_() for name, tensor in state.shared.items()}
     params = {**shared, **state.shared_frozen, **own, **state.own_frozen}

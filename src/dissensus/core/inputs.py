@@ -1,4 +1,4 @@
-"""What a network can take: inputs of its dtype, with a batch axis, in batches. Looked at once per shape, on the host."""
+"""Inputs that a network can take: of its dtype, with a batch axis. Tried once per shape, on the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ log = logging.getLogger("dissensus")
 Run = Callable[[Inputs], Tensor]
 
 
-class Known:
-    """The kinds of inputs that a network was seen to take: shapes but for the number of examples, and dtypes."""
+class KnownInputs:
+    """Kinds of inputs (shapes without the batch axis, dtypes) that a network was tried on and takes."""
 
     def __init__(self) -> None:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
-        self.doubted = False  # a doubt is said once
+        self.doubted = False  # whether a doubt was logged: once is enough
 
     def output_shape(
         self, x: Inputs, run: Run, doubt: Callable[[Tensor], str | None], dtype: torch.dtype
     ) -> torch.Size:
-        """(B, ...) shape of run(x), which is run once per kind of x; `dtype`: of the network, which may be changed."""
+        """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
         key = _kind(x, dtype)
         if key not in self.shapes:
             outputs = outputs_of(run, x)
@@ -42,7 +42,7 @@ class Known:
         return torch.Size((batches.size(x), *self.shapes[key]))
 
     def check(self, x: Inputs, run: Run, dtype: torch.dtype) -> None:
-        """Raises where run cannot take x, or x has no batch axis; one example is enough to see that it has."""
+        """Raises where run cannot take x, or x has no batch axis. Tries one example where that shows it."""
         key = _kind(x, dtype)
         if batches.size(x) == 0 or key in self.taken or key in self.shapes:
             return
@@ -56,7 +56,7 @@ def _kind(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def outputs_of(run: Run, x: Inputs) -> Tensor:
-    """(B, ...) run(x), the batch axis first; a clear error where x has none, which some layers do not mind."""
+    """(B, ...) run(x), batch axis first; a clear error where x has none, which some layers let pass."""
     size = batches.size(x)
     try:
         outputs = run(x)
@@ -67,8 +67,8 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
             raise _without_batch_axis(x) from error
         raise
     kept = outputs.ndim > 0 and outputs.shape[0] == size
-    # Linear layers take any number of axes in front, convolutions take single images: the numbers of one example are then
-    # read as examples. The first of them alone says so, unless the network runs at some sizes of batch only.
+    # Linear layers take any number of axes in front, convolutions take single images: then the numbers of one example are
+    # taken for examples. Running the first of them alone shows it, unless the network needs batches of a certain size.
     if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
         one = _same_with_an_axis(run, x, outputs) and not _are_examples(run, torch.cat([x, x.flip(0), x]))
         if one:
@@ -82,9 +82,9 @@ def outputs_of(run: Run, x: Inputs) -> Tensor:
 
 
 def takes_fewer_examples(run: Run, x: Inputs) -> bool:
-    """Whether the first row of x, or the first two where one is too few (batch norm without statistics), give as many.
+    """Whether run gives one output for the first row of x, or two for the first two (batch norm without statistics).
 
-    Only of one tensor: rows of several may hang together.
+    Asked of single tensors only: rows of several may depend on each other.
     """
     if not isinstance(x, Tensor) or x.ndim == 0:
         return False
@@ -97,14 +97,16 @@ def takes_fewer_examples(run: Run, x: Inputs) -> bool:
 
 
 def _same_with_an_axis(run: Run, x: Tensor, outputs: Tensor) -> bool:
-    """Whether x as one example gives what its rows as examples gave."""
+    """Whether run gives the same for x as one example as for its rows as examples."""
     alone = _answer(run, x[None])
     return alone is not None and alone.shape == (1, *outputs.shape) and _same(alone[0], outputs)
 
 
 def _are_examples(run: Run, x: Tensor) -> bool:
-    """Whether the rows are taken as examples and not as one. Asked of more rows than there were: batch norm without statistics
-    makes ±1 of two, and may make the same of them either way."""
+    """Whether run takes the rows for examples, not for one example.
+
+    To be asked of more rows than there were: batch norm without statistics makes ±1 of two, however they are read.
+    """
     outputs = _answer(run, x)
     if outputs is None or outputs.ndim == 0 or len(outputs) != len(x):
         return False
@@ -137,7 +139,7 @@ def _without_batch_axis(x: Tensor) -> ValueError:
 
 @contextmanager
 def of_its_dtype(x: Inputs, network: nn.Module) -> Iterator[None]:
-    """Says what to convert where a network fails for the dtype of its inputs; what it converts itself is its own affair."""
+    """Turns a failure inside that comes from the dtype of x into an error that says what to convert."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
@@ -162,7 +164,7 @@ def of_its_dtype(x: Inputs, network: nn.Module) -> Iterator[None]:
 
 
 def check_loader(*loaders: Iterable[Any] | None) -> None:
-    """Raises where a Dataset of single examples stands in a loader's place; one that gives whole batches may."""
+    """Raises where a loader is a Dataset of single examples; a Dataset of whole batches is fine."""
     for loader in loaders:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset) and not _gives_batches(loader):
             raise TypeError(

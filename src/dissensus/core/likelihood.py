@@ -41,7 +41,7 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def predictive(self, *described: Tensor) -> Predictive:
-        """The mixture over members of what `describe` gave, each tensor with the member axis in front."""
+        """The mixture over members, from what `describe` gave, each tensor with the member axis in front."""
 
     def counted(self, y: Tensor) -> Tensor | None:
         """(B, ...) which entries of log_prob count, or None where all do."""
@@ -52,7 +52,7 @@ class Likelihood(nn.Module, ABC):
         return None
 
     def doubt(self, outputs: Tensor) -> str | None:
-        """What is odd about outputs (B, ...) of a network, and what to do; None where nothing is. Read only on the host."""
+        """A warning about outputs (B, ...) that look wrong, with the remedy; None where they do not. Read only on the host."""
         return None
 
     def config(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Likelihood(nn.Module, ABC):
         return {}
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """() −Σ w log p / Σ w over the entries that count: a weight of two is the same as the example twice."""
+        """() −Σ w log p / Σ w over the entries that count: weight 2 is the same as having the example twice."""
         log_prob = self.log_prob(full_precision(outputs), y)
         counted = self.counted(y)
         if weight is None and counted is None:
@@ -111,7 +111,7 @@ class Classification(Likelihood):
     def doubt(self, outputs: Tensor) -> str | None:
         if outputs.device.type != "cpu" or outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
             return None
-        # Log-probabilities need no such word: log_softmax leaves them as they are, so they are logits like any others.
+        # No warning about log-probabilities: log_softmax leaves them as they are, so they are logits like any others.
         tolerance = 1e-4 if full_precision(outputs) is outputs else 1e-2
         total = full_precision(outputs).sum(1)
         if bool((outputs < 0).any()) or not torch.allclose(total, torch.ones_like(total), rtol=0, atol=tolerance):
@@ -254,7 +254,7 @@ def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
 
 
 def spread(weight: Tensor, like: Tensor) -> Tensor:
-    """weight (B,) or of like's shape, in like's shape and dtype."""
+    """The weight, (B,) or of like's shape, in like's shape and dtype."""
     if weight.shape[0] != like.shape[0] or weight.ndim > like.ndim:
         raise ValueError(
             f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}; pass one per example"

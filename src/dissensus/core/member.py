@@ -1,4 +1,4 @@
-"""Member: one network, its likelihood and its latents as one module, the template that all members' tensors are put into."""
+"""Member: one network, its likelihood and its latents as one module; the template that each member's tensors are put into."""
 
 import copy
 from collections.abc import Callable
@@ -12,12 +12,10 @@ from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class Member(nn.Module):
-    """One network and its likelihood as one module, to which any function can be applied.
+    """One network and its likelihood as one module. `forward(f, *args)` gives (f(member, *args), buffers afterwards).
 
-    `latents`: tensors that belong to neither, such as variational means and deviations; no weight prior and no weight decay
-    is laid on them. Functions find them as `member.latents`.
-
-    `forward(f, *args)` is `f(member, *args)` and the buffers as f left them, so that one `functional_call` gives both.
+    Both in one, so that one `functional_call` gives them. `latents`: tensors that belong to neither, such as variational
+    means and deviations, without weight prior and weight decay; f finds them as `member.latents`.
     """
 
     def __init__(self, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> None:
@@ -25,8 +23,8 @@ class Member(nn.Module):
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
-        self.training = network.training  # not self.train(): parts the caller has frozen in eval mode stay so
-        # Those parts, which stay in eval mode when the rest trains.
+        self.training = network.training  # not self.train(), which would change the parts
+        # Parts that the caller has put in eval mode: they stay in it when the rest trains.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
 
     def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
@@ -35,7 +33,7 @@ class Member(nn.Module):
 
 
 def emptied(member: Member) -> Member:
-    """A copy of the member without its tensors, which are put in at every call; ties are kept, since objects are."""
+    """A copy of the member with empty tensors, to be put in at every call. Tied tensors are tied in the copy."""
     blanks: dict[int, Any] = {}
     for parameter in member.parameters():
         empty = parameter.detach().new_empty(0)
@@ -54,7 +52,7 @@ def has_ties(module: nn.Module) -> bool:
 
 
 def member_index(index: int, members: int) -> int:
-    """index as a number from 0 to M − 1; negative ones count from the end."""
+    """The index from 0 to M − 1; negative ones count from the end."""
     if not -members <= index < members:
         raise ValueError(
             f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
@@ -63,7 +61,7 @@ def member_index(index: int, members: int) -> int:
 
 
 def check_initialised(network: nn.Module) -> None:
-    """Raises where the network is none, or has tensors whose shapes its first batch would tell."""
+    """Raises where this is no network, or a lazy one, whose shapes are known only after a first batch."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:

@@ -25,9 +25,9 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_attention(wanted: bool = True) -> Iterator[None]:
-    """Attention without torch's inference fast path, which vmap does not see through and which calls no hook, if wanted.
+    """Inside, if wanted, attention runs without torch's inference fast path, which has no vmap and calls no hooks.
 
-    A switch of the whole process: networks that it matters to run under a lock of the process (`core.turns`).
+    The switch is one of the whole process: networks with attention run under the lock of the process (`core.turns`).
     """
     if not wanted:
         yield

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Who was checked against which optimiser last: not an attribute, which copies and pickles of a posterior would carry along.
+# Posterior -> the optimiser it was last checked against. No attribute: copies and pickles of a posterior would carry it.
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters by name that train alike."""
+    """Parameters, by name, with one rate, and with decay and prior or without."""
 
     name: str
     parameters: Mapping[str, Tensor]
-    factor: float = 1.0  # of the optimiser's rate
-    rate: float | None = None  # one of its own, in place of that
+    factor: float = 1.0  # times the optimiser's rate
+    rate: float | None = None  # a rate of its own instead
     decay: bool = True  # whether weight decay draws them to 0
-    prior: bool = True  # whether the weight prior does, of those that are members' and of no norm layer
+    prior: bool = True  # whether the weight prior does; norm layers and what is no member's have none in any case
 
 
 def disjoint(groups: Iterable[Group]) -> list[Group]:
@@ -41,7 +41,7 @@ def disjoint(groups: Iterable[Group]) -> list[Group]:
 def optimizer_groups(
     module: nn.Module, groups: Iterable[Group], *, lr: float, weight_decay: float, rates: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """What an optimiser over the module's trained parameters is built on. `rates`: of groups by name, before their own."""
+    """Parameter groups for an optimiser over what the module trains. `rates`: by name of group, in place of its own."""
     apart = disjoint(groups)
     held = {id(each) for group in apart for each in group.parameters.values()}
     for name, parameter in module.named_parameters():
@@ -66,7 +66,7 @@ def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: flo
 
 
 def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
-    """What is wrong with this kind of optimiser for a posterior, or for one that watches its run; None: nothing."""
+    """What is wrong with this kind of optimiser for the posterior and those that track its run; None where nothing is."""
     for each in posterior.modules():
         accepted: tuple[type[Optimizer], ...] | None = getattr(each, "optimizers", None)
         if accepted is not None and not issubclass(kind, accepted):
@@ -76,8 +76,7 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
-    """Raises where the optimiser is of no kind that the posterior accepts, or holds none of its parameters: it would train
-    nothing, without a word."""
+    """Raises where the posterior does not accept this kind of optimiser, or the optimiser holds none of its parameters."""
     if (refused := refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or take posterior.default_optimizer()")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -89,7 +88,7 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_once(posterior: nn.Module, optimizer: Optimizer) -> None:
-    """`check_optimizer`, the first time this posterior meets this optimiser: on the host, reading no tensor."""
+    """Calls `check_optimizer` the first time this posterior meets this optimiser; reads no tensor."""
     if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
         return
     known = _checked.get(posterior)

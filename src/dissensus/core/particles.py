@@ -29,7 +29,7 @@ log = logging.getLogger("dissensus")
 
 
 class Particles(nn.Module):
-    """M functions of one architecture. `own`: stacked tensors (M, ...); `shared`: a module holding the common ones."""
+    """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all."""
 
     def __init__(self, template: Member, *, own: nn.Module, shared: nn.Module, members: int) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Particles(nn.Module):
         self._said: set[str] = set()
 
     def _settle(self) -> None:
-        """Who runs the members: that depends on which tensors are own."""
+        """Takes the runner that suits which tensors are own."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
         self.runner = runner(self.template, own)
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
-        """One member whose tensors are those of the caller's module, and of the latents, itself: nothing is copied."""
+        """One member that is the caller's module itself, with these latents: nothing is copied."""
         check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
@@ -68,10 +68,10 @@ class Particles(nn.Module):
         latents: Sequence[nn.Module] | None = None,
         own: Callable[[str], bool] | None = None,
     ) -> "Particles":
-        """M members, copied from the networks and, one for each, the latents. Tied tensors stay tied (stacked by identity).
+        """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
-        `own(name)`: whether a tensor ("network.0.weight") is each member's own; where not, all share the first network's.
-        None: every tensor is, but for those that no member trains and all have alike, which are stored once.
+        `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
+        None: all are own but those that no member trains and all have alike, which are stored once.
         """
         check_likelihood(likelihood)
         for network in networks:
@@ -97,8 +97,7 @@ class Particles(nn.Module):
         kept: Collection[str],
         members: int,
     ) -> "Particles":
-        """Members with these tensors, each name with M rows: those that `own(name)` calls own are stored (M, ...), of the
-        others the first row alone.
+        """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
 
         Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
         the names of buffers that a state dict holds.
@@ -119,7 +118,7 @@ class Particles(nn.Module):
         return turn(self.template.network)
 
     def apart(self) -> "Particles":
-        """These members in a template of their own: what they do to it, nobody else sees."""
+        """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
         return Particles(self.copied_template(), own=self.own, shared=self.shared, members=self.members)
 
     def copied_template(self) -> Member:
@@ -143,12 +142,12 @@ class Particles(nn.Module):
         return self
 
     def frozen_norms(self) -> list[str]:
-        """Names of the layers with batch statistics whose parameters are all frozen: their statistics are kept as well."""
+        """Names of norm layers whose parameters are all frozen: their batch statistics stay as they are in training."""
         stored = {**self.shared_parameters(), **self.own_parameters()}
         return list(frozen_norms(self.template, {name for name, p in stored.items() if not p.requires_grad}))
 
     def share(self, names: Iterable[str]) -> None:
-        """Stores those of these tensors that are own once, frozen: to be filled from a file that has them so."""
+        """Stores these tensors once for all members, frozen, where they are own: a file is to be read that has them so."""
         own, shared = tensors_of(self.own), tensors_of(self.shared)
         self._frozen |= {name for name in names if name in own}
         if not self._frozen:
@@ -171,7 +170,7 @@ class Particles(nn.Module):
             check_frozen(self.shared, self._frozen)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Tensors that the state has once and this has for each member are repeated; the other way they must be equal."""
+        """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""
         as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -210,13 +209,13 @@ class Particles(nn.Module):
                 torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
-        """What differs between functions, each tensor with their axis first: members, or S samples of each in a row."""
+        """Tensors that differ between functions, their axis first: (M, ...), or (M·S, ...) with S samples of each member."""
         several = varying is None and self.members * samples > 1
         rows = Rows(self.own_parameters(), self.changing_buffers(several=several), varying or {})
         return rows.repeated(self.members, samples)
 
     def changing_buffers(self, *, several: bool) -> Tensors:
-        """Buffers (M, ...): own ones, and shared ones that each of several functions changes in training for itself."""
+        """Buffers (M, ...) that training changes: own ones, and where several functions run, a copy of shared ones for each."""
         if not several or not self.training:
             return self.own_buffers()
         shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
@@ -243,17 +242,17 @@ class Particles(nn.Module):
         return result
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
-        """one(row) of each of `count` rows, stacked: all at once or one after the other, whichever the runner takes."""
+        """one(row) of each of `count` rows, stacked; by vmap or in a loop, as the runner decides."""
         with self.turn(), self.runner.running():
             return self.runner.run(one, rows, count, device=self.device, how=how)
 
     def vectorising(self) -> AbstractContextManager[object]:
-        """What vmap over members runs in."""
+        """The context that vmap over members needs."""
         return self.runner.vectorising(self.device)
 
     @property
     def how(self) -> How:
-        """Whether members run all at once."""
+        """How members run, "vectorised" or "loop"."""
         return self.runner.how
 
     @how.setter

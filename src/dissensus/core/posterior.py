@@ -47,8 +47,8 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        self._known = inputs.Known()
-        self.draws_itself = False  # whether the network was seen to take random numbers in eval mode
+        self._known = inputs.KnownInputs()
+        self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -72,9 +72,10 @@ class Posterior(TrainingRules, ABC):
         )
 
     def mix(self, gradients: Tensors) -> Tensors:
-        """Gradients by name, own ones (M, ...), turned into others before they reach `.grad`; must be affine in them.
+        """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
 
-        For methods whose update is no gradient of a loss (SVGD). Affine, so that accumulation over batches commutes.
+        For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
+        added up, or added up and then mixed.
         """
         raise TypeError(
             f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
@@ -95,7 +96,7 @@ class Posterior(TrainingRules, ABC):
         """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
 
     def current(self) -> DrawnFunctions:
-        """The functions as training has left them so far: what validation during `fit` looks at."""
+        """The functions as trained so far, which validation during `fit` looks at."""
         return self.draw()
 
     @property
@@ -108,7 +109,7 @@ class Posterior(TrainingRules, ABC):
         return self.ready
 
     def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
-        """The functions by which validation judges such a state; None: those of `current()`."""
+        """The functions that validation scores after this epoch; None: those of `current()`."""
         return None
 
     @abstractmethod
@@ -116,17 +117,17 @@ class Posterior(TrainingRules, ABC):
         """The keyword arguments, all JSON, that build this posterior again, given a network."""
 
     def identity(self) -> dict[str, Any]:
-        """What a run must agree in, all JSON, to go on from a checkpoint: the method and the settings that training reads."""
+        """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
         return {"method": self.name, "class": type(self).__name__, **settings}
 
     @classmethod
     @abstractmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
-        """A posterior of this kind whose tensors will be overwritten by those of a file."""
+        """A posterior with this network and config, whose tensors a file will overwrite."""
 
     def given(self) -> nn.Module:
-        """A network of the architecture that the caller passed, with some member's tensors; it shares nothing with this.
+        """A network of the architecture that the caller passed, with some member's tensors, copied.
 
         What saved files describe, and what `load` takes. Methods that cut layers of the network put the plain ones back
         here; `skeleton` is then given such a network, and cuts it again.
@@ -138,7 +139,7 @@ class Posterior(TrainingRules, ABC):
         return {}
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        """Draws once and keeps the draw (and batch statistics refreshed from the loader) with the posterior.
+        """Draws once and stores the draw with the posterior, its batch statistics refreshed from the loader.
 
         Nothing to do where the members are stored anyway. Use it as `ds.refresh(posterior, loader)`.
         """
@@ -153,9 +154,8 @@ class Posterior(TrainingRules, ABC):
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
-        Where a member is trained by several samples (`train_samples`), the mean over them counts.
-        Its gradient is what members follow. Coupling terms are linearised (v has no graph): the value is no potential to
-        compare over steps.
+        Of a member trained by several samples (`train_samples`), the mean. Coupling terms are linearised (v has no graph):
+        gradients are right, but values are not to be compared over steps.
         """
         batches.check_finite(x)
         batches.check_weight(weight)
@@ -164,8 +164,7 @@ class Posterior(TrainingRules, ABC):
         return seam.loss(self, x, y, weight)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses, one per function trained: (M·S,) with S `train_samples`. Adds to `.grad` what `loss(x, y).backward()`
-        would."""
+        """(M,) losses, or (M·S,) with S `train_samples`; adds to `.grad` what `loss(x, y).backward()` would."""
         batches.check_finite(x)
         batches.check_weight(weight)
         self.check_batch(x, y)
@@ -178,7 +177,7 @@ class Posterior(TrainingRules, ABC):
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
-        """What the mixture of drawn functions predicts; eval mode, no gradients, modes and random streams left as found."""
+        """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
         if not batches.tensors(x):
             raise TypeError(
                 f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
@@ -186,7 +185,7 @@ class Posterior(TrainingRules, ABC):
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with evaluation(self):
-            drawn = self.draw()  # where there is nothing to draw from, that is said first
+            drawn = self.draw()  # first: it may have to say that there is nothing to draw from
             self.check_inputs(x)
             return self.checked(drawn.predict(x))
 
@@ -201,9 +200,9 @@ class Posterior(TrainingRules, ABC):
         )
 
     def checked(self, predictive: Predictive, *, first: int = 0) -> Predictive:
-        """The predictive at this posterior's temperature; Diverged, with the members' numbers, where it holds NaN.
+        """The predictive at this posterior's temperature; raises Diverged, naming members, where it holds NaN.
 
-        `first`: the number of its first member.
+        `first`: the index of its first member.
         """
         check_predictions(predictive.described(), self.steps, first=first)
         return self.tempered(predictive)
@@ -244,7 +243,7 @@ class Posterior(TrainingRules, ABC):
 
 
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
-    """Draws the samples of a sampling method once, refreshes their batch statistics from the loader and stores both.
+    """Draws the functions of a sampling method, refreshes their batch statistics from the loader and stores both.
 
     `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
     are stored anyway are left alone. `fit` calls this at its end.
@@ -255,7 +254,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 
 @contextmanager
 def evaluation(posterior: Posterior) -> Iterator[None]:
-    """Eval mode without gradients, in this thread's turn; modes and torch's random streams are put back afterwards."""
+    """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
     with (
         posterior.particles.turn(),
         eval_mode(posterior, posterior.particles.template),

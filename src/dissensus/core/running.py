@@ -32,7 +32,7 @@ class Rows(NamedTuple):
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
     def repeated(self, members: int, samples: int) -> "Rows":
-        """Each of M rows S times in a row, for S functions per member; there is a row even where nothing is own."""
+        """Each of M rows S times, side by side: (M·S, ...); with an index, so that vmap has an axis even if nothing is own."""
         if samples == 1:
             return self
         parts = [{name: t.repeat_interleave(samples, dim=0) for name, t in part.items()} for part in self]
@@ -46,7 +46,7 @@ def loop(
     lane: Lane = lambda _: nullcontext(),
     join: Callable[[], None] = lambda: None,
 ) -> Any:
-    """one(row) of each row in turn, the i-th within lane(i), results stacked along a new first axis."""
+    """one(row) of each row in turn, results stacked along a new first axis. Row i runs in lane(i); join() waits for all."""
     results = []
     for i in range(count):
         with lane(i):
@@ -58,23 +58,23 @@ def loop(
 
 
 def averaged(values: Tensor) -> Tensor:
-    """The mean over the first axis, exactly the value where all have one; of whole numbers the first."""
+    """The mean over the first axis: exact where all values are equal; of integers the first one."""
     if not values.is_floating_point() or len(values) == 1:
         return values[0]
     return values[0] + (values - values[0]).mean(0)
 
 
 class Attempt:
-    """A way to run members that may fail. Inside, its failure ends the block and is kept, and random numbers are put back:
+    """A context for a way to run members that may fail: a failure ends the block, is kept, and random numbers are put back.
 
         with Attempt() as attempt:
             return one_way()
         return another()  # raises the caller's own error if it was one
 
-    vmap and the compiler can fail in many ways, none of which must end a training run; memory that runs out does.
+    vmap and the compiler can fail in many ways, none of which must end a training run; running out of memory does.
     """
 
-    failed = ""  # why
+    failed = ""  # the reason
 
     def __enter__(self) -> "Attempt":
         self.restore = random_state()
@@ -106,11 +106,11 @@ class Runner:
         self.attention = has_attention(template)
 
     def running(self) -> AbstractContextManager[object]:
-        """What every run of members, and every search for their gradients, happens in."""
+        """The context of every run of members and of everything that finds their gradients."""
         return nullcontext()
 
     def vectorising(self, device: torch.device) -> AbstractContextManager[object]:
-        """What vmap over members runs in: layers in forms that it sees through."""
+        """The context of vmap over members: layers in forms that vmap can handle."""
         return plain_attention(self.attention)
 
     def one_by_one(self, one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
@@ -130,7 +130,7 @@ class Runner:
         return result
 
     def note_fallback(self, reason: str) -> None:
-        """From now on members run one after the other; said once."""
+        """Runs members one after the other from now on, and logs why, once."""
         if self.how == "loop":
             return
         self.how = "loop"
@@ -141,12 +141,12 @@ _kind: type[Runner] = Runner
 
 
 def replace_runner(kind: type[Runner]) -> type[Runner]:
-    """From now on new particles are run by this kind; the one until now."""
+    """The kind of runner used until now; from now on new particles get this kind."""
     global _kind
     before, _kind = _kind, kind
     return before
 
 
 def runner(template: nn.Module, own: Set[int]) -> Runner:
-    """Who runs the members of this template."""
+    """A runner for the members of this template."""
     return _kind(template, own)

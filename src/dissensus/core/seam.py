@@ -5,8 +5,8 @@ A method declares `member_loss(params, buffers, x, y, weight) -> (loss, z, buffe
 
     Σ_i loss_i + Σ_i ⟨z_i, v_i⟩,    v = couple(stop-gradient(z)),
 
-with i over members, or over S samples of each, of which the mean is taken (`train_samples`: divided by S),
-and `loss` and `backward` of every posterior are derived from it here.
+with i over members. Where each member is trained by S samples (`train_samples`), i runs over all of them and the
+objective is divided by S. `loss` and `backward` of every posterior are derived from it here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> 
 def backward(
     posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
 ) -> Tensor:
-    """Losses, one per function trained; the objective's gradients are added to `.grad`, batch statistics are updated."""
+    """(M,) or (M·S,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
     with finding(posterior):
         found = (strategy or automatic)(posterior, x, y, weight)
         posterior.particles.write_buffers(found.buffers)
@@ -64,7 +64,7 @@ def backward(
 
 @contextmanager
 def finding(posterior: Objective) -> Iterator[None]:
-    """What a strategy is called in: this thread's turn, and what its runner asks for."""
+    """The context that strategies are called in: no other thread runs the network, and the runner is prepared."""
     posterior.particles.check_frozen()
     with _turn(posterior), posterior.particles.runner.running():
         yield
@@ -78,7 +78,7 @@ def add_gradients(posterior: Objective, gradients: Tensors) -> None:
         parameter = parameters[name]
         if parameter.grad is None:
             # In the parameter's memory layout, which vmap does not keep: fused optimisers assume it silently. And in memory
-            # of its own: autograd gives two parameters that are added up one and the same gradient.
+            # of its own: where two parameters are added up, autograd gives both the same tensor as gradient.
             usable = gradient.stride() == parameter.stride() and gradient.data_ptr() not in taken
             parameter.grad = gradient if usable else torch.empty_like(parameter).copy_(gradient)
             taken.add(gradient.data_ptr())
@@ -87,7 +87,7 @@ def add_gradients(posterior: Objective, gradients: Tensors) -> None:
 
 
 def _surrogate(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
-    """() Σ losses in value, with the mixed gradients as its derivative: mixing is not the gradient of any loss."""
+    """() a scalar with the value of Σ losses and the mixed gradients, which belong to no loss, as derivative."""
     particles = posterior.particles
     found = automatic(posterior, x, y, weight)
     particles.write_buffers(found.buffers)
@@ -98,8 +98,10 @@ def _surrogate(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None
 
 
 def _turn(posterior: Objective) -> AbstractContextManager[object]:
-    """This thread's turn with the network. Coupled members replay random numbers and switch attention's kernels over, for
-    which the process has one stream and one switch."""
+    """Inside, no other thread runs the network; coupled members run alone in the process.
+
+    They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
+    """
     if not posterior.coupled:
         return posterior.particles.turn()
     both = ExitStack()
@@ -109,7 +111,7 @@ def _turn(posterior: Objective) -> AbstractContextManager[object]:
 
 
 def automatic(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-    """Vectorised where the members can be, else one after the other; falls back by itself and says so once."""
+    """Gradients by vmap where the members allow it, else in a loop; falls back by itself and logs it once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members * posterior.train_samples == 1:
         return looped(posterior, x, y, weight)

@@ -25,7 +25,7 @@ Gradient = Literal["logit", "log_prob"]
 
 
 def weights(params: Tensors, trained: Tensors) -> Tensors:
-    """A member's tensors by name, those that are trained."""
+    """A member's trained tensors by name."""
     return {name: params[name] for name, tensor in trained.items() if tensor.requires_grad}
 
 
@@ -38,9 +38,9 @@ def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
-    """() the sum over the batch of the output whose input gradient is compared.
+    """() Σ over the batch of the output whose derivative by the inputs is compared.
 
-    "logit": the true class's logit (labels' mean of logits for soft labels); for other likelihoods the mean that
+    "logit": the true class's logit (for soft labels the mean logit under them); for other likelihoods the mean that
     `describe` gives first, summed over outputs. "log_prob": log p(y | x).
     """
     outputs = full_precision(outputs)
@@ -77,8 +77,8 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
 def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
     """(derivatives of function's scalar by each tensor of `at`, what else function returned), with a graph to parameters.
 
-    Inside vmap and the compiler by `torch.func.grad`; elsewhere by plain autograd, which knows every module and lets itself
-    be looked at (custom functions without `setup_context`, hooks on saved tensors).
+    Inside vmap and the compiler by `torch.func.grad`; elsewhere by plain autograd, which also takes custom functions without
+    `setup_context` and hooks on saved tensors.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
@@ -127,7 +127,7 @@ def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[l
 
 
 def carried(value: Tensor, by: Tensor) -> Tensor:
-    """A value without gradient as part of z: it hangs on the graph of `by`, of the same shape, with slope zero."""
+    """The value, which has no gradient, made part of z: attached to the graph of `by`, of the same shape, with slope 0."""
     return value.detach() + 0.0 * by
 
 

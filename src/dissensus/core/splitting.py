@@ -16,7 +16,7 @@ from dissensus.numerics.tree import Tensors, TensorTree
 def split_trees(
     rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Collection[str]
 ) -> tuple[TensorTree, TensorTree]:
-    """(own, shared): of each name's M rows all, stacked, where `own(name)`, else the first."""
+    """(own, shared) trees of tensors: of each name's M rows all, stacked, where `own(name)`, else the first."""
     trees = {True: TensorTree(), False: TensorTree()}
     for name, each in rows.items():
         mine = own(name)
@@ -34,8 +34,10 @@ def tensors_of(module: nn.Module) -> Tensors:
 
 
 def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[str]:
-    """Names of the tensors that no member trains and all have alike: frozen parameters, and the statistics of layers whose
-    parameters are frozen. None where nothing would be left to tell members apart, or there is one."""
+    """Names of tensors that no member trains and all have alike: frozen parameters, and statistics of frozen norm layers.
+
+    No names where that is all that members have, or where there is one member.
+    """
     frozen = {name for name, tensor in member.named_parameters() if not tensor.requires_grad}
     layers = frozen_norms(member, frozen)
     kept = {*frozen, *(name for name in statistics_names(member) if name.rpartition(".")[0] in layers)}
@@ -55,8 +57,7 @@ def check_frozen(shared: nn.Module, frozen: Collection[str]) -> None:
 
 
 def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.Module, members: int) -> None:
-    """Puts a state into the form of these trees: what it has once is repeated for each member, and rows that are all
-    equal become one."""
+    """Puts a state dict into the form of these trees: single tensors are repeated, or equal rows become one."""
     for name in tensors_of(own):
         mine, common = f"{prefix}own.{name}", f"{prefix}shared.{name}"
         if common in state and mine not in state:
@@ -71,7 +72,7 @@ def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.
 
 
 def _stacked(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """(M, ...) in memory of its own. Views of one flat tensor would take another path in products than what a file gives."""
+    """(M, ...) in memory of its own: a view of a flat tensor and a tensor from a file differ in the last bit of products."""
     if isinstance(rows, nn.Parameter):
         return rows.detach()
     return owned(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])

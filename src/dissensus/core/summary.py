@@ -17,9 +17,9 @@ from dissensus.core.predictive import (
 
 
 class SummaryPredictive(Predictive):
-    """Mean (as it is stored), aleatoric and epistemic of a mixture, each with an axis of length one for the members.
+    """Base class: mean, aleatoric and epistemic of a mixture, each with a member axis of length one.
 
-    The same as a `Predictive` but for what needs each member.
+    Gives all that a `Predictive` gives but what needs single members.
     """
 
     def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
@@ -142,7 +142,7 @@ class RunningSummary:
         self.count, self._sums = self.count + new, (mean, scatter, noise)
 
     def summary(self) -> SummaryPredictive:
-        """Of all members so far."""
+        """The summary of all members so far."""
         if not self.count:
             raise ValueError("expected at least one member to summarise, got none; add predictives first")
         if self._classification:

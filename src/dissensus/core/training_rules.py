@@ -22,10 +22,10 @@ class TrainingRules(Clock):
     """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    train_samples: int = 1  # functions that each member is trained by on a batch, each with random numbers of its own
+    train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
-    keeps_best: bool = True  # whether one epoch can be the best: not where a trajectory is collected over many
+    keeps_best: bool = True  # whether `fit` may go back to the best epoch; not where something is collected over many
 
     def __init__(self, particles: Particles, *, weight_prior_std: float | None, data_size: int | None) -> None:
         super().__init__()
@@ -34,18 +34,18 @@ class TrainingRules(Clock):
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
-        self._with_prior: frozenset[str] | None = None  # found when it is first asked for
+        self._with_prior: frozenset[str] | None = None  # made when first asked for
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         """Called once for every batch whose gradients are to be found, by `fit`, `backward` and `loss`, on the host.
 
-        For what a method takes note of in Python (sizes of batches, which step this is). Evaluation does not come by here.
+        For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
 
     def groups(self) -> list[Group]:
-        """Every parameter, trained or not, in a group; of several groups that hold one, the last has it.
+        """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
 
-        So a method adds its own behind these: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
+        A method adds its own at the end: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
         """
         named = {_of_member(name): parameter for name, parameter in self.named_parameters()}
         roots = {name: name.partition(".")[0] for name in named}
@@ -62,7 +62,7 @@ class TrainingRules(Clock):
         ]
 
     def with_prior(self) -> frozenset[str]:
-        """Names of members' parameters under the weight prior: of groups that have it, less those of norm layers."""
+        """Names of members' parameters under the weight prior: those of groups that have it, but for norm layers."""
         if self._with_prior is None:
             names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
             norms = {f"network.{name}" for name in norm_parameters(self.particles.template.network)}
@@ -70,7 +70,7 @@ class TrainingRules(Clock):
         return self._with_prior
 
     def penalty(self, params: Tensors) -> Tensor | float:
-        """() −log prior of one member over N. Shared tensors count 1/M, so that over members they count once."""
+        """() −log p(θ) / N of one member. Shared tensors count 1/M, so that in the sum over members they count once."""
         first: Tensor | float = 0.0 if self.first_layer_prior is None else self.first_layer_prior(params)
         if self.weight_prior_std is None or self.data_size is None:
             return first
@@ -98,16 +98,16 @@ class TrainingRules(Clock):
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
-        """`groups` to hand an optimiser: the network; weights with a prior of their own; a likelihood's learned noise; ….
+        """Parameter groups for an optimiser, from `groups`; empty ones are left out.
 
-        Decay is for the groups that take it: `use_first_layer_prior` gave weights another prior, and the noise has none to
-        be drawn to. `likelihood_lr`: the noise's rate, `lr` where it is none.
+        Weight decay acts on groups that take it: not on weights that `use_first_layer_prior` gave another prior, nor on a
+        learned noise. `likelihood_lr`: the noise's rate, `lr` where None.
         """
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
     def remarks(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` says once of training this with such an optimiser: settings that have no effect, or an unwanted one."""
+        """What `fit` logs about training with this optimiser: settings without effect, or with an unwanted one."""
         return []
 
     def default_optimizer(self) -> Optimizer:
@@ -125,5 +125,5 @@ class TrainingRules(Clock):
 
 
 def _of_member(name: str) -> str:
-    """A posterior's name of a parameter as members know it."""
+    """The name that members have for a posterior's parameter."""
     return name.removeprefix("particles.own.").removeprefix("particles.shared.")

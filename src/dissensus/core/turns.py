@@ -14,8 +14,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
-# For what torch has once per process: switches of its backends, and the capture of CUDA graphs. A thread that needs this one
-# and a network's takes this one first; a capture, which no other run of its network waits for, is the exception.
+# The lock for what torch has once per process: switches of its backends, and the capture of CUDA graphs. A thread that needs
+# this one and a network's takes this one first; a capture is the exception, since no other run waits for its network.
 PROCESS = threading.RLock()
 
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -60,7 +60,7 @@ _all_alone = False
 
 
 def one_network_at_a_time() -> None:
-    """From now on no two networks run at once: for engines that switch something of the whole process while one does."""
+    """Lets no two networks run at once from now on: for engines that switch something of the whole process."""
     global _all_alone
     _all_alone = True
 
@@ -82,7 +82,7 @@ def _turn_of(network: nn.Module) -> _Turn:
 
 
 def turn(*networks: nn.Module) -> AbstractContextManager[object]:
-    """Inside, no other thread runs these networks. Nothing inside compiled code, which is called within a turn."""
+    """Inside, no other thread runs these networks. In compiled code it does nothing: that is called within a turn."""
     if torch.compiler.is_compiling():
         return nullcontext()
     if len(networks) == 1:
@@ -95,7 +95,7 @@ def turn(*networks: nn.Module) -> AbstractContextManager[object]:
 
 @contextmanager
 def training(network: nn.Module) -> Iterator[None]:
-    """Inside, use of the network by another thread is an error; between two steps it would see half-trained weights."""
+    """Inside, another thread that uses the network gets an error: between two steps it would see half-trained weights."""
     mine = _turn_of(network)
     with mine:
         before, mine.trainer = mine.trainer, threading.get_ident()

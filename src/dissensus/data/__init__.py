@@ -1,32 +1,40 @@
-"""Data: sets read from the user's files, a small real set inside the package, toys, splits and batches."""
+"""Data: sets read from the user's files, a small real set inside the package, toys, splits and batches.
+
+What reads files is imported when it is first asked for: `import dissensus` should be quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from dissensus.data.augmentation import Augmentation
 from dissensus.data.batches import Batches
-from dissensus.data.images import ImageSet, cifar10, cifar100, fashion_mnist, image_set, mnist, notmnist, svhn
-from dissensus.data.shipped import digits, fashion
 from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
-from dissensus.data.tabular import (
-    CLASSIFICATION_SETS,
-    REGRESSION_SETS,
-    RegressionSplit,
-    TabularSet,
-    regression_split,
-    uci_classification,
-    uci_regression,
-)
-from dissensus.data.toy import (
-    cubic,
-    cubic_gap,
-    donuts,
-    far_ring,
-    five_blobs,
-    gaussian_process,
-    quadratic_features,
-    three_clusters,
-    two_moons,
-    x_sin_x,
-)
+
+if TYPE_CHECKING:
+    from dissensus.data.images import ImageSet, cifar10, cifar100, fashion_mnist, image_set, mnist, notmnist, svhn
+    from dissensus.data.shipped import digits, fashion
+    from dissensus.data.tabular import (
+        CLASSIFICATION_SETS,
+        REGRESSION_SETS,
+        RegressionSplit,
+        TabularSet,
+        regression_split,
+        uci_classification,
+        uci_regression,
+    )
+    from dissensus.data.toy import (
+        cubic,
+        cubic_gap,
+        donuts,
+        far_ring,
+        five_blobs,
+        gaussian_process,
+        quadratic_features,
+        three_clusters,
+        two_moons,
+        x_sin_x,
+    )
 
 __all__ = [
     "CLASSIFICATION_SETS",
@@ -62,3 +70,23 @@ __all__ = [
     "uci_regression",
     "x_sin_x",
 ]
+
+_LATER = {
+    "images": "ImageSet cifar10 cifar100 fashion_mnist image_set mnist notmnist svhn",
+    "shipped": "digits fashion",
+    "tabular": "CLASSIFICATION_SETS REGRESSION_SETS RegressionSplit TabularSet regression_split uci_classification "
+    "uci_regression",
+    "toy": "cubic cubic_gap donuts far_ring five_blobs gaussian_process quadratic_features three_clusters two_moons x_sin_x",
+}
+_FILE = {name: file for file, names in _LATER.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_FILE[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from dissensus.data.images import ImageSet
+if TYPE_CHECKING:
+    from dissensus.data.images import ImageSet
 
 
 def split_indices(

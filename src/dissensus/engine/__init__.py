@@ -24,7 +24,7 @@ Step = EagerStep | CapturedStep
 
 replace_runner(FastRunner)
 if on_arm():
-    one_network_at_a_time()  # what others compute while oneDNN is off for small products would change
+    one_network_at_a_time()  # switching oneDNN off for small products would change what others compute
 
 
 def build_step(
@@ -41,7 +41,7 @@ def build_step(
 ) -> tuple[Step, Plan]:
     """(a training step, the plan it follows), for batches like this one and a run of this many steps.
 
-    Where the memory that all members at once would need is not there, "auto" runs them one after the other.
+    With "auto", members run one after the other where there is not enough memory for all at once.
     """
     lay_out(posterior, optimizer)
     if memory is not None:

@@ -1,7 +1,7 @@
 """The whole training step in one CUDA graph: forward, backward, clipping, optimiser and the method's clock.
 
-A graph is made for a shape of batch once that shape has been seen a few times; every other batch (a last partial one,
-the first ones) runs plainly, with the same results. What cannot be captured goes on running plainly, said once.
+A graph is captured for a shape of batch once that shape has come a few times. Other batches (the first ones, a last partial
+one) run as plain steps, with the same results. So does all that cannot be captured; the log says so once.
 """
 
 import logging
@@ -20,12 +20,12 @@ from dissensus.engine.optimisers import can_be_captured, make_capturable
 
 log = logging.getLogger("dissensus")
 
-WARM_UP = 3  # plain steps before a capture: they are part of the training
+WARM_UP = 3  # plain steps before a capture; they train like any others
 MOST_GRAPHS = 3
 
 
 class CapturedStep:
-    """One optimiser step of all members per batch, replayed from a graph where there is one for the batch's shape."""
+    """One optimiser step of all members per batch, replayed from the graph of the batch's shape where there is one."""
 
     def __init__(self, step: EagerStep) -> None:
         self.step = step
@@ -47,7 +47,7 @@ class CapturedStep:
             self._give_up("gradients are accumulated over several batches")
 
     def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses on the batch. Valid until the next call."""
+        """(M,) losses on the batch; the next call overwrites them."""
         key = (_shapes(x), y.shape, y.dtype, None if weight is None else weight.shape, self.posterior.training)
         graph = self.graphs.get(key)
         if graph is None and not self.failed and len(self.graphs) < MOST_GRAPHS:
@@ -57,7 +57,7 @@ class CapturedStep:
         if graph is None:
             self.plain_last = True
             return self._plain(x, y, weight)
-        if self.plain_last:  # a plain step in between has put other gradients there
+        if self.plain_last:  # the plain step has put its own gradients into .grad
             graph.show_gradients()
             self.plain_last = False
         losses = graph.replay(x, y, weight)
@@ -81,7 +81,7 @@ class CapturedStep:
         self.step.close()
 
     def _plain(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
-        # On a stream of its own: what is allocated on the way to a capture must not be tied to the default stream.
+        # On a side stream: memory that is allocated before a capture must not be tied to the default stream.
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             losses = self.step(x, y, weight)
@@ -114,7 +114,7 @@ class _Graph:
         self.x = batches.apply(x, torch.clone)
         self.y = y.clone()
         self.weight = None if weight is None else weight.clone()
-        # A method's own clock may do things a graph cannot: then it runs after each replay.
+        # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
         self.observes = type(step.posterior).observe is Posterior.observe
         self.graph = torch.cuda.CUDAGraph()
         step.optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Gradient clipping that does not couple members: each member's own tensors by their own norm, shared ones by theirs."""
+"""Gradient clipping that does not couple members: by the norm of each member's own tensors, and by that of shared ones."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from dissensus.core.particles import Particles
 
 
 def clip_members(particles: Particles, largest: float) -> Tensor:
-    """(M,) norms before clipping; each member's gradients are scaled so that their norm is at most `largest`."""
+    """(M,) norms before clipping; scales gradients, own ones member by member, to norms of at most `largest`."""
     own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
     shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
     if not own and not shared:

@@ -1,4 +1,4 @@
-"""The plain training step: zero gradients, backward, look whether all is finite, clip, step, observe."""
+"""The plain training step: zero gradients, find new ones, check that all is finite, clip, step, observe."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,10 +40,10 @@ class EagerStep:
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
     def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses on the batch; steps once `accumulate` batches are in. Raises Diverged before a bad step."""
+        """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step."""
         if self.pending == 0:
             # Zeroed before backward, not after the step: trackers read gradients in observe. All of them, not only those
-            # the optimiser holds: what it does not hold would grow from step to step, and clipping measures it.
+            # that the optimiser holds: the others would grow from step to step, and they count in the norm for clipping.
             self.posterior.zero_grad(set_to_none=True)
             self.guard.begin(several=self.accumulate > 1)
         self.pending += 1
@@ -56,7 +56,7 @@ class EagerStep:
         return losses
 
     def gradients_and_update(self, x: Inputs, y: Tensor, weight: Tensor | None, *, observe: bool) -> Tensor:
-        """(M,) losses of one whole step from gradients that are None: the part that a CUDA graph can hold."""
+        """(M,) losses of one whole step, given that every `.grad` is None: the part that a CUDA graph can hold."""
         self.guard.begin(several=False)
         losses = self._batch(x, y, weight, complete=True)
         self._update()
@@ -66,7 +66,7 @@ class EagerStep:
         return losses
 
     def finish(self) -> None:
-        """Steps on whatever is pending: the mean gradient over the batches gathered."""
+        """Steps with the mean gradient of the batches that wait for a step, if any do."""
         if self.pending == 0:
             return
         with self._forgetting():
@@ -79,7 +79,7 @@ class EagerStep:
         self.pending = 0
 
     def check(self) -> None:
-        """Raises Diverged for what a device has noted since, and where a step has left weights that are not finite."""
+        """Raises Diverged for bad steps that a GPU has skipped since, and where weights are not finite."""
         self.guard.check()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class EagerStep:
         self._restore()
 
     def _batch(self, x: Inputs, y: Tensor, weight: Tensor | None, *, complete: bool) -> Tensor:
-        """(M,) losses; gradients go to `.grad` and, once all is found to be finite, batch statistics to the members."""
+        """(M,) losses; adds gradients to `.grad` and, where all is finite, stores batch statistics."""
         with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
             found = self.strategy(self.posterior, x, y, weight)
             gradients = found.gradients
@@ -117,7 +117,7 @@ class EagerStep:
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
-        """Batches that were gathered are forgotten where they go wrong."""
+        """Drops the batches that wait for a step where one of them raises."""
         try:
             yield
         except Diverged:
@@ -126,7 +126,7 @@ class EagerStep:
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
-    """Mixed precision on the device, or nothing."""
+    """The context of mixed precision on the device; an empty one where precision is None."""
     if precision is None:
         return nullcontext()
     # Without a cache of cast weights: members on other streams would read a copy that is still being written.

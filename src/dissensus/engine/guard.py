@@ -1,8 +1,8 @@
-"""The guard of a training step: losses and gradients are looked at before the optimiser moves anything.
+"""The guard of a training step: it checks that losses and gradients are finite before the optimiser changes anything.
 
-On the host a bad batch raises at once. On a GPU nobody waits for the answer: a flag on the device lets the fused optimiser
-skip the step, and every one after it, keeps batch statistics and clock as they were, and is read once an epoch. Either way
-the posterior stays as it was after the last good step.
+On a CPU a bad batch raises at once. On a GPU nothing waits for the answer: from the first bad step on, a flag on the device
+makes fused optimisers skip their steps and keeps batch statistics and clock as they are; the host reads it once an epoch.
+Either way the posterior stays as it was after the last good step. "Bad" means: not finite.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,28 +17,28 @@ from dissensus.core.posterior import Posterior
 from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.tree import Tensors
 
-# What may be bad, the first of it that is named: gradients before members mixed them, of one member, of all.
-KINDS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
+# What may be bad, in the order of naming: a loss, a gradient before mixing, a member's gradient, a shared one.
+FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 
 
 class Guard:
-    """Which members have diverged, and when. `host`: whether each step is read at once, which a GPU would wait for.
+    """Which members have diverged, and at which step. `host`: whether every step is checked at once, for which a GPU waits.
 
-    An optimiser that cannot skip a step by a flag on the device is always read. So is the first step of every run: it makes
-    the optimiser's state, which a skipped one would leave unfilled.
+    Also checked at once: every step of an optimiser that cannot skip by a flag on the device, and the first step of a run,
+    which makes the optimiser's state and must not be skipped.
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
         self.posterior = posterior
         self.optimizer = optimizer
         self.host = host
-        self.reads = True  # this step
-        self.taken = False  # a first step
-        self.watched = type(posterior).observe is not Posterior.observe
+        self.reads = True  # whether this step is checked at once
+        self.taken = False  # whether there has been a step
+        self.tracks = type(posterior).observe is not Posterior.observe
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
-        self.bad = torch.zeros(len(KINDS), particles.members, dtype=torch.bool, device=device)  # what was, and whose
+        self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
         self._kept: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
@@ -46,20 +46,20 @@ class Guard:
         self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
 
     def begin(self, *, several: bool) -> None:
-        """To be called before a step's first batch; `several`: others follow, and batch statistics change before it."""
+        """To be called before a step's first batch. `several`: the step has more batches, each of which changes statistics."""
         self.reads = self.host or not self.taken or not can_skip(self.optimizer)
         self._kept = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 
     def look_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
-        """To be shown gradients that will be mixed: afterwards one bad member has spoilt all."""
+        """Looks at gradients that will be mixed: afterwards one bad member has spoilt all."""
         if self.reads and not suspicious(list(gradients.values())):
             return
         mine = self._largest(gradients)[0]
         self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
-        """Looks at losses, one per function, and, where the step is complete, at gradients; on the host raises Diverged."""
+        """Looks at losses, and at gradients where the step is complete; raises Diverged where it checks at once."""
         gradients = {name: p.grad for name, p in self._weights.items() if p.grad is not None} if complete else {}
         given = [*([] if losses is None else [losses]), *gradients.values()]
         if self.reads:
@@ -73,21 +73,21 @@ class Guard:
             flag_not_finite(given, self.halted, self._one)
 
     def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
-        """Keeps what is bad and whose it is, if nothing was before."""
+        """Notes what is bad and in which members, unless something was noted before."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
         mine, common = self._largest(gradients)
-        # A member by any of its samples.
+        # A member is bad where one of its samples is.
         of_losses = nothing if losses is None else losses.detach().reshape(len(nothing), -1).abs().amax(1)
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
     def join(self) -> None:
-        """To be called at the end of a step that a CUDA graph holds."""
+        """Waits for the side stream; to be called at the end of a captured step."""
         self._aside.join()
 
     def write(self, buffers: Tensors) -> None:
-        """Stores batch statistics (M, ...) as they were after a batch, unless it was bad or followed a bad one."""
+        """Stores batch statistics (M, ...) after a batch, unless this batch or one before was bad."""
         particles = self.posterior.particles
         if self.reads or not buffers:
             particles.write_buffers(buffers)
@@ -97,7 +97,7 @@ class Guard:
         particles.write_buffers(_unless(self.halted, kept, before))
 
     def undo(self) -> None:
-        """Puts batch statistics back to before the step's first batch, if it went wrong after some of them."""
+        """Puts batch statistics back to before the step's first batch where a later one was bad."""
         if self._kept is not None:
             self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
 
@@ -107,8 +107,8 @@ class Guard:
         if self.reads:
             yield
         else:
-            # What torch's GradScaler gives fused optimisers: their kernels return at once where it is 1, and Adam's count of
-            # steps stays.
+            # As torch's GradScaler does: where the flag is 1, kernels of fused optimisers return at once, and Adam counts
+            # no step.
             self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
             try:
                 yield
@@ -117,23 +117,23 @@ class Guard:
         self.taken = True
 
     def observe(self) -> None:
-        """The method's clock, which stands still where something was bad."""
+        """Calls the method's `observe`, and turns its clock back where the step was bad."""
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self.posterior.modules() if isinstance(part, Posterior)]
-        if self.watched:  # what watches keeps counts on the host: it sees weights that stand still
+        if self.tracks:  # trackers count on the host: they are shown weights that stand still and gradients of 0
             for parameter in self.posterior.parameters():
                 if parameter.grad is not None:
                     parameter.grad.masked_fill_(self.halted > 0, 0.0)
-        with nullcontext() if self.watched else self._aside():
+        with nullcontext() if self.tracks else self._aside():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
                 clock.sub_(lost)
 
     def check(self) -> None:
-        """Raises Diverged for what a device has noted since, and where a step has left tensors that are not finite."""
+        """Raises Diverged for bad steps that a GPU has skipped since, and where tensors are not finite."""
         if not self.host:
             self._raise_if_halted()
         found = {
@@ -153,8 +153,8 @@ class Guard:
         if self.halted > 0:
             self.undo()
             self.posterior.zero_grad(set_to_none=True)
-            of_kinds = dict(zip(KINDS, self.bad.tolist(), strict=True))
-            what, members = next((what, each) for what, each in of_kinds.items() if any(each))
+            by_fault = dict(zip(FAULTS, self.bad.tolist(), strict=True))
+            what, members = next((what, each) for what, each in by_fault.items() if any(each))
             self.halted.zero_()
             self.bad.zero_()
             numbers = [number for number, bad in enumerate(members) if bad]
@@ -167,7 +167,7 @@ class Guard:
         return {**shared, **particles.own_buffers()}
 
     def _largest(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """((M,), ()) largest absolute values; names that are not a member's own belong to all."""
+        """((M,) of own tensors, () of the others): largest absolute values."""
         particles = self.posterior.particles
         own = particles.own_parameters().keys() | particles.own_buffers().keys()
         mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
@@ -176,7 +176,7 @@ class Guard:
         return found[0].to(self.posterior.device), found[1].to(self.posterior.device)
 
     def _tensors(self) -> dict[str, Tensors]:
-        """What may blow up: weights, buffers and the optimiser's moments, floating-point ones by name."""
+        """Kind ("weight", "buffer", "moment") -> floating-point tensors by name: all that may cease to be finite."""
         everywhere = dict(self.posterior.named_buffers())
         others = {name: buffer for name, buffer in everywhere.items() if not name.startswith("particles.own.")}
         moments = {
@@ -195,21 +195,21 @@ class Guard:
         }
 
     def _finite_now(self, tensors: Tensors) -> set[str]:
-        """Names of the finite ones: a network may hold masks of −∞, which are no sign of anything."""
+        """Names of tensors that are finite now. Others, such as masks of −∞, are not looked at later."""
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
 
 
 class Aside:
-    """A side stream of a CUDA graph for what nothing in the step waits for: it runs while the optimiser does."""
+    """A side stream within a CUDA graph, for work that nothing in the step waits for: it runs beside the optimiser."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.forked = False
 
     def __call__(self) -> AbstractContextManager[object]:
-        """Inside, work goes beside the rest while a graph is captured; elsewhere it is done in its turn."""
+        """Inside, work goes to the side stream while a graph is captured; otherwise to the current one."""
         if self.stream is None or not torch.cuda.is_current_stream_capturing():
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -217,14 +217,14 @@ class Aside:
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        """The current stream waits for it."""
+        """Makes the current stream wait for the side stream."""
         if self.stream is not None and self.forked:
             torch.cuda.current_stream().wait_stream(self.stream)
         self.forked = False
 
 
 def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
-    """The values, or, where the flag is set, what was before: in a few kernels however many they are."""
+    """The values, or those before where the flag is set; few kernels however many tensors there are."""
     chosen: Tensors = {}
     for dtype in {value.dtype for value in values.values()}:
         names = [name for name, value in values.items() if value.dtype == dtype]

@@ -16,7 +16,7 @@ class Lanes:
         self.streams: list[torch.cuda.Stream] = []
 
     def for_members(self, count: int) -> tuple[Lane, Callable[[], None]]:
-        """(the context of member i, a function that makes the current stream wait for all of them)."""
+        """(lane, join): lane(i) is the context that member i runs in; join() makes the current stream wait for all."""
         while len(self.streams) < min(self.most, count):
             self.streams.append(torch.cuda.Stream())
         main = torch.cuda.current_stream()

@@ -7,7 +7,7 @@ from dissensus.core.posterior import Posterior
 
 
 def lay_out(posterior: Posterior, optimizer: torch.optim.Optimizer) -> None:
-    """On a GPU, puts the weights of 2-D convolutions (stacked ones member by member) channels-last, in place."""
+    """Puts weights of 2-D convolutions (stacked ones member by member) channels-last in place; on a GPU only."""
     if posterior.device.type != "cuda":
         return
     particles = posterior.particles

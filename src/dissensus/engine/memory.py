@@ -1,4 +1,4 @@
-"""Memory: what training and prediction will need, said before they start."""
+"""Memory that training and prediction will need, known before they start."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,38 +13,38 @@ from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
 from dissensus.numerics.randomness import same_random_state
 
-EXTRA_STREAMS = 2  # the one plain steps run on, and the one graphs are made on
+EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training needs: weights, gradients, the optimiser's state, and what each member takes on the way."""
+    """Bytes that training needs: for weights, gradients, the optimiser's state and each member's activations."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of one member on one batch; on a GPU with all that is there for a moment only
+    activations: int  # of one member on one batch; on a GPU with temporaries
     members: int
-    workspace: int = 0  # that the GPU's libraries keep for every stream they are used on
+    workspace: int = 0  # kept by the GPU's libraries for each stream they are used on
 
     @property
     def at_once(self) -> int:
-        """With all members' graphs alive: vectorised, and streamed with a stream for each of up to ten members."""
+        """Bytes with the graphs of all members alive: vectorised, or streamed on up to ten streams."""
         lanes = min(self.members, Lanes().most) + EXTRA_STREAMS
         return self._lasting + self.members * self.activations + lanes * self.workspace
 
     @property
     def one_at_a_time(self) -> int:
-        """With one member's graph alive: the loop."""
+        """Bytes with the graph of one member alive: in a loop."""
         return self._lasting + self.activations + (1 + EXTRA_STREAMS) * self.workspace
 
     @property
     def _lasting(self) -> int:
-        # Gradients of members that run one after the other are there twice while they are put together.
+        # Gradients twice: those found member by member are copied into a stack.
         return self.weights + 2 * self.gradients + self.optimizer
 
     def fits(self, device: torch.device) -> bool:
-        """Whether all members at once fit in what the device has free; always true on the host, which can swap."""
+        """Whether there is room for all members at once; always true on the host, which can swap."""
         if device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(device)
@@ -69,7 +69,7 @@ def training_memory(
     *,
     precision: torch.dtype | None = None,
 ) -> Memory:
-    """What training on batches like this one needs: on a GPU measured by running one member, elsewhere counted."""
+    """The memory that training on batches like this one needs: on a GPU measured on one member, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
@@ -87,12 +87,12 @@ def training_memory(
 
 
 def prediction_bytes(members: int, inputs: int, outputs: int, *, keep_members: bool, itemsize: int = 4) -> int:
-    """Bytes that the result of a prediction takes: members kept, or only mean, aleatoric and epistemic."""
+    """Bytes of a prediction's result, with all members or only mean, aleatoric and epistemic."""
     return inputs * itemsize * (members * outputs if keep_members else outputs + 2)
 
 
 def readable(size: int) -> str:
-    """A number of bytes for people."""
+    """The size in words, such as "1.5 GiB"."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -102,7 +102,7 @@ def readable(size: int) -> str:
 
 
 def forget_workspaces() -> None:
-    """Gives back what the GPU's libraries keep for streams they were used on; they take it again where they need it."""
+    """Frees what the GPU's libraries keep for each stream; they allocate it again where they need it."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         torch.cuda.synchronize()
@@ -112,11 +112,11 @@ def forget_workspaces() -> None:
 def _measured(
     posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
 ) -> tuple[int, int]:
-    """(bytes one member takes on its way through forward and backward, bytes libraries keep for the stream it ran on)."""
+    """(bytes that forward and backward of one member take, bytes that libraries keep for a stream)."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
 
     def run() -> int:
-        """The largest number of bytes more than before while it ran; the member's gradients are not among them."""
+        """Most bytes allocated while it ran, beyond those before and the member's gradients."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -136,7 +136,7 @@ def _measured(
 def _activations(
     posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
 ) -> int:
-    """Bytes that autograd keeps for one member's backward pass, its weights and the batch aside."""
+    """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
     own = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     params = {**state.shared_frozen, **state.own_frozen, **own}

@@ -1,4 +1,4 @@
-"""Optimisers at the speed of memory: fused kernels, and inside a CUDA graph learning rates and counters on the device."""
+"""Fast optimisers: fused kernels, and within a CUDA graph learning rates and counters on the device."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ def can_be_captured(optimizer: Optimizer) -> bool:
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether a flag on the device can make the optimiser's step do nothing: where its kernels are fused."""
+    """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused."""
     return can_be_captured(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def fuse(optimizer: Optimizer) -> Callable[[], None]:
-    """Lets SGD, Adam and AdamW update in one pass over memory where the caller left the choice open.
+    """What undoes it: a function. SGD, Adam and AdamW get fused kernels where the caller left the choice open.
 
-    The function returned puts the settings back. Results are the same to rounding.
+    Results are the same to rounding.
     """
     groups = [
         group
@@ -42,7 +42,7 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
-    """Prepares the optimiser for capture; the function returned puts its settings back.
+    """What undoes it: a function. The optimiser gets fused kernels, learning rates and counters that a graph can read.
 
     Schedulers go on working: torch's write into a learning rate that is a tensor in place, which the graph then reads.
     """
@@ -67,7 +67,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
 
 
 def _lay_out(optimizer: Optimizer) -> None:
-    """Fused kernels go through memory in order: states must lie as their parameter does."""
+    """Gives states the memory layout of their parameter: fused kernels go through both in order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (

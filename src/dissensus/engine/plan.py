@@ -1,4 +1,4 @@
-"""Plans: which way members run. Chosen from what the network is and, on a GPU, by timing candidates once."""
+"""Plans: how members run. Chosen by what the network is and, on a GPU, by timing candidates once."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ class Plan:
     kind: Kind
     compiled: bool = False
     captured: bool = False
-    seconds: float | None = None  # of the gradients of one batch, where they were timed
+    seconds: float | None = None  # for the gradients of one batch, where timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
     tried: Strategy | None = field(
         default=None, compare=False, repr=False
@@ -57,7 +57,7 @@ def make_plan(
 ) -> Plan:
     """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
 
-    What the words leave open is chosen. `steps`: how many the run will have, which decides whether compiling pays.
+    What the words leave open is chosen. `steps`: the length of the run, which decides whether compiling pays.
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
@@ -71,7 +71,7 @@ def make_plan(
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
     key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(x)))
-    # One plan for runs that get a compilation back and one for those that do not: a posterior may be fitted again, for longer.
+    # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
     memory: dict[Any, dict[bool, Plan]] = posterior.__dict__.setdefault("_plans_by_worth", {})
     known = memory.setdefault(key, {})
     for plan in known.values():
@@ -86,12 +86,12 @@ def make_plan(
 
 
 def _worth_compiling(plan: Plan, steps: int) -> bool:
-    """Whether a run of so many steps takes long enough, by the time its plain gradients took."""
+    """Whether so many steps, by the time of plain gradients, take long enough for compiling to pay."""
     return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
 
 
 def describe(chosen: Plan) -> str:
-    """The plan in words, with the time it took where it was timed."""
+    """The plan in words, with its time for a batch where timed."""
     return str(chosen) + (
         "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
     )
@@ -155,7 +155,7 @@ def _best(
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
-    """On a CPU convolutions are library calls that compiling does not speed up."""
+    """Whether compiling can gain: not for convolutions on a CPU, which are library calls."""
     network = posterior.particles.template.network
     return on_gpu or not any(isinstance(module, nn.modules.conv._ConvNd) for module in network.modules())
 
@@ -163,7 +163,7 @@ def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
 def timed(
     run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, *, captured: bool
 ) -> float | None:
-    """Seconds the gradients of one batch take, median of a few, captured if the step will be; None where they fail."""
+    """Median seconds for the gradients of one batch, captured if the step will be; None where they fail."""
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
     measure = _captured_seconds if captured else _plain_seconds

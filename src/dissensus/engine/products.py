@@ -1,4 +1,4 @@
-"""Small matrix products on Arm processors, where torch's way through oneDNN costs more than the product.
+"""Small matrix products on Arm processors, where calling oneDNN costs more than the product.
 
 There `F.linear` and every product with a transposed operand take 0.4 ms to begin with, whatever their size: 16 × 200 by
 200 × 200 is 0.43 ms with oneDNN and 0.06 ms without, sixteen stacked 50 × 50 by 50 × 50 are 7.9 and 0.2 ms (torch 2.13,
@@ -20,7 +20,7 @@ def on_arm() -> bool:
 
 
 def small_products(network: nn.Module) -> bool:
-    """Whether the network's arithmetic is small matrix products alone, and this processor does them badly by oneDNN."""
+    """Whether oneDNN is to be avoided: on Arm, for networks whose arithmetic is small matrix products alone."""
     if not on_arm() or not torch.backends.mkldnn.is_available():
         return False
     layers = list(network.modules())
@@ -32,7 +32,7 @@ def small_products(network: nn.Module) -> bool:
 
 @contextmanager
 def without_onednn(wanted: bool = True) -> Iterator[None]:
-    """Inside, matrix products on the processor do not go through oneDNN, if wanted; afterwards as before."""
+    """Inside, if wanted, matrix products on the processor are made without oneDNN."""
     before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would set other things as well, and warn
     if not wanted or not before:
         yield

@@ -1,4 +1,4 @@
-"""The runner of members that this package puts in place of the plain one: layers and products the way processors like them."""
+"""The engine's runner of members, in place of the plain one: layers and products in the form that is fastest."""
 
 import threading
 from collections.abc import Callable, Iterator, Set
@@ -22,14 +22,14 @@ class FastRunner(Runner):
         self.how = "loop" if has_own_convolution(template, own) else "vectorised"
         self.linear = StackedLinear(template, own=own)
         self.small_products = small_products(template)
-        self.lanes: tuple[int, Lane, Callable[[], None]] | None = None  # of one thread
+        self.lanes: tuple[int, Lane, Callable[[], None]] | None = None  # in use by the thread of this id
 
     def running(self) -> AbstractContextManager[object]:
         return without_onednn(self.small_products)
 
     @contextmanager
     def vectorising(self, device: torch.device) -> Iterator[None]:
-        """Layers in forms that vmap sees through and that are fast."""
+        """The context of vmap over members: layers in forms that vmap can handle and that are fast."""
         with plain_attention(self.attention), self.linear.on(device):
             yield
 
@@ -41,9 +41,9 @@ class FastRunner(Runner):
 
 @contextmanager
 def in_lanes(runner: Runner, lane: Lane, join: Callable[[], None]) -> Iterator[None]:
-    """Members that run one after the other do so within lane(i), a CUDA stream for example; join() waits for all.
+    """Inside, member i of a loop runs in lane(i), a CUDA stream for example; join() waits for all.
 
-    A runner that knows no lanes runs as it does without.
+    Runners other than `FastRunner` ignore lanes.
     """
     if not isinstance(runner, FastRunner):
         yield

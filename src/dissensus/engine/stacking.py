@@ -1,4 +1,4 @@
-"""Stacked linear layers the way a CPU likes them.
+"""Stacked linear layers in the form that is fastest on a CPU.
 
 Under vmap `F.linear` becomes x Wᵀ for every member: a product per member whose transposed operand is slow to read, and a
 weight gradient that comes out transposed and must be copied. Written as (W xᵀ)ᵀ the first layer, whose input all members
@@ -16,19 +16,17 @@ from torch import Tensor, nn
 
 
 class StackedLinear:
-    """The linear layers of a template whose weights are own, and the forward each has while members are vectorised.
+    """Gives linear layers with own weights another forward while members are vectorised.
 
-    Modulated layers (surgery.modulated) are told so too.
-
-    `own`: the ids of the template's tensors that are stacked. A layer whose weights all members share needs no other
-    forward: vmap makes one wide product of it over members × batch.
+    `own`: ids of the template's tensors that are stacked. A layer with shared weights needs no other forward: vmap makes one
+    wide product of it over members × batch. Modulated layers (`surgery.modulated`) are told that members are vectorised.
     """
 
     def __init__(self, template: nn.Module, *, own: Set[int]) -> None:
         layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
-        # Made once: the compiler keeps what it has compiled for as long as it meets the same objects.
+        # Made once: the compiler compiles anew for new objects.
         self.forwards = [(layer, _Transposed(layer)) for layer in layers]
-        # Layers with factors of each member's own apply them to activations here: one kernel serves all members.
+        # Modulated layers apply their factors to activations while vectorised: one kernel serves all members.
         self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
 
     @contextmanager
@@ -36,7 +34,7 @@ class StackedLinear:
         """Inside, the layers compute (W xᵀ)ᵀ + b; on a CPU only, GPUs do well without."""
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:
-            vars(layer)["forward"] = forward  # past nn.Module's own setting of attributes, which is slow
+            vars(layer)["forward"] = forward  # not by nn.Module.__setattr__, which is slow
         for attributes in self.modulated:
             attributes["members_at_once"] = True
         try:
@@ -49,16 +47,17 @@ class StackedLinear:
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
-    """Stacked kernels become grouped convolutions, slower than a loop on CPUs and GPUs alike; shared ones stay as they are.
+    """Whether a convolution has a tensor of its own for each member, which is slower under vmap than in a loop.
 
-    Factors of a member's own count as well, trained or not: they are cheaper on a kernel than on what passes it.
+    Stacked kernels become grouped convolutions there, on CPUs and GPUs alike; and factors of a member's own, trained or not,
+    are cheaper on a kernel than on what passes it.
     """
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
     return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))
 
 
 class _Transposed:
-    """The forward of one linear layer."""
+    """The forward of one linear layer, (W xᵀ)ᵀ + b."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer

@@ -4,7 +4,7 @@
     vectorised   all at once, `vmap` over stacked tensors
     streamed     one member after the other, spread over CUDA streams so that small kernels of several run together
 
-each of them plain or compiled. Every strategy changes nothing but the random state: it can be timed on a real batch.
+each of them plain or compiled. A strategy changes nothing but the random state, so that it can be timed on a real batch.
 """
 
 import logging
@@ -27,26 +27,26 @@ Kind = Literal["loop", "vectorised", "streamed"]
 
 
 def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strategy:
-    """The strategy of this kind."""
+    """The strategy of this kind; falls back to a plainer one where it fails."""
     if kind == "vectorised":
         plain = OrElse(gradients.vectorised, gradients.looped, Plainer(kind="loop"))
-        return OrElse(Compiled(), plain, Plainer(compiled=False)) if compiled else plain
+        return OrElse(CompiledVectorised(), plain, Plainer(compiled=False)) if compiled else plain
     if kind == "loop":
         return OrElse(CompiledLoop(), gradients.looped, Plainer(compiled=False)) if compiled else gradients.looped
     if compiled:
-        return OrElse(Streamed(streams, compiled=True), Streamed(streams), Plainer(compiled=False))
-    return Streamed(streams)
+        return OrElse(StreamedLoop(streams, compiled=True), StreamedLoop(streams), Plainer(compiled=False))
+    return StreamedLoop(streams)
 
 
 class Plainer(NamedTuple):
-    """What a strategy is once it has fallen back."""
+    """How a strategy's kind changes when it falls back: the new values, None where nothing changes."""
 
     kind: Kind | None = None
     compiled: bool | None = None
 
 
 class OrElse:
-    """One strategy until it fails, from then on another; said once."""
+    """One strategy until it fails, from then on another; the log says so once."""
 
     def __init__(self, first: Strategy, second: Strategy, instead: Plainer) -> None:
         self.first: Strategy | None = first
@@ -68,15 +68,15 @@ class OrElse:
 
 
 def fallen_back(run: Strategy) -> Iterator[Plainer]:
-    """What has become of a strategy by falling back, outermost first."""
+    """How a strategy has changed by falling back, outermost first."""
     while isinstance(run, OrElse):
         if run.first is None:
             yield run.instead
         run = run.second
 
 
-class Compiled:
-    """Vectorised gradients through the compiler."""
+class CompiledVectorised:
+    """The strategy that compiles vectorised gradients."""
 
     def __init__(self) -> None:
         self.function = _compile(_contiguous_vectorised_gradients)
@@ -88,7 +88,7 @@ class Compiled:
 
 
 class CompiledLoop:
-    """Members one after the other, each through the same compiled function."""
+    """The strategy that runs each member in turn through one compiled function."""
 
     def __init__(self) -> None:
         self.member = _compile(functional_member_gradients)
@@ -97,8 +97,8 @@ class CompiledLoop:
         return gradients.looped(posterior, x, y, weight, member=self.member)
 
 
-class Streamed:
-    """Members on CUDA streams of their own, so that the small kernels of several run together."""
+class StreamedLoop:
+    """The strategy that spreads members over CUDA streams, so that small kernels of several run together."""
 
     def __init__(self, streams: int, *, compiled: bool = False) -> None:
         self.compiled = compiled
@@ -119,7 +119,7 @@ class Streamed:
 def functional_member_gradients(
     posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
-    """`gradients.member_gradients` by function transforms, which the compiler can follow."""
+    """What `gradients.member_gradients` gives, by function transforms, which the compiler can follow."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         params = {**shared, **state.shared_frozen, **own, **state.own_frozen}

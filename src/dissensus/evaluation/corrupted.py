@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import check_hard, is_image
@@ -24,7 +24,6 @@ from dissensus.metrics.calibration import bin_sums, ece_from_sums
 from dissensus.metrics.checks import labelled
 
 BINS = 15
-NAMED = {"all": CORRUPTIONS, "benchmark": BENCHMARK}
 
 
 @dataclass(frozen=True)
@@ -43,30 +42,41 @@ class Corruptions:
     standardiser: Standardiser | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.names, str) and self.names not in NAMED:
+        if isinstance(self.names, str) and self.names not in ("all", "benchmark"):
             raise ValueError(
                 f'expected "all", "benchmark" or a list of corruptions, got {self.names!r}; '
-                f"pass [{self.names!r}] for one, of {', '.join(CORRUPTIONS)}"
+                f"pass [{self.names!r}] for one, of {', '.join(_known().CORRUPTIONS)}"
             )
         if not self.types or not self.severities:
             raise ValueError("expected at least one corruption and one severity, got none; pass None to leave them out")
         probe = torch.zeros(0, 1, 32, 32)
         for name in self.types:  # an error now rather than after the clean pass
             for severity in self.severities:
-                corrupt(probe, name, severity)
+                _known().corrupt(probe, name, severity)
 
     @property
     def types(self) -> tuple[str, ...]:
-        return NAMED[self.names] if isinstance(self.names, str) else tuple(self.names)
+        if not isinstance(self.names, str):
+            return tuple(self.names)
+        known: dict[str, tuple[str, ...]] = {"all": _known().CORRUPTIONS, "benchmark": _known().BENCHMARK}
+        return known[self.names]
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
         """x (B, C, H, W) corrupted, in x's own units."""
         if self.standardiser is None:
-            return corrupt(x, name, severity, seed=self.seed, index=index)
+            found: Tensor = _known().corrupt(x, name, severity, seed=self.seed, index=index)
+            return found
         pixels = self.standardiser.inverse(x)
         inside = pixels.clamp(0, 1)
         pixels = torch.where((pixels - inside).abs() < 1e-3, inside, pixels)  # rounding; anything more is an error
-        return self.standardiser(corrupt(pixels, name, severity, seed=self.seed, index=index))
+        return self.standardiser(_known().corrupt(pixels, name, severity, seed=self.seed, index=index))
+
+
+def _known() -> ModuleType:
+    """The corruptions, a dozen files that are imported when an evaluation asks for them."""
+    from dissensus.data import corruptions
+
+    return corruptions
 
 
 def as_corruptions(value: str | Sequence[str] | Corruptions | None) -> Corruptions | None:

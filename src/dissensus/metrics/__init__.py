@@ -1,12 +1,13 @@
 """Metrics: plain functions on tensors, imported at once, and torchmetrics classes over them, imported on first use.
 
 dissensus.metrics.ece(probabilities, y)      # a function
-dissensus.metrics.ECE(bins=15)               # a torchmetrics.Metric
+dissensus.metrics.ECE(bins=15)               # a torchmetrics.Metric; pip install 'dissensus[torchmetrics]'
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dissensus.metrics.bootstrap import (
@@ -206,11 +207,25 @@ __all__ = [
 ]
 
 
+# The torchmetrics classes: the names that the imports above did not bind.
+CLASSES = frozenset(__all__) - frozenset(globals())
+if sys.modules.get("torchmetrics") is None and importlib.util.find_spec("torchmetrics") is None:
+    __all__ = [name for name in __all__ if name not in CLASSES]  # or `import *` would fail
+
+
 def __getattr__(name: str) -> Any:
-    """A torchmetrics class: the names of __all__ that the imports above did not bind live in `modular`."""
-    if name in __all__:
+    """A torchmetrics class of `modular`, which is imported now."""
+    if name not in CLASSES:
+        raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module("dissensus.metrics.modular"), name)
-    raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != "torchmetrics":
+            raise
+        raise ImportError(
+            f"expected torchmetrics for dissensus.metrics.{name}, got none; pip install 'dissensus[torchmetrics]'",
+            name="torchmetrics",
+        ) from error
 
 
 def __dir__() -> list[str]:

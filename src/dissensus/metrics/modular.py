@@ -2,7 +2,7 @@
 
 `update` takes what the plain function of the same name takes, one batch at a time; `compute` equals the plain function
 of all batches together. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHistogram`). Imported on first use of one of
-the classes, because torchmetrics takes seconds to import.
+the classes: torchmetrics takes seconds to import, and is an extra (pip install 'dissensus[torchmetrics]').
 """
 
 from __future__ import annotations

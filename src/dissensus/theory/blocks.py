@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
+from dissensus.theory.empirical import full_precision
 from dissensus.theory.jacobians import Function, Params, contract, rows
 
 
@@ -126,7 +127,7 @@ def posterior_blocks(
         return found
 
     posterior.check_inputs(x1)
-    with evaluation(posterior):
+    with evaluation(posterior), full_precision():
         return ensemble_blocks(
             outputs,
             trained,

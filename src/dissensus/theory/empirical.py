@@ -9,6 +9,7 @@ Three ways to one answer (Novak et al. 2022); N inputs, O outputs, P parameters,
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -74,7 +75,18 @@ def empirical_ntk(
     if method == "auto":
         method = cheapest(module, params, x1, len(second), outputs)
     way = jacobians.contraction if method == "jacobian" else jacobians.products
-    return way(function, params, x1, second, outputs=outputs, room=room, symmetric=x2 is None)
+    with full_precision():
+        return way(function, params, x1, second, outputs=outputs, room=room, symmetric=x2 is None)
+
+
+def full_precision() -> AbstractContextManager[object]:
+    """Inside, convolutions on a GPU have all of float32's bits; torch's default is ten, too few for small eigenvalues."""
+    return torch.backends.cudnn.flags(
+        enabled=torch.backends.cudnn.enabled,
+        benchmark=torch.backends.cudnn.benchmark,
+        deterministic=torch.backends.cudnn.deterministic,
+        allow_tf32=False,
+    )
 
 
 def cheapest(

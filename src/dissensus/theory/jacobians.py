@@ -50,14 +50,31 @@ def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return total.view(n, o, m, q)
 
 
+def kept_bytes(function: Function, params: Params, x: Tensor) -> int:
+    """What autograd keeps of one input's forward pass, parameters left out."""
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    known, total = {p.data_ptr() for p in params.values()}, 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += 0 if tensor.data_ptr() in known else tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(leaves, x)
+    return max(total, x.numel() * x.element_size())
+
+
 def products(
     function: Function, params: Params, x1: Tensor, x2: Tensor, *, outputs: int, room: int, symmetric: bool
 ) -> Tensor:
     """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'); nothing is contracted."""
     del symmetric  # every column is whole
     size = sum(p.numel() * p.element_size() for p in params.values())
-    check_budget(4 * size, room, "one gradient and what moves along it beside the kernel", "give it more")
-    chunk = max(1, room // (4 * size))
+    held = 4 * kept_bytes(function, params, x1[0])  # of one input: values, tangents and what the layers take on the way
+    check_budget(4 * size + held, room, "one gradient and what moves along it beside the kernel", "give it more")
+    block = max(1, min(len(x1), 64, (room - 4 * size) // held))
+    chunk = max(1, room // (4 * size + block * held))
     first = next(iter(params.values()))
     units = torch.eye(outputs, dtype=first.dtype, device=first.device)
 
@@ -68,7 +85,6 @@ def products(
 
     theta = first.new_empty(len(x1), len(x2), outputs, outputs)
     every = vmap(vmap(column, (None, 0, None), chunk_size=chunk), (0, None, None), chunk_size=max(1, chunk // outputs))
-    block = max(1, min(len(x1), 64))
     for i in range(0, len(x1), block):
         found = every(x2, units, x1[i : i + block])  # (N2, O', n, O)
         theta[i : i + block] = found.permute(2, 0, 3, 1)

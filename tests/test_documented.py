@@ -1,0 +1,37 @@
+"""What the packages offer is written down where a user would look, and not for the tests alone."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize(
+    "name", ["dissensus", "dissensus.data", "dissensus.metrics", "dissensus.nets", "dissensus.theory"]
+)
+def test_every_public_function_is_named_in_the_documentation(name):
+    package = importlib.import_module(name)
+    words = set(re.findall(r"\w+", "".join(page.read_text() for page in PAGES)))
+    functions = [each for each in package.__all__ if inspect.isfunction(getattr(package, each))]
+    assert [each for each in functions if each not in words] == []
+
+
+def test_pages_for_developers_name_files_that_are_there():
+    """Paths are written from the root, or from the package."""
+    for page in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "developing").glob("*.md")]:
+        text = page.read_text()
+        paths = re.findall(r"`([\w./]+/[\w.]*)`", text) + re.findall(r"\]\(([\w./-]+)\)", text)
+        assert paths
+        roots = (ROOT, ROOT / "src" / "dissensus", page.parent)
+        assert [path for path in paths if not any((root / path).exists() for root in roots)] == [], page.name
+
+
+def test_a_stranger_finds_where_new_things_go():
+    rows = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| ")]
+    new = {word for row in rows for word in row.split("|")[1].replace(",", " ").split()}
+    assert {"method", "kernel", "metric", "figure", "data", "network", "task", "strategy"} <= new
