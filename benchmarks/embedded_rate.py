@@ -2,8 +2,8 @@
 
     python benchmarks/embedded_rate.py --csv benchmarks/results/embedded_rate.csv --jobs 2
 
-The task has one rate for independent ensembles, one for embedded ones (that of γ = M in the transition, too) and one for γ = 1: each
-the best of those at which none diverges.
+The task has one rate for independent ensembles, one for embedded ones (that of γ = M in the transition, too) and one for γ = 1,
+each the best of those at which none diverges.
 """
 
 import argparse

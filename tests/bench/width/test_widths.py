@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dissensus.bench import cli
+from dissensus.bench.run import processes
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.provenance import command
 from dissensus.bench.run.records import read_predictions
-from dissensus.bench.run.run import processes
 from dissensus.bench.task.config import load_task
 from dissensus.bench.width.claims import BEST, FALL, FOLLOW, PRICE, TRANSITION, Claim, claims, estimate, table_of
 from dissensus.bench.width.grid import cells, widths_of
