@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -299,10 +300,16 @@ print(json.dumps({"seconds": seconds, "loaded": sorted(sys.modules)}))
 
 
 def test_import_is_quick_and_light():
-    """In time of the processor, best of a few: a collection of garbage in the middle can only make it slower."""
+    """In time of the processor, best of a few: a collection of garbage in the middle can only make it slower.
+
+    Compiled as after a first start, also where the environment asks Python to write no bytecode.
+    """
     best = 10.0
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(12):
-        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, env=environment
+        )
         found = json.loads(done.stdout)
         assert not {name.split(".")[0] for name in found["loaded"]} & HEAVY
         assert not any(
