@@ -11,13 +11,14 @@ is asked of a change that is not about speed. `--commits` names checkouts that c
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from rows import read_rows, write_rows
 
 KEY = ("case", "members", "batch", "engine", "what")
 
@@ -30,8 +31,7 @@ def run(tree: Path, commit: str, options: list[str]) -> list[dict[str, str]]:
         environment = {**os.environ, "PYTHONPATH": str(tree / "src")} | ({"DISSENSUS_COMMIT": commit} if commit else {})
         command = [sys.executable, str(tree / "benchmarks" / "speed.py"), "--csv", str(path), *options]
         subprocess.run(command, check=True, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        return read_rows(path)
 
 
 def main() -> None:
@@ -75,13 +75,7 @@ def main() -> None:
         )
         print("  ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
     if known.csv:
-        known.csv.parent.mkdir(parents=True, exist_ok=True)
-        new = not known.csv.exists()
-        with known.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        write_rows(known.csv, [*read_rows(known.csv), *rows])
 
 
 if __name__ == "__main__":
