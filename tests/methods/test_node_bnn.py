@@ -240,6 +240,33 @@ def test_functions_run_one_after_the_other_are_those_run_at_once():
     torch.testing.assert_close(parts[5].members[0], at_once.predict(x).members[5], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("net", [tiny.mlp, conv])
+def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net, monkeypatch):
+    torch.manual_seed(0)
+    posterior, (x, _) = build(net, mode="both", bias_latent=True).eval(), tiny.points()
+    drawn = posterior.draw()
+    live = NodeFunctions(posterior.particles.apart(), posterior.sites, drawn.latents)
+    monkeypatch.setattr("dissensus.methods.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
+    anew = NodeFunctions.fixed(posterior.particles, posterior.sites, drawn.latents)
+    before = drawn(x)
+    assert {name.split(".")[0] for name, _ in drawn.drawn.named_buffers()} == (
+        {"latents"} if net is tiny.mlp else {"latents", "weight", "bias"}
+    )
+    for same in (live, anew):
+        torch.testing.assert_close(same(x), before, rtol=0, atol=1e-12)
+    parts = [part.members[0] for part in drawn.predict_parts(x)]
+    torch.testing.assert_close(
+        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).members[: len(parts)]
+    )
+    with torch.no_grad():
+        for parameter in posterior.parameters():
+            parameter.data.mul_(1.5)  # a change that no counter of versions sees, like a replayed step's
+    assert torch.equal(drawn(x), before)
+    torch.testing.assert_close(anew(x), before, rtol=0, atol=1e-12)
+    assert float((live(x) - before).abs().max()) > 0.1
+    assert drawn.float()(x.float()).dtype == torch.float32  # what is folded follows
+
+
 def test_a_stored_draw_keeps_the_statistics_of_training_lest_batch_norm_divides_the_latents_out():
     torch.manual_seed(0)
     posterior, (x, y) = build(conv, mode="out"), tiny.points(24)

@@ -185,7 +185,7 @@ class NodeBNN(Posterior):
     def draw(self) -> DrawnFunctions:
         stored = self.stored
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
-        return NodeFunctions(self.particles.apart(), self.sites, latents)
+        return NodeFunctions.fixed(self.particles, self.sites, latents)
 
     def current(self) -> DrawnFunctions:
         """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,12 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
+from dissensus.core.splitting import tensors_of
+from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.nodes import Site, by_layer, standing
+from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, foldable, folded_tensors, standing
+
+MOST_KERNELS = 2**28  # bytes; a network with larger ones takes so long itself that folding them anew is not seen
 
 
 class NodeFunctions(DrawnFunctions):
@@ -24,27 +28,87 @@ class NodeFunctions(DrawnFunctions):
 
     Where there are convolutions functions run one after the other with their latents folded into the kernels, so that each
     costs one plain pass; a network of dense layers alone runs all at once, with weights in common and latents on activations.
+    The weights are those that the particles have when a function is called; `fixed` takes a copy.
     """
 
     def __init__(self, particles: Particles, sites: Sequence[Site], latents: Tensor) -> None:
         super().__init__()
         self.particles = particles
         self.sites = sites
-        self.latents = latents
+        self.drawn = (
+            TensorTree()
+        )  # "latents" (S, D) and, where they are folded, "weight.LAYER" and "bias.LAYER" (S, ...)
+        self.drawn.plant("latents", latents, persistent=False)
         self.members = len(latents)
         self.training = False
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
+        self._standing: list[dict[str, Nodes | Kernel]] | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def fixed(cls, particles: Particles, sites: Sequence[Site], latents: Tensor) -> NodeFunctions:
+        """Functions of the weights as they are now, whatever becomes of those; kernels are folded once, for all batches."""
+        held = {
+            name: [t.detach()] for name, t in tensors_of(particles.shared).items() if not name.startswith("latents.")
+        }
+        copied = Particles.split(particles.copied_template(), held, own=lambda _: False, kept=(), members=1)
+        functions = cls(copied, sites, latents)
+        if copied.how == "loop":
+            with copied.turn():
+                copied.call(functions._fold, copied.shared_parameters(), copied.shared_buffers())
+        return functions
+
+    def _fold(self, member: Member) -> None:
+        """Keeps the kernels of all functions, if there is room for them."""
+        nodes = [by_layer(self.sites, latents) for latents in self.latents]
+        layers = {name: member.network.get_submodule(name) for name in nodes[0]}
+        layers = {name: layer for name, layer in layers.items() if foldable(layer)}
+        if self.members * sum(layer.weight.nbytes for layer in layers.values()) > MOST_KERNELS:  # type: ignore[misc]
+            return
+        for name, layer in layers.items():
+            each = [folded_tensors(layer, layer.weight, layer.bias, mine[name]) for mine in nodes]  # type: ignore[arg-type]
+            for part, tensors in zip(Kernel._fields, zip(*each, strict=True), strict=True):
+                if tensors[0] is not None:
+                    self.drawn.plant(f"{part}.{name}", torch.stack(tensors), persistent=False)
+
+    @property
+    def latents(self) -> Tensor:
+        """(S, D)."""
+        return tensors_of(self.drawn)["latents"]
+
+    @property
+    def standing(self) -> list[dict[str, Nodes | Kernel]]:
+        """Of each function: layer -> what stands there."""
+        if self._standing is None:
+            kernels = {name: tensor for name, tensor in tensors_of(self.drawn).items() if name != "latents"}
+            layers = {name.removeprefix("weight.") for name in kernels if name.startswith("weight.")}
+            self._standing = []
+            for i, latents in enumerate(self.latents):
+                found: dict[str, Nodes | Kernel] = {**by_layer(self.sites, latents)}
+                for name in layers:
+                    bias = kernels.get(f"bias.{name}")
+                    found[name] = Kernel(kernels[f"weight.{name}"][i], None if bias is None else bias[i])
+                self._standing.append(found)
+        return self._standing
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._standing = None
+        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         particles = self.particles
+        loop = particles.how == "loop"
+        rows = {"index": torch.arange(self.members)} if loop else {"latents": self.latents}
 
         def all_of(member: Member) -> Any:  # the weights are put in once for all
             def one(row: Rows) -> Any:
-                with standing(member.network, by_layer(self.sites, row.varying["latents"])):
+                given = row.varying
+                nodes = self.standing[int(given["index"])] if loop else by_layer(self.sites, given["latents"])
+                with standing(member.network, nodes):
                     return function(member, *args)
 
-            return particles.run(one, Rows({}, {}, {"latents": self.latents}), self.members)
+            return particles.run(one, Rows({}, {}, rows), self.members)
 
         with particles.turn(), eval_mode(particles, particles.template):
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
@@ -54,8 +118,7 @@ class NodeFunctions(DrawnFunctions):
         if particles.how == "vectorised":
             yield from super().predict_parts(x)
             return
-        for latents in self.latents:
-            nodes = by_layer(self.sites, latents)
+        for nodes in self.standing:
 
             def described(member: Member, nodes: Any = nodes) -> tuple[Tensor, ...]:
                 with standing(member.network, nodes):

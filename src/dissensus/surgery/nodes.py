@@ -33,11 +33,18 @@ class Nodes(NamedTuple):
     behind: Tensor | None = None  # s, on output nodes
 
 
+class Kernel(NamedTuple):
+    """Weight and bias of one layer with its latents, the same for all examples, folded in."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class Noded(Cut):
     """A layer that multiplies its nodes by the latents it is given; without any it is the plain one."""
 
     added = ("nodes", "known_as", "stands")
-    nodes: Nodes | None
+    nodes: Nodes | Kernel | None
     known_as: str
     stands: str  # what the account says
     weight: Tensor
@@ -47,9 +54,11 @@ class Noded(Cut):
         nodes = self.nodes
         if nodes is None:
             return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
-        if isinstance(self, PLAIN_CONVOLUTIONS) and all(each is None or each.ndim == 1 for each in nodes):
+        if isinstance(nodes, Nodes) and foldable(self) and all(each is None or each.ndim == 1 for each in nodes):
             # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
-            folded: Tensor = self._conv_forward(x, *folded_tensors(self, self.weight, self.bias, nodes))
+            nodes = folded_tensors(self, self.weight, self.bias, nodes)
+        if isinstance(nodes, Kernel):
+            folded: Tensor = self._conv_forward(x, *nodes)  # type: ignore[operator]
             return folded
         if nodes.before is not None:
             x = scaled(x, self._across(nodes.before, x), alone=True)
@@ -80,7 +89,7 @@ class Noded(Cut):
         return self.stands
 
     def fold(self) -> None:
-        if self.nodes is not None:
+        if isinstance(self.nodes, Nodes):
             weight, bias = folded_tensors(self, self.weight, self.bias, self.nodes)
             self.weight = nn.Parameter(weight.detach().clone(), requires_grad=self.weight.requires_grad)
             if bias is not None and self.bias is not None:
@@ -156,7 +165,7 @@ def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Nodes]:
 
 
 @contextmanager
-def standing(network: nn.Module, nodes: Mapping[str, Nodes]) -> Iterator[None]:
+def standing(network: nn.Module, nodes: Mapping[str, Nodes | Kernel]) -> Iterator[None]:
     """Inside, these layers multiply by these latents."""
     layers = [network.get_submodule(name) for name in nodes]
     for layer, each in zip(layers, nodes.values(), strict=True):
@@ -168,8 +177,13 @@ def standing(network: nn.Module, nodes: Mapping[str, Nodes]) -> Iterator[None]:
             layer.nodes = None  # type: ignore[assignment]
 
 
-def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) that alone compute what the layer does with these latents, each (C,)."""
+def foldable(layer: nn.Module) -> bool:
+    """Whether the layer runs with a `Kernel` in its place: where kernels are smaller than what passes them."""
+    return isinstance(layer, PLAIN_CONVOLUTIONS)
+
+
+def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes: Nodes) -> Kernel:
+    """Weight and bias that alone compute what the layer does with these latents, each (C,)."""
     before, scalar, behind = nodes
     groups: int = getattr(layer, "groups", 1)
     space = [1] * (weight.ndim - 2)
@@ -184,7 +198,7 @@ def folded_tensors(layer: nn.Module, weight: Tensor, bias: Tensor | None, nodes:
         bias = bias * scalar
     if bias is not None and behind is not None:
         bias = bias * behind
-    return weight, bias
+    return Kernel(weight, bias)
 
 
 def _in_groups(latents: Tensor, groups: int, rows: int) -> Tensor:
