@@ -13,6 +13,7 @@ from dissensus.core.statistics import statistics_layers
 from dissensus.methods.node_functions import NodeFunctions
 from dissensus.methods.node_latents import for_examples
 from dissensus.methods.node_mixture import cross_entropy, entropy_bound, surrogate_kl
+from dissensus.surgery.frozen_norm import FrozenNorm
 
 TINY_STD = -40.0  # softplus of it is 4e-18
 
@@ -339,6 +340,19 @@ def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights():
         layer = statistics_layers(posterior.particles.template)["network.2"]
         posterior.train()
         assert layer.training == moved
+
+
+def test_frozen_batch_norm_is_cut_for_speed_and_is_an_ordinary_layer_wherever_networks_come_out():
+    torch.manual_seed(0)
+    network, (x, y) = conv().double(), tiny.points(24)
+    network(x)
+    posterior = ds.NodeBNN(network, data_size=12, batch_norm="frozen", samples=4)
+    assert isinstance(posterior.particles.template.network[2], FrozenNorm)
+    assert type(ds.NodeBNN(network, data_size=12).particles.template.network[2]) is nn.BatchNorm2d
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    for out in (posterior.collapse(0), posterior.given(), posterior.draw().member(1)):
+        assert type(out[2]) is nn.BatchNorm2d
+    torch.testing.assert_close(posterior.draw().member(1)(x), posterior.eval()(x)[1], rtol=0, atol=1e-12)
 
 
 def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):

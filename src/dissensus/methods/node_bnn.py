@@ -25,6 +25,7 @@ from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
+from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
 
 log = logging.getLogger("dissensus")
@@ -116,8 +117,7 @@ class NodeBNN(Posterior):
         self.stored = None
         self._checked: set[tuple[torch.Size, ...]] = set()
         if batch_norm == "frozen":
-            template = particles.template
-            template.always_eval = sorted({*template.always_eval, *statistics_layers(template)})
+            freeze_norms(particles.template)
             self.train(self.training)
 
     # ------------------------------------------------------------------ the objective

@@ -18,7 +18,7 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, foldable, folded_tensors, standing
+from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, foldable, folded_tensors, placed, standing
 
 MOST_KERNELS = 2**28  # bytes; a network with larger ones takes so long itself that folding them anew is not seen
 
@@ -102,10 +102,12 @@ class NodeFunctions(DrawnFunctions):
         rows = {"index": torch.arange(self.members)} if loop else {"latents": self.latents}
 
         def all_of(member: Member) -> Any:  # the weights are put in once for all
+            layers = [member.network.get_submodule(name) for name in self.standing[0]]
+
             def one(row: Rows) -> Any:
                 given = row.varying
                 nodes = self.standing[int(given["index"])] if loop else by_layer(self.sites, given["latents"])
-                with standing(member.network, nodes):
+                with placed(layers, nodes.values()):
                     return function(member, *args)
 
             return particles.run(one, Rows({}, {}, rows), self.members)

@@ -7,7 +7,7 @@ examples is folded into weight and bias, after which the layer is an ordinary on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -54,12 +54,11 @@ class Noded(Cut):
         nodes = self.nodes
         if nodes is None:
             return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
-        if isinstance(nodes, Nodes) and foldable(self) and all(each is None or each.ndim == 1 for each in nodes):
-            # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
-            nodes = folded_tensors(self, self.weight, self.bias, nodes)
         if isinstance(nodes, Kernel):
-            folded: Tensor = self._conv_forward(x, *nodes)  # type: ignore[operator]
-            return folded
+            return self._conv_forward(x, nodes.weight, nodes.bias)  # type: ignore[no-any-return, operator]
+        if foldable(self) and all(each is None or each.ndim == 1 for each in nodes):
+            # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
+            return self._conv_forward(x, *folded_tensors(self, self.weight, self.bias, nodes))  # type: ignore[no-any-return, operator]
         if nodes.before is not None:
             x = scaled(x, self._across(nodes.before, x), alone=True)
         outputs: Tensor = super().forward(x, *args, **keywords)
@@ -167,14 +166,20 @@ def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Nodes]:
 @contextmanager
 def standing(network: nn.Module, nodes: Mapping[str, Nodes | Kernel]) -> Iterator[None]:
     """Inside, these layers multiply by these latents."""
-    layers = [network.get_submodule(name) for name in nodes]
-    for layer, each in zip(layers, nodes.values(), strict=True):
-        layer.nodes = each  # type: ignore[assignment]
+    with placed([network.get_submodule(name) for name in nodes], nodes.values()):
+        yield
+
+
+@contextmanager
+def placed(layers: Sequence[nn.Module], nodes: Iterable[Nodes | Kernel]) -> Iterator[None]:
+    """`standing` for layers that are known already."""
+    for layer, each in zip(layers, nodes, strict=True):
+        vars(layer)["nodes"] = each  # past nn.Module's own setting of attributes, which costs as much as a launch
     try:
         yield
     finally:
         for layer in layers:
-            layer.nodes = None  # type: ignore[assignment]
+            vars(layer)["nodes"] = None
 
 
 def foldable(layer: nn.Module) -> bool:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dissensus.surgery import channel_kernels as kernels
+
 
 def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     """x times factors that broadcast against it. `alone`: the product goes to one layer only, which makes its gradient anew."""
     # A compiler makes one pass of it by itself; and factors as large as x are as costly to divide by as x is to keep.
-    if torch.compiler.is_compiling() or factors.shape == x.shape:
+    if torch.compiler.is_compiling() or factors.shape == x.shape or not torch.is_grad_enabled():
         return x * factors
     product: Tensor = _Scaled.apply(x, factors, alone)  # type: ignore[no-untyped-call]
     return product
@@ -27,7 +29,8 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, factors: Tensor, alone: bool) -> Tensor:
-        return x * factors
+        at = _layout(x, factors)
+        return x * factors if at is None else kernels.times(x, factors.flatten(1), at)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
@@ -37,13 +40,26 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (g,), (y, factors) = gradients, ctx.saved_tensors
+        at = _layout(y, factors)
+        if at is not None and not torch.is_grad_enabled():
+            product, total = kernels.times_backward(kernels.like(g, y), y, factors.flatten(1), at)
+            return product, total.reshape(factors.shape), None
         for_x = for_factors = None
         if ctx.needs_input_grad[1]:
             total = (g * y).sum_to_size(factors.shape)
-            for_factors = torch.where(
-                factors == 0, 0.0, total / factors
-            )  # 0/0 would be for one number in 2^24 or fewer
+            # 0/0 would be for one number in 2^24 or fewer.
+            for_factors = torch.where(factors == 0, 0.0, total / factors)
         if ctx.needs_input_grad[0]:
             # In place where nobody else can have g: the layer behind has just made it, and no graph of it is wanted.
             for_x = g.mul_(factors) if ctx.alone and not torch.is_grad_enabled() else g * factors
         return for_x, for_factors, None
+
+
+def _layout(x: Tensor, factors: Tensor) -> kernels.Layout | None:
+    """How x lies in memory for a kernel, where factors are (N, C, 1, ...) or (N, 1, ..., C); None where none can run."""
+    if factors.ndim != x.ndim or len(factors) != len(x) or kernels.in_transform(factors):
+        return None
+    last = factors.shape[1:] != (x.shape[1], *[1] * (x.ndim - 2))
+    if last and factors.shape[1:] != (*[1] * (x.ndim - 2), x.shape[-1]):
+        return None
+    return kernels.layout(x, channels_last=last)

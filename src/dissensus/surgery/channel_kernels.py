@@ -1,0 +1,156 @@
+"""Triton kernels for activations times factors of their channels, and for batch norm with frozen statistics.
+
+A backward pass needs the gradient times a factor, and the sum over places of gradient times activation: torch reads and writes
+the activations' size six times for that, these read it twice and write it once. Used on a GPU where triton is there, as it is
+beside every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/frozen_norm.py` compute the same without.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+FEWEST = 128  # programs, below which a GPU would be idle for the most part
+TILE = 4096  # numbers that a program holds at a time
+
+
+class Layout(NamedTuple):
+    """x as (examples, channels, places), or with channels innermost in memory as (examples, places, channels)."""
+
+    examples: int
+    channels: int
+    places: int
+    innermost: bool
+
+
+def layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
+    """How x (N, C, ...), or (N, ..., C) where `channels_last`, lies in memory; None where kernels cannot run on it."""
+    if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or find_triton() is None or x.numel() == 0:
+        return None
+    if in_transform(x):
+        return None
+    if channels_last:
+        found = Layout(len(x), x.shape[-1], x[0, ..., 0].numel(), True) if x.is_contiguous() else None
+    elif x.is_contiguous():
+        found = Layout(len(x), x.shape[1], x[0, 0].numel(), False)
+    elif x.movedim(1, -1).is_contiguous():
+        found = Layout(len(x), x.shape[1], x[0, 0].numel(), True)
+    else:
+        found = None
+    if found is None or found.examples * (-(-found.channels // 128) if found.innermost else found.channels) < FEWEST:
+        return None
+    return found
+
+
+def in_transform(*tensors: Tensor) -> bool:
+    """Whether one of them stands for others (vmap) or for levels of gradients, of which kernels know nothing."""
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+
+
+def like(g: Tensor, y: Tensor) -> Tensor:
+    """g, laid out in memory as y is and of its type."""
+    return g if g.stride() == y.stride() and g.dtype == y.dtype else torch.empty_like(y).copy_(g)
+
+
+@cache
+def find_triton() -> Any:
+    """The kernels, None where triton is not installed."""
+    if find_spec("triton") is None:
+        return None
+    from dissensus.surgery import channel_programs
+
+    return channel_programs
+
+
+def times(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
+    """x times factors (N, C)."""
+    y = torch.empty_like(x)
+    programs, sizes = find_triton(), _sizes(at)
+    with torch.cuda.device(x.device):
+        if at.innermost:
+            programs.times_inner[at.examples, sizes["blocks"]](
+                x, factors, y, at.places, at.channels, factors.stride(0), ROWS=sizes["rows"], WIDTH=sizes["width"]
+            )
+        else:
+            programs.times_outer[(at.examples * at.channels,)](
+                x, factors, y, at.places, at.channels, factors.stride(0), BLOCK=sizes["block"]
+            )
+    return y
+
+
+def times_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[Tensor, Tensor]:
+    """(g times factors, (Σ over places of g y) / factors), the latter (N, C) and 0 where the factor is."""
+    for_x, for_factors = (
+        torch.empty_like(g),
+        torch.empty(at.examples, at.channels, dtype=factors.dtype, device=g.device),
+    )
+    programs, sizes = find_triton(), _sizes(at)
+    with torch.cuda.device(g.device):
+        if at.innermost:
+            programs.times_inner_backward[at.examples, sizes["blocks"]](
+                g, y, factors, for_x, for_factors, at.places, at.channels, factors.stride(0),
+                ROWS=sizes["rows"], WIDTH=sizes["width"],
+            )  # fmt: skip
+        else:
+            programs.times_outer_backward[(at.examples * at.channels,)](
+                g, y, factors, for_x, for_factors, at.places, at.channels, factors.stride(0), BLOCK=sizes["block"]
+            )
+    return for_x, for_factors
+
+
+def normed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout) -> Tensor:
+    """(x − mean) / √(var + eps) · weight + bias, each (C,)."""
+    y = torch.empty_like(x)
+    programs, sizes = find_triton(), _sizes(at)
+    with torch.cuda.device(x.device):
+        if at.innermost:
+            programs.normed_inner[at.examples, sizes["blocks"]](
+                x, mean, var, weight, bias, y, at.places, at.channels, eps, ROWS=sizes["rows"], WIDTH=sizes["width"]
+            )
+        else:
+            programs.normed_outer[(at.examples * at.channels,)](
+                x, mean, var, weight, bias, y, at.places, at.channels, eps, BLOCK=sizes["block"]
+            )
+    return y
+
+
+def normed_backward(
+    g: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float, at: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for (x, weight, bias)."""
+    for_x = torch.empty_like(g)
+    sums = torch.empty(2, at.examples, at.channels, dtype=torch.float32, device=g.device)
+    programs, sizes = find_triton(), _sizes(at)
+    with torch.cuda.device(g.device):
+        if at.innermost:
+            programs.normed_inner_backward[at.examples, sizes["blocks"]](
+                g, x, mean, var, weight, for_x, sums, at.places, at.channels, eps,
+                ROWS=sizes["rows"], WIDTH=sizes["width"],
+            )  # fmt: skip
+        else:
+            programs.normed_outer_backward[(at.examples * at.channels,)](
+                g, x, mean, var, weight, for_x, sums, at.places, at.channels, eps, BLOCK=sizes["block"]
+            )
+    for_weight, for_bias = sums.sum(1).to(weight.dtype)
+    return for_x, for_weight, for_bias
+
+
+def _sizes(at: Layout) -> dict[str, int]:
+    """Of tiles: `rows` of `width` channels where these are innermost, `blocks` of them side by side; else `block` places."""
+    width = min(_power(at.channels), 128)
+    return {
+        "width": width,
+        "rows": min(_power(at.places), TILE // width),
+        "blocks": -(-at.channels // width),
+        "block": min(_power(at.places), TILE),
+    }
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()

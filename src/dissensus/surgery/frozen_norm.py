@@ -1,0 +1,75 @@
+"""Batch norm with frozen statistics whose scale and shift train, in one pass over the activations each way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core.member import Member
+from dissensus.core.statistics import statistics_layers
+from dissensus.surgery import channel_kernels as kernels
+from dissensus.surgery.conversion import Cut, cut
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class FrozenNorm(Cut):
+    """A batch norm that, in eval mode on a GPU and with gradients wanted, is one kernel each way; else what it was."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer: Any = self
+        plain = self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if plain or not input.is_cuda or layer.weight is None or layer.running_mean is None:
+            return super().forward(input)  # type: ignore[no-any-return]
+        at = kernels.layout(input)
+        if at is None or kernels.in_transform(*_tensors(layer)):
+            return super().forward(input)  # type: ignore[no-any-return]
+        normed: Tensor = _Normed.apply(input, *_tensors(layer), layer.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+    def fold(self) -> None:
+        """Nothing was added."""
+
+
+def freeze_norms(member: Member) -> None:
+    """Keeps the statistics of the member's norm layers as they are while the rest trains; torch's own batch norms are cut."""
+    layers = statistics_layers(member)
+    member.always_eval = sorted({*member.always_eval, *layers})
+    for layer in layers.values():
+        if type(layer) in NORMS and "forward" not in vars(layer):
+            cut(layer, FrozenNorm)
+
+
+class _Normed(torch.autograd.Function):
+    """y = (x − μ) / √(σ² + ε) · w + b, with μ and σ² constant."""
+
+    @staticmethod
+    def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        at = kernels.layout(x)
+        assert at is not None
+        return kernels.normed(x, mean, var, weight, bias, eps, at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, mean, var, weight, _, eps = inputs
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.eps = eps
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, mean, var, weight) = gradients, ctx.saved_tensors
+        at = kernels.layout(x)
+        if at is not None and not torch.is_grad_enabled():
+            for_x, *others = kernels.normed_backward(kernels.like(g, x), x, mean, var, weight, ctx.eps, at)
+            return for_x, None, None, *others, None
+        shape = (-1, *[1] * (x.ndim - 2))  # gradients of gradients are wanted
+        inverse = torch.rsqrt(var + ctx.eps).reshape(shape)
+        places = [axis for axis in range(x.ndim) if axis != 1]
+        for_weight = (g * (x - mean.reshape(shape)) * inverse).sum(places)
+        return g * weight.reshape(shape) * inverse, None, None, for_weight, g.sum(places), None
+
+
+def _tensors(layer: Any) -> tuple[Tensor, ...]:
+    return layer.running_mean, layer.running_var, layer.weight, layer.bias
