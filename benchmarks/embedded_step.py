@@ -32,8 +32,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, str]] = {
     "mlp": (lambda: ds.nets.MLP(64, 10, hidden=(512, 512, 512)), (64,), 128, "vectorised+compiled"),
     "mlp, 784 inputs": (lambda: ds.nets.MLP(784, 10, hidden=(512, 512, 512)), (784,), 128, "vectorised+compiled"),
     "mlp, eager": (lambda: ds.nets.MLP(64, 10, hidden=(512, 512, 512)), (64,), 128, "vectorised"),
-    "resnet20": (lambda: ds.nets.ResNet(20), (3, 32, 32), 16, "loop"),
-    "resnet20, activations": (lambda: ds.nets.ResNet(20), (3, 32, 32), 16, "vectorised"),
+    "resnet20": (lambda: ds.nets.ResNet(20), (3, 32, 32), 32, "loop"),
+    "resnet20, batches of 16": (lambda: ds.nets.ResNet(20), (3, 32, 32), 16, "loop"),
+    "resnet20, activations": (lambda: ds.nets.ResNet(20), (3, 32, 32), 32, "vectorised"),
 }
 
 

@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="B; the plain step has 4B images")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--engine", default=None, help='"auto" on a GPU, "loop" elsewhere')
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="of the run that a step is one of; a long one is compiled"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="of this process, not of the clock; with --threads 1")
     parser.add_argument("--csv", type=Path, help="write the rows here")
@@ -62,13 +65,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in arguments.networks:
         for what, beside, plain, node, ratio in measured(
-            name, arguments.batch, arguments.repeats, engine, device, clock
+            name, arguments.batch, arguments.repeats, engine, device, clock, arguments.steps
         ):
             print(f"{name:>20} {what:>34} {beside:>18} {1e3 * plain:>10.2f} {1e3 * node:>10.2f} {ratio:>7.3f}")
             rows.append(
                 {
                     "network": name,
                     "batch": arguments.batch,
+                    "run": arguments.steps,
                     "what": what,
                     "beside": beside,
                     "plain_ms": round(1e3 * plain, 3),
@@ -85,7 +89,7 @@ def main() -> None:
 
 
 def measured(
-    name: str, batch: int, repeats: int, engine: str, device: torch.device, clock: Callable[[], float]
+    name: str, batch: int, repeats: int, engine: str, device: torch.device, clock: Callable[[], float], run: int
 ) -> list[tuple[str, str, float, float, float]]:
     """(what, beside what, plain seconds, node seconds, ratio), all sides in turns."""
     make, shape = NETWORKS[name]
@@ -93,18 +97,18 @@ def measured(
     x, y = torch.randn(batch, *shape, device=device), torch.randint(10, (batch,), device=device)
     many = x.repeat(SAMPLES, *[1] * len(shape)), y.repeat(SAMPLES)
     normed = bool(statistics_layers(make()))
-    steps = {"plain": step(ds.MAP(make()), *many, engine, device)}
+    steps = {"plain": step(ds.MAP(make()), *many, engine, device, run)}
     pairs: list[tuple[str, str, str]] = []
     for kind in ("trained", "frozen") if normed else ("trained",):
         for mode in ("in", "out"):
             key = f"step, {mode}" + (f", batch norm {kind}" if normed else "")
             posterior = ds.NodeBNN(make(), data_size=50_000, mode=mode, batch_norm=kind)  # type: ignore[arg-type]
-            steps[key] = step(posterior, x, y, engine, device)
+            steps[key] = step(posterior, x, y, engine, device, run)
             pairs.append((key, "plain", "a plain step"))
             if kind == "frozen":
                 pairs.append((key, "plain, frozen", "a frozen one"))
     if normed:
-        steps["plain, frozen"] = step(frozen(ds.MAP(make())), *many, engine, device)
+        steps["plain, frozen"] = step(frozen(ds.MAP(make())), *many, engine, device, run)
     functions = {f"{FUNCTIONS} functions, {mode}": functions_of(make(), mode, x) for mode in ("in", "out")}
     functions["plain passes"] = passes(make().to(device), x)
     pairs += [(key, "plain passes", f"{FUNCTIONS} passes") for key in list(functions)[:2]]
@@ -116,12 +120,14 @@ def measured(
     return found
 
 
-def step(posterior: ds.Posterior, x: Tensor, y: Tensor, engine: str, device: torch.device) -> Callable[[], object]:
-    """One training step by the engine, with SGD and momentum."""
+def step(
+    posterior: ds.Posterior, x: Tensor, y: Tensor, engine: str, device: torch.device, steps: int = 1000
+) -> Callable[[], object]:
+    """One training step of so many by the engine, with SGD and momentum."""
     posterior = posterior.to(device).train()
     optimizer = torch.optim.SGD(posterior.parameter_groups(lr=1e-3), momentum=0.9)
-    posterior.begin(1000, 1)
-    run, _ = build_step(engine, posterior, optimizer, (x, y, None), steps=1000)
+    posterior.begin(steps, 1)
+    run, _ = build_step(engine, posterior, optimizer, (x, y, None), steps=steps)
     return lambda: run(x, y, None)
 
 

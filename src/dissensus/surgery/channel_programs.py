@@ -94,8 +94,8 @@ def normed_inner(x, mean, var, weight, bias, y, places, channels, eps, ROWS: tl.
 def normed_outer(x, mean, var, weight, bias, y, places, channels, eps, BLOCK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     channel = line % channels
-    centre, shift = tl.load(mean + channel), tl.load(bias + channel)
-    scale = tl.load(weight + channel) / tl.sqrt(tl.load(var + channel) + eps)
+    centre, shift = tl.load(mean + channel).to(tl.float32), tl.load(bias + channel).to(tl.float32)
+    scale = tl.load(weight + channel).to(tl.float32) / tl.sqrt(tl.load(var + channel).to(tl.float32) + eps)
     for first in range(0, places, BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(x + line * places + place, mask=place < places, other=0.0).to(tl.float32)
@@ -110,9 +110,9 @@ def normed_inner_backward(
     example = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     real = channel < channels
-    centre = tl.load(mean + channel, mask=real, other=0.0)
-    inverse = 1.0 / tl.sqrt(tl.load(var + channel, mask=real, other=1.0) + eps)
-    scale = tl.load(weight + channel, mask=real, other=0.0) * inverse
+    centre = tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.load(var + channel, mask=real, other=1.0).to(tl.float32) + eps)
+    scale = tl.load(weight + channel, mask=real, other=0.0).to(tl.float32) * inverse
     for_weight, for_bias = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for first in range(0, places, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -132,9 +132,9 @@ def normed_inner_backward(
 def normed_outer_backward(g, x, mean, var, weight, for_x, sums, places, channels, eps, BLOCK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     channel = line % channels
-    centre = tl.load(mean + channel)
-    inverse = 1.0 / tl.sqrt(tl.load(var + channel) + eps)
-    scale = tl.load(weight + channel) * inverse
+    centre = tl.load(mean + channel).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.load(var + channel).to(tl.float32) + eps)
+    scale = tl.load(weight + channel).to(tl.float32) * inverse
     for_weight, for_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, places, BLOCK):
         place = first + tl.arange(0, BLOCK)
