@@ -13,6 +13,7 @@ import json
 import tarfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from rows import Row, markdown, read_rows, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
-from dissensus.metrics import paired_bootstrap, paired_test
+from dissensus.metrics import paired_test
+from dissensus.metrics.bootstrap import comparison, resample_counts
 from dissensus.metrics.calibration import confidence_ece
 
 ROOT = Path(__file__).parents[1]
@@ -29,12 +31,9 @@ RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "
 PAGE = ROOT / "docs" / "pretrained.md"
 FILES = ("pretrained.csv", "pretrained_pairs.csv")
 COMMAND = (
-    "python benchmarks/pretrained.py --data FOLDER --explore --pack runs.tar.gz --set training.engine=loop+captured"
+    "python benchmarks/pretrained.py --data FOLDER --explore --seeds 2 --pack runs.tar.gz "
+    "--set training.engine=loop+captured"
 )
-BEST, PLAIN = (
-    "node_bnn-try-long-wide",
-    "node_bnn-try-as-it-comes",
-)  # the try that was chosen, and the task's own settings
 SIZES, MODES = (4, 8, 16, 32), ("in", "out")
 NAMES = {
     "map": "as it came (MAP)",
@@ -45,12 +44,7 @@ NAMES = {
     "mc_dropout-untrained": "MC dropout, not trained",
     "mc_dropout": "MC dropout, fine-tuned",
     "laplace": "Laplace, last layer",
-    "mc_dropout-try-rate2": "MC dropout, fine-tuned, 5 epochs (a try)",
-    "node_bnn-untrained-try-std10": "NodeBNN, not trained, σ = 0.1, 8 samples (a try)",
-    "node_bnn-untrained": "NodeBNN, not trained, σ = 0.15",
-    PLAIN: "NodeBNN “out”, K = 8, the task's settings, 5 epochs (a try)",
-    "node_bnn-try-wide20": "NodeBNN “out”, K = 8, σ = 0.2 and γ = 10, 5 epochs (a try)",
-    BEST: "NodeBNN “out”, K = 8, chosen settings, 10 epochs (a try)",
+    "node_bnn-untrained": "NodeBNN, not trained, σ = 0.1",
     **{f"node_bnn-{mode}{k}": f"NodeBNN “{mode}”, K = {k}" for mode in MODES for k in SIZES},
 }
 METRICS = {  # metric -> (title, factor, digits)
@@ -66,6 +60,13 @@ METRICS = {  # metric -> (title, factor, digits)
     "ood/svhn/auroc": ("AUROC %, SVHN", 100, 1),
     "ood/cifar100/auroc": ("AUROC %, CIFAR-100", 100, 1),
     "cost/train_seconds": ("training, s", 1, 0),
+}
+TITLES = {
+    "accuracy": "accuracy %",
+    "nll": "NLL",
+    "ece": "ECE %",
+    "calibrated/nll": "NLL at T",
+    "calibrated/ece": "ECE % at T",
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
 FACTS = ("commit", "torch", "device")
@@ -121,17 +122,18 @@ def unpacked(path: Path) -> Iterator[Run]:
 
 
 def comparisons(runs: Sequence[Run]) -> Iterator[Row]:
-    """NodeBNNs against the others of a depth, image by image: as they come, and at the best temperatures.
+    """NodeBNNs against the others of a depth, and 32 components against 4, image by image.
 
-    Tries were made with a ResNet-20, on the same images.
+    As they come, and at the best temperatures.
     """
     for depth in dict.fromkeys(run["depth"] for run in runs if run["depth"] != "tried"):
         here: dict[str, dict[int, dict[str, Tensor]]] = {}
         for run in runs:
-            if run["depth"] in (depth, "tried" if depth == "20" else depth) and run["method"] in NAMES:
+            if run["depth"] == depth and run["method"] in NAMES:
                 here.setdefault(run["method"], {})[run["seed"]] = run["arrays"]
         for first in (name for name in here if name not in REFERENCES):
-            for second in (name for name in REFERENCES if name in here):
+            fewest = [first.replace("32", "4")] if first.endswith("32") else []
+            for second in (name for name in [*REFERENCES, *fewest] if name in here):
                 seeds = sorted(here[first].keys() & here[second].keys())
                 for metric, compare in COMPARED.items() if seeds else ():
                     c = compare([here[first][s] for s in seeds], [here[second][s] for s in seeds])
@@ -149,13 +151,28 @@ def _means(key: str) -> Callable[..., Any]:
 
 
 def _eces(group: str) -> Callable[..., Any]:
-    """Of the first seed: an average over seeds has no bins."""
+    """Means over seeds, all of which are resampled with the same images."""
 
     def compare(first: Sequence[Mapping[str, Tensor]], second: Sequence[Mapping[str, Tensor]]) -> Any:
-        a, b = ([each[0][f"{group}/confidence"], each[0][f"{group}/correct"]] for each in (first, second))
-        return paired_bootstrap(confidence_ece, a, b)
+        (a, drawn_a), (b, drawn_b) = (
+            torch.stack([_ece(each[f"{group}/confidence"], each[f"{group}/correct"]) for each in several])
+            .mean(0)
+            .split([1, 1000])
+            for several in (first, second)
+        )
+        return comparison((a - b)[0], drawn_a - drawn_b)
 
     return compare
+
+
+@cache
+def _ece(confidence: Tensor, correct: Tensor) -> Tensor:
+    """(1 + 1000,) the ECE of these images, and of 1,000 resamples of them, the same for all runs."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        confidence_ece(confidence, correct, weights=resample_counts(len(correct), 100, generator)) for _ in range(10)
+    ]
+    return torch.cat([confidence_ece(confidence, correct)[None], *drawn])
 
 
 COMPARED = {
@@ -173,8 +190,9 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
         return
     depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
     yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), provenance(rows)])
-    firsts = dict.fromkeys((pair["depth"], pair["first"]) for pair in pairs)
+    firsts = [(depth, best(rows, depth, mode)) for depth in depths for mode in MODES]
     yield PAGE, "pretrained-pairs", "\n\n".join(pairs_table(pairs, *first) for first in firsts)
+    yield PAGE, "pretrained-components", components_table(pairs, depths)
     yield PAGE, "pretrained-tried", tried_table(rows)
 
 
@@ -182,9 +200,7 @@ def table(rows: Sequence[Row], depth: str) -> str:
     """The methods of one depth."""
     lines = []
     for name, title in NAMES.items():
-        mine = [
-            row for row in rows if row["method"] == name and row["depth"] in (depth, "tried" if depth == "20" else "")
-        ]
+        mine = [row for row in rows if row["method"] == name and row["depth"] == depth]
         if not mine:
             continue
         cells = []
@@ -199,21 +215,34 @@ def table(rows: Sequence[Row], depth: str) -> str:
     return markdown([f"ResNet-{depth}", *(title for title, _, _ in METRICS.values())], lines)
 
 
+def best(rows: Sequence[Row], depth: str, mode: str) -> str:
+    """The NodeBNN of this mode with the best likelihood at its temperature on the held-out images."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if row["depth"] == depth and row["method"].startswith(f"node_bnn-{mode}"):
+            scores.setdefault(row["method"], []).append(float(row["calibration/nll_scaled"]))
+    return min(scores, key=lambda name: sum(scores[name]) / len(scores[name]))
+
+
+def components_table(pairs: Sequence[Row], depths: Sequence[str]) -> str:
+    """32 components less 4."""
+    lines = []
+    for depth in depths:
+        for mode in MODES:
+            key = (depth, f"node_bnn-{mode}32", f"node_bnn-{mode}4")
+            found = {p["metric"]: p for p in pairs if (p["depth"], p["first"], p["second"]) == key}
+            lines.append([f"ResNet-{depth}, “{mode}”", *(_difference(found.get(metric), metric) for metric in TITLES)])
+    return markdown(["K = 32 less K = 4", *TITLES.values()], lines)
+
+
 def pairs_table(pairs: Sequence[Row], depth: str, first: str) -> str:
     """Differences of a NodeBNN to the others, with 95 % intervals; bold where zero is outside."""
-    titles = {
-        "accuracy": "accuracy %",
-        "nll": "NLL",
-        "ece": "ECE %",
-        "calibrated/nll": "NLL at T",
-        "calibrated/ece": "ECE % at T",
-    }
     found = {(p["second"], p["metric"]): p for p in pairs if (p["depth"], p["first"]) == (depth, first)}
     lines = [
-        [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in titles)]
+        [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in TITLES)]
         for second in dict.fromkeys(name for name, _ in found)
     ]
-    return markdown([f"ResNet-{depth}: {NAMES[first]} less", *titles.values()], lines)
+    return markdown([f"ResNet-{depth}: {NAMES[first]} less", *TITLES.values()], lines)
 
 
 def _difference(pair: Row | None, metric: str) -> str:
@@ -274,8 +303,8 @@ def drawn(rows: Sequence[Row]) -> Any:
             axes.set_xscale("log", base=2)
             axes.set_xticks(SIZES, [str(k) for k in SIZES])
             axes.set(title=f"ResNet-{depth}: {title}", xlabel="components K")
-    grid[0][0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     return figure
 
 

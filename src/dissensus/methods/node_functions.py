@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode
+from dissensus.core.modes import all_parts, eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
@@ -44,6 +45,7 @@ class NodeFunctions(DrawnFunctions):
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._standing: list[dict[str, Nodes | Kernel]] | None = None
+        self._parts: tuple[Particles, list[nn.Module]] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -53,6 +55,8 @@ class NodeFunctions(DrawnFunctions):
             name: [t.detach()] for name, t in tensors_of(particles.shared).items() if not name.startswith("latents.")
         }
         copied = Particles.split(particles.copied_template(), held, own=lambda _: False, kept=(), members=1)
+        if copied.template is not particles.template:
+            copied.eval()  # for good, so that no call has to switch modes and put them back
         functions = cls(copied, sites, latents)
         if copied.how == "loop":
             with copied.turn():
@@ -112,8 +116,14 @@ class NodeFunctions(DrawnFunctions):
 
             return particles.run(one, Rows({}, {}, rows), self.members)
 
-        with particles.turn(), eval_mode(particles, particles.template):
+        with particles.turn(), self._evaluating():
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        particles = self.particles
+        if self._parts is None or self._parts[0] is not particles:
+            self._parts = particles, all_parts(particles, particles.template)
+        return eval_mode(particles, particles.template, parts=self._parts[1])
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         particles = self.particles
@@ -126,7 +136,7 @@ class NodeFunctions(DrawnFunctions):
                 with standing(member.network, nodes):
                     return member.likelihood.describe(batches.call(member.network, x))
 
-            with particles.turn(), eval_mode(particles, particles.template), batches.unchanged(x):
+            with particles.turn(), self._evaluating(), batches.unchanged(x):
                 found = particles.call(described, particles.shared_parameters(), particles.shared_buffers())[0]
             yield self.likelihood.predictive(*(tensor[None] for tensor in found))
 

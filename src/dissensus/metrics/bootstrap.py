@@ -94,7 +94,7 @@ def paired_bootstrap(
     draws = []
     for i in _resample(n, resamples, seed):
         draws.append(metric(*(t[i.to(t.device)] for t in first)) - metric(*(t[i.to(t.device)] for t in second)))
-    return _comparison(metric(*first) - metric(*second), torch.stack(draws), level)
+    return comparison(metric(*first) - metric(*second), torch.stack(draws), level)
 
 
 def paired_test(
@@ -103,7 +103,7 @@ def paired_test(
     """Comparison of the means of two methods' per-example values (N,), by the same bootstrap, vectorised."""
     first, second = same_shape(first=first, second=second)
     difference = first - second
-    return _comparison(difference.mean(), _resampled_means(difference, resamples, seed), level)
+    return comparison(difference.mean(), _resampled_means(difference, resamples, seed), level)
 
 
 class McNemar(NamedTuple):
@@ -171,7 +171,8 @@ def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
     return Interval(float(estimate), lower, upper)
 
 
-def _comparison(difference: Tensor, draws: Tensor, level: float) -> Comparison:
+def comparison(difference: Tensor, draws: Tensor, level: float = 0.95) -> Comparison:
+    """What the resampled differences (R,) say of the one on the data; `paired_bootstrap` tells how."""
     beyond = (draws - difference).abs().double()  # (R,) |d* − d|
     extreme = int((beyond >= difference.abs()).sum())
     resamples = len(draws)
