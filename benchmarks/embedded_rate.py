@@ -6,11 +6,12 @@
 
 Independent networks have one rate. Embedded ensembles have `base` / (1 + √(M/N))² and a rate of modulations; one of each for
 all, the best of those at which no corner of the grid diverges. Either γ of the transition has a rate for each p.
-Rows of other parts, and of other trials, stay in the file.
+Rows that are in the file stay and are not measured again.
 """
 
 import argparse
 import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,27 @@ CORNERS = ((0.25, 1), (0.25, 8), (0.25, 32), (1.0, 8), (4.0, 8), (4.0, 32))  # f
 BASES, MODULATIONS = (1.0, 3.0, 10.0), (0.03, 0.1, 0.3)
 KEYS = ("method", "p", "gamma", "factor", "members", "base", "rate", "modulation_lr", "seed")
 Row = dict[str, Any]
+Trial = tuple[Cell, float | None]  # a cell at its rate, and what the rule made that rate of
 
 
-def measured(asked: tuple[Cell, float | None]) -> Row:
-    """Accuracy and NLL on 2,000 held-out digits, and on the 2,000 trained on, at the cell's rate."""
-    torch.set_num_threads(1)
+def facts(asked: Trial) -> Row:
+    """What a row is known by."""
     cell, base = asked
     config = cell.config
-    data = task_data({**config.data, "train": 4000, "validation": 2000})
-    batches = StandardisedBatches(data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True)
-    found: Row = {
+    return {
         "method": cell.method, "factor": cell.factor, "members": cell.members, "p": "" if cell.p is None else cell.p,
         "gamma": cell.gamma, "base": "" if base is None else base, "rate": round(config.training["lr"], 5),
-        "modulation_lr": config.settings.get("modulation_lr", ""), "seed": config.seed, "diverged": "",
+        "modulation_lr": config.settings.get("modulation_lr", ""), "seed": config.seed,
     }  # fmt: skip
+
+
+def measured(asked: Trial) -> Row:
+    """Accuracy and NLL on 2,000 held-out digits, and on the 2,000 trained on, at the cell's rate."""
+    torch.set_num_threads(1)
+    config = asked[0].config
+    data = task_data({**config.data, "train": 4000, "validation": 2000})
+    batches = StandardisedBatches(data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True)
+    found: Row = {**facts(asked), "diverged": ""}
     torch.manual_seed(config.seed)
     ensemble = posterior(config, data)
     made, schedule = optimizer(ensemble, config.training)
@@ -63,13 +71,13 @@ def measured(asked: tuple[Cell, float | None]) -> Row:
     return found
 
 
-def independent(seeds: int) -> list[tuple[Cell, float | None]]:
+def independent(seeds: int) -> list[Trial]:
     """Ensembles of eight at three widths, at every rate."""
     found = grid(seeds, factors=FACTORS, members=(MEMBERS,), p=(), p_members=MEMBERS)
     return [(at(cell, rate), None) for cell in found if cell.method == INDEPENDENT for rate in RATES]
 
 
-def embedded(seeds: int) -> list[tuple[Cell, float | None]]:
+def embedded(seeds: int, bases: Sequence[float] = BASES) -> list[Trial]:
     """Corners of the grid, at every base of the rule and every rate of modulations."""
     found = grid(seeds, factors=FACTORS, members=(1, 8, 32), p=())
     return [
@@ -77,17 +85,21 @@ def embedded(seeds: int) -> list[tuple[Cell, float | None]]:
         for cell in found
         if cell.method == EMBEDDED and (cell.factor, cell.members) in CORNERS
         for own in MODULATIONS
-        for base in BASES
+        for base in bases
     ]
 
 
-def transition(seeds: int) -> list[tuple[Cell, float | None]]:
+def transition(seeds: int) -> list[Trial]:
     """Both γ at every p, at every rate, with the task's rate of modulations."""
     found = grid(seeds)
     return [(at(cell, rate), None) for cell in found if cell.p is not None for rate in RATES]
 
 
-PARTS = {"independent": independent, "embedded": embedded, "transition": transition}
+PARTS: dict[str, Callable[..., list[Trial]]] = {
+    "independent": independent,
+    "embedded": embedded,
+    "transition": transition,
+}
 
 
 def grid(seeds: int, **changed: Any) -> list[Cell]:
@@ -105,13 +117,14 @@ def at(cell: Cell, rate: float, modulation_lr: float | None = None) -> Cell:
     return replace(cell, config=replace(cell.config, settings=settings, training={**cell.config.training, "lr": rate}))
 
 
-def main(part: str, path: Path, jobs: int, seeds: int) -> None:
+def main(trials: Sequence[Trial], path: Path, jobs: int) -> None:
     origin = {
         key: value for key, value in provenance(torch.device("cpu")).items() if key in ("commit", "torch", "device")
     }
     rows = {key_of(row): row for row in read_rows(path)}
+    left = [trial for trial in trials if key_of(facts(trial)) not in rows]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for row in pool.imap_unordered(measured, PARTS[part](seeds)):
+        for row in pool.imap_unordered(measured, left):
             print(row, flush=True)
             rows[key_of(row)] = {**row, **origin}
             write_rows(path, [rows[key] for key in sorted(rows)])
@@ -127,5 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--bases", type=float, nargs="+", default=BASES, help="of embedded ensembles")
     given = parser.parse_args()
-    main(given.part, given.csv, given.jobs, given.seeds)
+    options = {"bases": given.bases} if given.part == "embedded" else {}
+    main(PARTS[given.part](given.seeds, **options), given.csv, given.jobs)
