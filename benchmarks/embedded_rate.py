@@ -90,9 +90,13 @@ def embedded(seeds: int, bases: Sequence[float] = BASES) -> list[Trial]:
 
 
 def transition(seeds: int) -> list[Trial]:
-    """Both γ at every p, at every rate, with the task's rate of modulations."""
-    found = grid(seeds)
-    return [(at(cell, rate), None) for cell in found if cell.p is not None for rate in RATES]
+    """Both γ at every p, at every rate, with the task's rate of modulations; γ = 1 at higher ones, too.
+
+    A rate of γ = 1 moves shared weights as one M times smaller does at γ = M.
+    """
+    found = grid(seeds, factors=(1.0,), members=(MEMBERS,))
+    higher = {"M": RATES, "1": (*RATES, 30.0)}
+    return [(at(cell, rate), None) for cell in found if cell.p is not None for rate in higher[cell.gamma]]
 
 
 PARTS: dict[str, Callable[..., list[Trial]]] = {
