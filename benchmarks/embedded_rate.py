@@ -1,46 +1,61 @@
 """Learning rates of `embedded-width`, by accuracy on digits that are neither trained nor tested on.
 
-    python benchmarks/embedded_rate.py --csv benchmarks/results/embedded_rate.csv --jobs 2
+    python benchmarks/embedded_rate.py independent --csv benchmarks/results/embedded_rate.csv --jobs 2
+    python benchmarks/embedded_rate.py embedded --csv benchmarks/results/embedded_rate.csv --jobs 2
+    python benchmarks/embedded_rate.py transition --csv benchmarks/results/embedded_rate.csv --jobs 2
 
-The task has one rate for independent ensembles, one for embedded ones (that of γ = M in the transition, too) and one for γ = 1,
-each the best of those at which none diverges.
+Independent networks have one rate. Embedded ensembles have `base` / (1 + √(M/N))² and a rate of modulations; one of each for
+all, the best of those at which no corner of the grid diverges. Either γ of the transition has a rate for each p.
+Rows that are in the file stay and are not measured again.
 """
 
 import argparse
 import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import write_rows
+from rows import read_rows, write_rows
 
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import Cell, cells, widths_of
+from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, Cell, cells, sharing_rate, widths_of
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.train import fit
 
 RATES = (0.3, 1.0, 3.0, 10.0)
-TRANSITION = (1.0, 3.0)  # at γ = 1; γ = M has the rate of the main grid
 FACTORS, MEMBERS = (0.25, 1.0, 4.0), 8
+CORNERS = ((0.25, 1), (0.25, 8), (0.25, 32), (1.0, 8), (4.0, 8), (4.0, 32))  # factor, members
+BASES, MODULATIONS = (1.0, 3.0, 10.0), (0.03, 0.1, 0.3)
+KEYS = ("method", "p", "gamma", "factor", "members", "base", "rate", "modulation_lr", "seed")
 Row = dict[str, Any]
+Trial = tuple[Cell, float | None]  # a cell at its rate, and what the rule made that rate of
 
 
-def measured(cell: Cell) -> Row:
+def facts(asked: Trial) -> Row:
+    """What a row is known by."""
+    cell, base = asked
+    config = cell.config
+    return {
+        "method": cell.method, "factor": cell.factor, "members": cell.members, "p": "" if cell.p is None else cell.p,
+        "gamma": cell.gamma, "base": "" if base is None else base, "rate": round(config.training["lr"], 5),
+        "modulation_lr": config.settings.get("modulation_lr", ""), "seed": config.seed,
+    }  # fmt: skip
+
+
+def measured(asked: Trial) -> Row:
     """Accuracy and NLL on 2,000 held-out digits, and on the 2,000 trained on, at the cell's rate."""
     torch.set_num_threads(1)
-    config = cell.config
+    config = asked[0].config
     data = task_data({**config.data, "train": 4000, "validation": 2000})
     batches = StandardisedBatches(data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True)
-    found: Row = {
-        "method": cell.method, "factor": cell.factor, "members": cell.members, "p": "" if cell.p is None else cell.p,
-        "gamma": cell.gamma, "rate": config.training["lr"], "seed": config.seed, "diverged": "",
-    }  # fmt: skip
+    found: Row = {**facts(asked), "diverged": ""}
     torch.manual_seed(config.seed)
     ensemble = posterior(config, data)
     made, schedule = optimizer(ensemble, config.training)
@@ -56,37 +71,80 @@ def measured(cell: Cell) -> Row:
     return found
 
 
-def asked(seeds: int) -> list[Cell]:
-    """Ensembles of eight at three widths, and those of the transition, at every rate; the transition has one seed."""
-    task = load_task("embedded-width")
-    widths = widths_of(task)
-    assert widths is not None
-    few = replace(widths, factors=FACTORS, members=(MEMBERS,))
+def independent(seeds: int) -> list[Trial]:
+    """Ensembles of eight at three widths, at every rate."""
+    found = grid(seeds, factors=FACTORS, members=(MEMBERS,), p=(), p_members=MEMBERS)
+    return [(at(cell, rate), None) for cell in found if cell.method == INDEPENDENT for rate in RATES]
+
+
+def embedded(seeds: int, bases: Sequence[float] = BASES) -> list[Trial]:
+    """Corners of the grid, at every base of the rule and every rate of modulations."""
+    found = grid(seeds, factors=FACTORS, members=(1, 8, 32), p=())
     return [
-        replace(cell, config=replace(cell.config, training={**cell.config.training, "lr": rate}))
-        for cell in cells(task, few, range(seeds))
-        for rate in (RATES if cell.p is None else TRANSITION)
-        if cell.p is None or (cell.gamma == "1" and cell.config.seed == 0)
+        (at(cell, sharing_rate(base, cell.members, cell.units), own), base)
+        for cell in found
+        if cell.method == EMBEDDED and (cell.factor, cell.members) in CORNERS
+        for own in MODULATIONS
+        for base in bases
     ]
 
 
-def main(path: Path, jobs: int, seeds: int) -> None:
+def transition(seeds: int) -> list[Trial]:
+    """Both γ at every p, at every rate, with the task's rate of modulations; γ = 1 at higher ones, too.
+
+    A rate of γ = 1 moves shared weights as one M times smaller does at γ = M.
+    """
+    found = grid(seeds, factors=(1.0,), members=(MEMBERS,))
+    higher = {"M": RATES, "1": (*RATES, 30.0)}
+    return [(at(cell, rate), None) for cell in found if cell.p is not None for rate in higher[cell.gamma]]
+
+
+PARTS: dict[str, Callable[..., list[Trial]]] = {
+    "independent": independent,
+    "embedded": embedded,
+    "transition": transition,
+}
+
+
+def grid(seeds: int, **changed: Any) -> list[Cell]:
+    task = load_task("embedded-width")
+    widths = widths_of(task)
+    assert widths is not None
+    return cells(task, replace(widths, **changed), range(seeds))
+
+
+def at(cell: Cell, rate: float, modulation_lr: float | None = None) -> Cell:
+    """The cell at a learning rate, and at one of its modulations where that is given."""
+    settings = (
+        cell.config.settings if modulation_lr is None else {**cell.config.settings, "modulation_lr": modulation_lr}
+    )
+    return replace(cell, config=replace(cell.config, settings=settings, training={**cell.config.training, "lr": rate}))
+
+
+def main(trials: Sequence[Trial], path: Path, jobs: int) -> None:
     origin = {
         key: value for key, value in provenance(torch.device("cpu")).items() if key in ("commit", "torch", "device")
     }
-    rows = []
+    rows = {key_of(row): row for row in read_rows(path)}
+    left = [trial for trial in trials if key_of(facts(trial)) not in rows]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for row in pool.imap_unordered(measured, asked(seeds)):
+        for row in pool.imap_unordered(measured, left):
             print(row, flush=True)
-            rows.append({**row, **origin})
-    keys = ("method", "p", "gamma", "factor", "members", "rate", "seed")
-    write_rows(path, sorted(rows, key=lambda row: tuple(str(row[key]) for key in keys)))
+            rows[key_of(row)] = {**row, **origin}
+            write_rows(path, [rows[key] for key in sorted(rows)])
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    return tuple(str(row.get(key, "")) for key in KEYS)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--bases", type=float, nargs="+", default=BASES, help="of embedded ensembles")
     given = parser.parse_args()
-    main(given.csv, given.jobs, given.seeds)
+    options = {"bases": given.bases} if given.part == "embedded" else {}
+    main(PARTS[given.part](given.seeds, **options), given.csv, given.jobs)

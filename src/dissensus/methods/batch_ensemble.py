@@ -36,10 +36,6 @@ class BatchEnsemble(EmbeddedPosterior):
     """
 
     name = "batch_ensemble"
-    remedy = (
-        "modulations with a mean of 0, such as Modulation.sign(), make members differ, in a wide network with few members and "
-        'regime="independent"; ds.theory.regime(posterior) says what to expect'
-    )
 
     def __init__(
         self,
@@ -84,6 +80,16 @@ class BatchEnsemble(EmbeddedPosterior):
         self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form
         self.modulation_lr = modulation_lr
         self.layers = None if layers is None else tuple(layers)
+
+    @property
+    def remedy(self) -> str:
+        expect = "ds.theory.regime(posterior) says what to expect"
+        if self.modulation.collectivity == 0 and self.gamma == self.particles.members:
+            return f"modulations have a mean of 0 and γ = M already: fewer members or wider layers may help; {expect}"
+        return (
+            "modulations with a mean of 0, such as Modulation.sign(), make members differ, in a wide network with few members "
+            f'and regime="independent"; {expect}'
+        )
 
     def config(self) -> dict[str, Any]:
         return {

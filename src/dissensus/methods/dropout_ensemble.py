@@ -25,10 +25,6 @@ class DropoutEnsemble(EmbeddedPosterior):
     """
 
     name = "dropout_ensemble"
-    remedy = (
-        "masks on shared weights always make a collective: a smaller keep makes members differ more, BatchEnsemble with "
-        "Modulation.sign() makes independent ones"
-    )
 
     def __init__(
         self,
@@ -76,6 +72,13 @@ class DropoutEnsemble(EmbeddedPosterior):
         prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
         super().__init__(particles, factors=list(masks), account=account, **prior)
         self.keep, self.regime, self.gamma = keep, regime, gamma
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "masks on shared weights always make a collective: a smaller keep makes members differ more, BatchEnsemble with "
+            "Modulation.sign() makes independent ones"
+        )
 
     def config(self) -> dict[str, Any]:
         return {

@@ -37,7 +37,7 @@ SCALE_FREE = frozenset((
     "RMSprop", "Rprop", "SparseAdam",
 ))
 # fmt: on
-FEW = 1.5  # members that are effective, below which an ensemble of four and more is one model
+FEW = 1.5  # members that are effective, below which an ensemble of four and more may be one model
 
 
 class EmbeddedPosterior(Posterior):
@@ -47,7 +47,6 @@ class EmbeddedPosterior(Posterior):
     gamma: float
     regime: Regime
     modulation_lr: float | None = None
-    remedy: str
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
         super().__init__(particles, **prior)
@@ -100,11 +99,20 @@ class EmbeddedPosterior(Posterior):
             )
         return found
 
+    @property
+    def remedy(self) -> str:
+        """What makes members differ more."""
+        raise NotImplementedError
+
     def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         effective, members = metrics.get("members/effective_members"), self.particles.members
         if effective is None or members < 4 or effective >= FEW:
             return {}
-        return {"collapse": f"{members} members count as {effective:.2f}: nearly one model; {self.remedy}"}
+        # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
+        return {
+            "collapse": f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the "
+            f"same data counts as few, since all networks err on the same examples; {self.remedy}"
+        }
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles, ordinary=folded)

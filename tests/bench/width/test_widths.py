@@ -4,6 +4,7 @@ import csv
 import math
 import sys
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,34 @@ def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
 
 
 def test_each_kind_and_each_regime_of_the_transition_has_a_rate_of_its_own():
-    short = load_task("embedded-width")
-    rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in cells(short, widths_of(short), [0])}
-    assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", None, "M"]) == (3.0, 0.3)
-    assert (rates["batch_ensemble", 0.6, "M"], rates["batch_ensemble", 0.6, "1"]) == (0.3, 1.0)
+    given = task("widths.p_rates={collective = [0.7, 0.8]}", "method.deep_ensemble.training.lr=2.0")
+    rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in cells(given, widths_of(given), [0])}
+    assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", 1.0, "1"]) == (2.0, 0.8)
+    assert rates["batch_ensemble", 1.0, "M"] == pytest.approx(0.3 / (1 + 0.5) ** 2)  # M = 2, N = 8
+
+
+def test_rates_of_embedded_ensembles_fall_with_the_share_of_members_in_the_narrowest_layer():
+    given = task("network.hidden=[32, 8]", "widths.factors=[1]", "widths.members=[2, 8]", "widths.p=[]")
+    rates = {(c.method, c.members): c.config.training["lr"] for c in cells(given, widths_of(given), [0])}
+    assert rates == {
+        ("deep_ensemble", 8): 0.3,
+        ("batch_ensemble", 2): pytest.approx(0.3 / 1.5**2),
+        ("batch_ensemble", 8): pytest.approx(0.3 / 4),
+    }
+    fixed = replace(widths_of(given), rate="fixed")
+    assert {c.config.training["lr"] for c in cells(given, fixed, [0])} == {0.3}
+
+
+def test_the_task_that_ships_lowers_rates_by_sharing_where_units_are_counted():
+    short, paper = load_task("embedded-width"), load_task("embedded-width", size="paper")
+    rates = {(c.method, c.units, c.members): c.config for c in cells(short, widths_of(short), [0]) if c.p is None}
+    assert rates["deep_ensemble", 16, 32].training["lr"] == 3.0
+    narrow, wide = rates["batch_ensemble", 16, 16], rates["batch_ensemble", 256, 16]
+    assert wide.training["lr"] / narrow.training["lr"] == pytest.approx(4 / 1.25**2)
+    assert narrow.settings["modulation_lr"] == wide.settings["modulation_lr"] > 0
+    assert {c.config.training["lr"] for c in cells(paper, widths_of(paper), [0])} == {
+        0.1
+    }  # a factor of channels, not units
 
 
 def test_the_published_size_scales_a_residual_network_on_cifar():
@@ -81,12 +106,23 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
             "widths.p_rates={both = [0.1]}",
             r"expected a regime of widths.p_rates of collective, independent, got 'both'",
         ),
+        ("widths.rate=shared", r"expected a rule of widths.rate of fixed, sharing, got 'shared'"),
         ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_line(override, message):
     with pytest.raises(ValueError, match=message):
         cells(task(override), widths_of(task(override)), [0])
+
+
+def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
+    text = (files("dissensus.bench") / "tasks" / "embedded-width.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("lr = 0.3, ", ""))
+    mine = load_task(str(tmp_path / "mine.toml"), size="smoke")
+    with pytest.raises(
+        ValueError, match=r'expected training.lr for batch_ensemble with widths.rate = "sharing", got none'
+    ):
+        cells(mine, widths_of(mine), [0])
 
 
 def test_a_bench_over_widths_writes_rows_claims_figures_and_a_page(benched):

@@ -74,6 +74,7 @@ WIDTHS: dict[str, Types] = {  # of a task over widths: each is a cell with a run
     "of": TEXT,  # the network's setting that is multiplied
     "factors": (list,),
     "members": (list,),  # of ensembles that share weights; independent ones are subsets of one with the most
+    "rate": TEXT,  # "fixed", the method's, or "sharing": of those that share weights over (1 + √(M/N))²
     "p": (list,),  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
     "p_members": WHOLE,  # … of so many members
     "p_factor": REAL,  # … at this width …

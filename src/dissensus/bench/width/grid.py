@@ -5,6 +5,7 @@ The section [widths] of a task says which cells there are; each is a run with a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from dissensus.core.errors import unknown
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
 REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
+RULES = ("fixed", "sharing")  # of learning rates
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Widths:
     p: tuple[float, ...]
     p_members: int
     p_factor: float
-    p_rates: dict[str, tuple[float, ...]]  # regime -> learning rate at every p; that of the method where it is left out
+    p_rates: dict[str, tuple[float, ...]]  # regime -> learning rate at every p; that of `rate` where it is left out
+    rate: str  # "sharing": embedded ensembles of M members have the method's rate over (1 + √(M/N))²
 
     @property
     def most(self) -> int:
@@ -64,7 +67,10 @@ def widths_of(task: Task) -> Widths | None:
         p_members=table.get("p_members", 8),
         p_factor=float(table.get("p_factor", 1.0)),
         p_rates=_rates(table.get("p_rates", {}), table.get("p", [])),
+        rate=table.get("rate", "fixed"),
     )
+    if found.rate not in RULES:
+        raise unknown("a rule of widths.rate", found.rate, RULES)
     if not found.factors or not found.members or found.p_members < 1:
         raise ValueError("expected factors and numbers of members in [widths], got none; give at least one of each")
     if found.p and found.p_factor not in found.factors:
@@ -110,9 +116,11 @@ def _cell(
     rate: float | None = None,
 ) -> Cell:
     config = run_config(task, method, seed)
-    training = config.training if rate is None else {**config.training, "lr": rate}
     network = {**config.network, widths.of: _scaled(config.network.get(widths.of), factor, widths.of)}
-    units = _first(network[widths.of])
+    units = _units(network[widths.of])[0]
+    if rate is None and method == EMBEDDED and widths.rate == "sharing":
+        rate = sharing_rate(_base(config), members, min(_units(network[widths.of])))
+    training = config.training if rate is None else {**config.training, "lr": rate}
     settings = {**config.settings, "members": members}
     name, gamma = f"{method}-N{units}", ""
     if method == EMBEDDED:
@@ -145,8 +153,23 @@ def _scaled(value: Any, factor: float, name: str) -> Any:
     return int(value * factor)
 
 
-def _first(value: Any) -> int:
-    return int(value[0] if isinstance(value, list) else value)
+def sharing_rate(rate: float, members: int, units: int) -> float:
+    """rate / (1 + √(M/N))²: the kernel over M members that share layers of N units has eigenvalues up to (1 + √(M/N))²."""
+    return rate / (1 + math.sqrt(members / units)) ** 2
+
+
+def _base(config: RunConfig) -> float:
+    if "lr" not in config.training:
+        raise ValueError(
+            f'expected training.lr for {config.method} with widths.rate = "sharing", got none; write lr = … below '
+            f"[training] or [method.{config.method}.training], or leave widths.rate out"
+        )
+    return float(config.training["lr"])
+
+
+def _units(value: Any) -> list[int]:
+    """Of every layer; those of one where the network has one number for all."""
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _numbers(values: Sequence[float], name: str, *, whole: bool = False, above: bool = True) -> tuple[float, ...]:
