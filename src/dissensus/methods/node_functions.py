@@ -36,9 +36,8 @@ class NodeFunctions(DrawnFunctions):
         super().__init__()
         self.particles = particles
         self.sites = sites
-        self.drawn = (
-            TensorTree()
-        )  # "latents" (S, D) and, where they are folded, "weight.LAYER" and "bias.LAYER" (S, ...)
+        # "latents" (S, D) and, where those are folded, "weight.LAYER" and "bias.LAYER" (S, ...)
+        self.drawn = TensorTree()
         self.drawn.plant("latents", latents, persistent=False)
         self.members = len(latents)
         self.training = False
@@ -51,13 +50,12 @@ class NodeFunctions(DrawnFunctions):
     @torch.no_grad()
     def fixed(cls, particles: Particles, sites: Sequence[Site], latents: Tensor) -> NodeFunctions:
         """Functions of the weights as they are now, whatever becomes of those; kernels are folded once, for all batches."""
-        held = {
-            name: [t.detach()] for name, t in tensors_of(particles.shared).items() if not name.startswith("latents.")
-        }
+        shared = tensors_of(particles.shared)
+        held = {name: [tensor.detach()] for name, tensor in shared.items() if not name.startswith("latents.")}
         copied = Particles.split(particles.copied_template(), held, own=lambda _: False, kept=(), members=1)
         if copied.template is not particles.template:
             copied.eval()  # for good, so that no call has to switch modes and put them back
-        functions = cls(copied, sites, latents)
+        functions = cls(copied, sites, latents.detach().clone())
         if copied.how == "loop":
             with copied.turn():
                 copied.call(functions._fold, copied.shared_parameters(), copied.shared_buffers())

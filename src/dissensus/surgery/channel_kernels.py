@@ -8,7 +8,6 @@ beside every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/fr
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +58,11 @@ def like(g: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def find_triton() -> Any:
-    """The kernels, None where triton is not installed."""
-    if find_spec("triton") is None:
+    """The kernels, None where there is no triton, or a folder of that name alone."""
+    try:
+        from dissensus.surgery import channel_programs
+    except (ImportError, AttributeError):
         return None
-    from dissensus.surgery import channel_programs
-
     return channel_programs
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dissensus.bench.run.jobs import begun, checked_folder, default_folder
@@ -131,9 +132,7 @@ def read_claims(path: Path) -> list[Claim]:
 def _cell(several: Sequence[WidthRow]) -> str:
     if not several:
         return "–"
-    mean, alone = (
-        100 * sum(getattr(row, name) for row in several) / len(several) for name in ("accuracy", "member_accuracy")
-    )
+    mean, alone = (100 * fmean(getattr(row, name) for row in several) for name in ("accuracy", "member_accuracy"))
     return f"{mean:.2f} ({alone:.2f})"
 
 
