@@ -214,3 +214,18 @@ def test_modes_stay_as_they_were():
     replaced, _ = converted(network, lambda name, layer: nn.Identity())
     for each in (cut_network, replaced):
         assert [part.training for part in each] == [False, True]
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that standardises its kernels where torch's own uses them: a scale folded into those would be lost."""
+
+    def _conv_forward(self, input, weight, bias):
+        weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
+        return super()._conv_forward(input, weight, bias)
+
+
+def test_a_convolution_that_computes_something_else_of_its_kernel_is_left():
+    network = nn.Sequential(Standardised(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
+    _, account = converted(network, tripled)
+    assert (list(account.converted), list(account.left)) == (["2"], ["0"])
+    assert "forward of its own" in account.left["0"]

@@ -28,6 +28,8 @@ CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
 EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
 
+OWN = ("forward", "_conv_forward")  # what a layer computes; cut convolutions call the latter with kernels of their own
+
 Make = Callable[[str, nn.Module], nn.Module]
 
 
@@ -154,7 +156,9 @@ def _reasons(network: nn.Module) -> dict[str, str]:
             kind = next(each for each in CONVERTIBLE if isinstance(part, each))
             if reader is not None and name not in readers:
                 found[name] = f"{reader} reads its weight and does not call it"
-            elif type(part).forward is not kind.forward or "forward" in vars(part):
+            elif any(
+                getattr(type(part), key, None) is not getattr(kind, key, None) or key in vars(part) for key in OWN
+            ):
                 found[name] = f"{type(part).__name__} has a forward of its own"
             elif not isinstance(part._parameters.get("weight"), Tensor):
                 found[name] = "its weight is computed from others (a parametrization or weight norm)"
