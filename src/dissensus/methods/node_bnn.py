@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +16,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.core.statistics import statistics_layers
+from dissensus.methods.node_checks import check_layers, repeated, repeated_inputs, warn_of_blank_statistics
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
@@ -27,8 +26,6 @@ from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
-
-log = logging.getLogger("dissensus")
 
 
 class NodeBNN(Posterior):
@@ -126,8 +123,8 @@ class NodeBNN(Posterior):
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensors]:
         size = batches.size(x)
-        x = _repeated_inputs(x, self.copies)
-        y, weight = _repeated(y, self.copies), None if weight is None else _repeated(weight, self.copies)
+        x = repeated_inputs(x, self.copies)
+        y, weight = repeated(y, self.copies), None if weight is None else repeated(weight, self.copies)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
 
@@ -213,27 +210,11 @@ class NodeBNN(Posterior):
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
         if not self._checked and self.settings["batch_norm"] == "frozen":
-            _warn_of_blank_statistics(self.particles.template.network)
-        if shapes not in self._checked:
-            self._check_batch_axis(x)
-            self._checked.add(shapes)
-
-    def _check_batch_axis(self, x: Inputs) -> None:
-        """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows."""
-        if batches.size(x) == 0:
-            return
-        ones = self.mean.new_ones(3, self.latents)
-        shared, common = self.particles.shared_parameters(), self.particles.shared_buffers()
-        for rows in (2, 3):
-            some = _repeated_inputs(x, rows, first=1)
-            nodes = by_layer(self.sites, ones[:rows])
-
-            def run(member: Member, some: Inputs = some, nodes: Any = nodes) -> None:
-                with standing(member.network, nodes):
-                    batches.call(member.network, some)
-
+            warn_of_blank_statistics(self.particles.template.network)
+        if shapes not in self._checked and batches.size(x):
             with evaluation(self):
-                self.particles.call(run, shared, common)
+                check_layers(self.particles, self.sites, x, like=self.mean, again=bool(self._checked))
+            self._checked.add(shapes)
 
     # ------------------------------------------------------------------ state and files
 
@@ -271,28 +252,3 @@ class NodeBNN(Posterior):
         there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
         self.stored = None if not there else self.stored or self._blank()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _warn_of_blank_statistics(network: nn.Module) -> None:
-    """Says where frozen statistics are those a layer was built with: it would normalise nothing, for good."""
-    blank = [
-        name
-        for name, layer in statistics_layers(network).items()
-        if bool((layer.running_mean == 0).all()) and bool((layer.running_var == 1).all())  # type: ignore[union-attr]
-    ]
-    if blank:
-        log.warning(
-            'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
-            ", ".join(blank[:3]) + (", …" if len(blank) > 3 else ""),
-        )
-
-
-def _repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
-    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
-    size = batches.size(x)
-    return batches.apply(x, lambda t: _repeated(t[:first], times) if t.ndim and len(t) == size else t)
-
-
-def _repeated(tensor: Tensor, times: int) -> Tensor:
-    """(B · times, ...): each row so many times, in a row."""
-    return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)

@@ -43,30 +43,36 @@ class Kernel(NamedTuple):
 class Noded(Cut):
     """A layer that multiplies its nodes by the latents it is given; without any it is the plain one."""
 
-    added = ("nodes", "known_as", "stands")
+    added = ("nodes", "known_as", "stands", "seen", "rewritten")
     nodes: Nodes | Kernel | None
     known_as: str
     stands: str  # what the account says
+    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, while somebody watches
+    rewritten: bool = True  # whether others write into the outputs, as in-place activations do; so until looked at
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, x: Tensor, *args: Any, **keywords: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         nodes = self.nodes
         if nodes is None:
-            return super().forward(x, *args, **keywords)  # type: ignore[no-any-return]
+            return super().forward(input, *args, **keywords)  # type: ignore[no-any-return]
         if isinstance(nodes, Kernel):
-            return self._conv_forward(x, nodes.weight, nodes.bias)  # type: ignore[no-any-return, operator]
+            return self._conv_forward(input, nodes.weight, nodes.bias)  # type: ignore[no-any-return, operator]
         if foldable(self) and all(each is None or each.ndim == 1 for each in nodes):
             # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
-            return self._conv_forward(x, *folded_tensors(self, self.weight, self.bias, nodes))  # type: ignore[no-any-return, operator]
+            return self._conv_forward(input, *folded_tensors(self, self.weight, self.bias, nodes))  # type: ignore[no-any-return, operator]
         if nodes.before is not None:
-            x = scaled(x, self._across(nodes.before, x), alone=True)
-        outputs: Tensor = super().forward(x, *args, **keywords)
+            input = scaled(input, self._across(nodes.before, input), alone=True)
+        outputs: Tensor = super().forward(input, *args, **keywords)
         if nodes.bias is not None and self.bias is not None:
             outputs = outputs + self._across(self.bias * (nodes.bias - 1), outputs)
-        if nodes.behind is None:
-            return outputs
-        return scaled(outputs, self._across(nodes.behind, outputs), alone=False)
+        if nodes.behind is not None:
+            factors = self._across(nodes.behind, outputs)
+            # The short backward pass reads the product, which must then be there as it was.
+            outputs = outputs * factors if self.rewritten else scaled(outputs, factors, alone=False)
+        if self.seen is not None:
+            self.seen.append((outputs, _version(outputs)))
+        return outputs
 
     def _across(self, latents: Tensor, x: Tensor) -> Tensor:
         """Latents (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
@@ -180,6 +186,27 @@ def placed(layers: Sequence[nn.Module], nodes: Iterable[Nodes | Kernel]) -> Iter
     finally:
         for layer in layers:
             vars(layer)["nodes"] = None
+
+
+@contextmanager
+def watched(layers: Sequence[Noded]) -> Iterator[None]:
+    """Inside, the layers keep what they return to a batch with latents of its own, in `seen`, empty at first."""
+    for layer in layers:
+        vars(layer)["seen"] = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer)["seen"] = None
+
+
+def written_into(layer: Noded) -> bool:
+    """Whether somebody has written into what a watched layer returned."""
+    return any(_version(outputs) != version for outputs, version in layer.seen or ())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
 
 
 def foldable(layer: nn.Module) -> bool:

@@ -1,0 +1,85 @@
+"""What a NodeBNN looks at before it trains with batches of a new shape: how the network calls its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.particles import Member, Particles
+from dissensus.core.statistics import statistics_layers
+from dissensus.surgery.nodes import Noded, Nodes, Site, by_layer, standing, watched, written_into
+
+log = logging.getLogger("dissensus")
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def check_layers(particles: Particles, sites: Sequence[Site], x: Inputs, *, like: Tensor, again: bool) -> None:
+    """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows.
+
+    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing, and a
+    collapsed network would have them. `again`: batches of other shapes were looked at before.
+    """
+    ones = like.new_ones(3, sum(site.width for site in sites))
+    for rows in (2, 3):
+        some, nodes = repeated_inputs(x, rows, first=1), by_layer(sites, ones[:rows])
+
+        def run(
+            member: Member, some: Inputs = some, nodes: Mapping[str, Nodes] = nodes, last: bool = rows == 3
+        ) -> None:
+            layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), Noded)}
+            with watched(list(layers.values())), standing(member.network, nodes):
+                batches.call(member.network, some)
+                if last:
+                    _settle(member.network, layers, again=again)
+
+        particles.call(run, particles.shared_parameters(), particles.shared_buffers())
+
+
+def _settle(network: nn.Module, layers: Mapping[str, Noded], *, again: bool) -> None:
+    unmet = [name for name, layer in layers.items() if not layer.seen]
+    if len(unmet) == len(layers):
+        raise ValueError(
+            f"expected a network that calls its layers, got {type(network).__name__}, which calls none of those with latents "
+            "and at most reads their weights: latents would do nothing; call the layers, or name others with layers=[...]"
+        )
+    if unmet and not again:
+        log.warning(
+            "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, "
+            "leave them out with layers=[...]",
+            ", ".join(unmet[:3]) + (", …" if len(unmet) > 3 else ""),
+        )
+    # Dropout writes in training only, where nobody looks.
+    everywhere = any(isinstance(part, DROPOUTS) and part.inplace for part in network.modules())
+    for layer in layers.values():
+        if layer.seen:
+            layer.rewritten = everywhere or written_into(layer) or (again and layer.rewritten)
+
+
+def warn_of_blank_statistics(network: nn.Module) -> None:
+    """Says where frozen statistics are those a layer was built with: it would normalise nothing, for good."""
+    blank = [
+        name
+        for name, layer in statistics_layers(network).items()
+        if bool((layer.running_mean == 0).all()) and bool((layer.running_var == 1).all())  # type: ignore[union-attr]
+    ]
+    if blank:
+        log.warning(
+            'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
+            ", ".join(blank[:3]) + (", …" if len(blank) > 3 else ""),
+        )
+
+
+def repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
+    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
+    size = batches.size(x)
+    return batches.apply(x, lambda t: repeated(t[:first], times) if t.ndim and len(t) == size else t)
+
+
+def repeated(tensor: Tensor, times: int) -> Tensor:
+    """(B · times, ...): each row so many times, in a row."""
+    return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)

@@ -1,0 +1,108 @@
+"""NodeBNN: networks that write into what a layer returns, that do not call a layer, or call it by keyword."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dissensus as ds
+from dissensus.surgery.nodes import Noded
+
+
+def build(net, **keywords):
+    return ds.NodeBNN(net, **{"data_size": 100, "components": 2, "samples": 4, **keywords}).to(torch.float64)
+
+
+def batch():
+    torch.manual_seed(0)
+    return torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+class Net(nn.Module):
+    """A convolution, something done to what it returns, a linear layer."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.conv, self.head, self.after = nn.Conv2d(2, 3, 3), nn.Linear(12, 3), after
+
+    def forward(self, x):
+        return self.head(self.after(self.conv(x)).flatten(1))
+
+
+class Read(nn.Module):
+    """A network that reads the weights of one of its layers and does not call it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.first, self.head, self.calls = nn.Linear(32, 5), nn.Linear(5, 3), calls
+
+    def forward(self, x):
+        hidden = torch.tanh(F.linear(x.flatten(1), self.first.weight, self.first.bias))
+        return self.head(hidden) if self.calls else F.linear(hidden, self.head.weight, self.head.bias)
+
+
+def added(x):
+    x += 1.0
+    return torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("mode", ["in", "out", "both"])
+@pytest.mark.parametrize(
+    ("after", "plain"),
+    [
+        (nn.ReLU(inplace=True), nn.ReLU()),
+        (nn.SiLU(inplace=True), nn.SiLU()),
+        (added, lambda x: torch.sigmoid(x + 1.0)),
+        (nn.Dropout(1e-12, inplace=True), nn.Identity()),
+    ],
+)
+def test_what_a_layer_returns_may_be_written_into(after, plain, mode):
+    (x, y), found = batch(), []
+    for each in (after, plain):
+        torch.manual_seed(1)
+        posterior = build(Net(each), mode=mode).train()
+        torch.manual_seed(2)
+        posterior.backward(x, y)
+        found.append({name: p.grad for name, p in posterior.named_parameters()})
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_outputs_that_nobody_writes_into_have_the_short_backward_pass():
+    x, y = batch()
+    posterior = build(Net(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True))))
+    posterior.backward(x, y)
+    layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, Noded)]
+    assert [layer.rewritten for layer in layers] == [False, False]
+    assert [layer.seen for layer in layers] == [None, None]
+    posterior = build(Net(nn.ReLU(inplace=True)))
+    posterior.backward(x, y)
+    network = posterior.particles.template.network
+    assert (network.conv.rewritten, network.head.rewritten) == (True, False)
+
+
+def test_a_layer_that_is_not_called_is_named(caplog):
+    x, y = batch()
+    with caplog.at_level(logging.WARNING, logger="dissensus"):
+        posterior = build(Read(calls=True))
+        for _ in range(2):
+            posterior.backward(x, y)
+    assert [each.message.partition(",")[0] for each in caplog.records] == ["latents do nothing in first"]
+
+
+def test_a_network_that_calls_no_layer_is_an_error():
+    with pytest.raises(ValueError, match="expected a network that calls its layers, got Read, which calls none"):
+        build(Read(calls=False)).backward(*batch())
+
+
+def test_layers_may_be_called_by_keyword():
+    class Named(Net):
+        def forward(self, x):
+            return self.head(input=self.conv(input=x).flatten(1))
+
+    posterior = build(Named(nn.Identity()))
+    x, y = batch()
+    posterior.backward(x, y)
+    functions = posterior.draw()
+    torch.testing.assert_close(functions(x)[0], functions.member(0)(x))
