@@ -170,6 +170,21 @@ def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
     assert plain(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
+def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_too():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    cut_encoder, _ = converted(encoder, tripled)
+    slow = cut_encoder(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        fast = cut_encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(fast, slow)
+        again = folded(cut_encoder)(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(again[~padding], slow.detach()[~padding])
+    assert vars(cut_encoder).keys() == vars(encoder).keys()
+    assert cut_encoder.use_nested_tensor
+
+
 def test_cut_layers_are_copied_and_pickled():
     cut_network, _ = converted(nn.Sequential(nn.Linear(2, 3), Marked(3, 1)), tripled)
     x = torch.randn(4, 2)

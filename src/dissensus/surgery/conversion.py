@@ -26,6 +26,7 @@ TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
 EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+NESTED = "use_nested_tensor_of_torch"
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
 
 OWN = ("forward", "_conv_forward")  # what a layer computes; cut convolutions call the latter with kernels of their own
@@ -180,6 +181,10 @@ def _fast_paths(network: nn.Module, *, off: bool) -> None:
             relu = part.activation is F.relu or isinstance(part.activation, nn.ReLU)
             gelu = part.activation is F.gelu or isinstance(part.activation, nn.GELU)
             part.activation_relu_or_gelu = 0 if off else 1 if relu else 2 if gelu else 0
+        elif isinstance(part, nn.TransformerEncoder):  # for the fast path of its layers it takes the padding out
+            kept = vars(part).pop(NESTED, part.use_nested_tensor)
+            part.use_nested_tensor = not off and kept
+            vars(part).update({NESTED: kept} if off else {})
 
 
 _made: dict[tuple[type[Cut], type[nn.Module]], type[nn.Module]] = {}
