@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
 from dissensus.surgery.nodes import Noded
@@ -106,3 +107,15 @@ def test_layers_may_be_called_by_keyword():
     posterior.backward(x, y)
     functions = posterior.draw()
     torch.testing.assert_close(functions(x)[0], functions.member(0)(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["in", "out"])
+def test_a_layer_run_again_in_the_backward_pass_without_its_latents_is_an_error(mode, reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=reentrant)
+
+    posterior = build(Checkpointed(nn.Tanh()), mode=mode).train()
+    with pytest.raises(ValueError, match="expected a layer that runs in the forward pass alone, got 'conv' run again"):
+        posterior.loss(*batch()).backward()

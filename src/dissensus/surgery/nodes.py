@@ -55,6 +55,7 @@ class Noded(Cut):
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         nodes = self.nodes
         if nodes is None:
+            _check_not_again(self)
             return super().forward(input, *args, **keywords)  # type: ignore[no-any-return]
         if isinstance(nodes, Kernel):
             return self._conv_forward(input, nodes.weight, nodes.bias)  # type: ignore[no-any-return, operator]
@@ -203,6 +204,15 @@ def watched(layers: Sequence[Noded]) -> Iterator[None]:
 def written_into(layer: Noded) -> bool:
     """Whether somebody has written into what a watched layer returned."""
     return any(_version(outputs) != version for outputs, version in layer.seen or ())
+
+
+def _check_not_again(layer: Noded) -> None:
+    """Raises inside a backward pass: activation checkpointing runs a layer again there, where its latents are gone."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            f"expected a layer that runs in the forward pass alone, got {layer.known_as!r} run again in the backward pass, "
+            "without its latents; leave activation checkpointing out, or leave this layer out with layers=[...]"
+        )
 
 
 def _version(tensor: Tensor) -> int:
