@@ -65,6 +65,25 @@ def test_means_start_around_1_and_deviations_around_init_std():
     assert float(narrow.mean()) == pytest.approx(0.1, abs=4 * 0.02 / 16000**0.5)
 
 
+@pytest.mark.parametrize("init_std", [1e-2, 1e-3, 1e-6])
+def test_deviations_start_around_an_init_std_that_is_small_too(init_std):
+    torch.manual_seed(0)
+    posterior = ds.NodeBNN(nn.Linear(4000, 2), data_size=9, mode="in", init_std=init_std)
+    assert float(posterior.std.detach().mean()) == pytest.approx(init_std, rel=0.02)
+
+
+@pytest.mark.parametrize("divergence", ["mixture", "surrogate"])
+def test_the_kl_of_many_latents_in_bfloat16_is_added_up_in_float32(divergence):
+    torch.manual_seed(0)
+    network = nn.Linear(8000, 2, dtype=torch.bfloat16)
+    posterior = ds.NodeBNN(network, data_size=9, mode="in", init_std=0.2, divergence=divergence).requires_grad_(False)
+    mean, std = posterior.mean.double(), posterior.std.double()
+    exact = posterior.complexity.kl(mean, std)
+    assert float(posterior.kl()) == pytest.approx(float(exact), rel=1e-4)
+    assert float(posterior.complexity(posterior.mean, posterior.std)) == pytest.approx(float(exact), rel=1e-4)
+    assert float(posterior.entropy()) == pytest.approx(float(posterior.complexity.entropy(mean, std)), rel=1e-4)
+
+
 NETS = {
     "MLP": (lambda: ds.nets.MLP(5, 3), (5,)),
     "ConvNet": (lambda: ds.nets.ConvNet(1, 3, size=8, width=4, hidden=8), (1, 8, 8)),

@@ -49,8 +49,8 @@ def _settle(network: nn.Module, layers: Mapping[str, Noded], *, again: bool) -> 
         )
     if unmet and not again:
         log.warning(
-            "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, "
-            "leave them out with layers=[...]",
+            "latents do nothing in %s, which a batch does not pass in eval mode, but are in the weights of member() and "
+            "collapse(); if the forward reads the weights alone, leave these layers out with layers=[...]",
             ", ".join(unmet[:3]) + (", …" if len(unmet) > 3 else ""),
         )
     # Dropout writes in training only, where nobody looks.

@@ -24,6 +24,7 @@ class Complexity:
 
     def __call__(self, mean: Tensor, std: Tensor) -> Tensor:
         """() in nats."""
+        mean, std = _wide(mean), _wide(std)
         if self.divergence == "surrogate":
             kl = surrogate_kl(mean, std, self.prior_std)
             return kl if self.gamma == 0 else kl - self.gamma * self.entropy(mean, std)
@@ -32,6 +33,7 @@ class Complexity:
 
     def kl(self, mean: Tensor, std: Tensor) -> Tensor:
         """() H[q, p] − Ĥ[q], or iBNN's surrogate."""
+        mean, std = _wide(mean), _wide(std)
         if self.divergence == "surrogate":
             return surrogate_kl(mean, std, self.prior_std)
         return cross_entropy(mean, std, self.prior_std) - self.entropy(mean, std)
@@ -39,13 +41,18 @@ class Complexity:
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
         widths = None if self.bound == "joint" else self.widths
-        return entropy_bound(mean, std, widths=widths, factor=RELEASED if self.bound == "released" else EXACT)
+        return entropy_bound(
+            _wide(mean), _wide(std), widths=widths, factor=RELEASED if self.bound == "released" else EXACT
+        )
 
 
 def started(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:
-    """μ ~ N(1, spread²) and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std"."""
+    """μ ~ N(1, spread²) and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
+
+    Below std = 0.05, the smallest of the papers', 0.02 would be wider than what was asked for: there it is 0.4 std.
+    """
     mean = 1 + spread * torch.randn(components, latents, dtype=like.dtype, device=like.device)
-    deviation = (std + 0.02 * torch.randn_like(mean)).abs().clamp(min=1e-4)
+    deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
     tree = TensorTree()
     tree.plant("mean", nn.Parameter(mean))
     tree.plant("raw_std", nn.Parameter(raw_std(deviation)))
@@ -75,3 +82,8 @@ def kept(latents: Tensor) -> TensorTree:
     tree = TensorTree()
     tree.plant("own.latents", latents)
     return tree
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor with at least 24 bits: sums over thousands of latents, whose differences count, need them."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
