@@ -489,7 +489,7 @@ def test_bad_settings_are_clear_errors(keywords, message):
 
 
 def test_other_bad_input_is_a_clear_error():
-    with pytest.raises(TypeError, match="data_size"):
+    with pytest.raises(ValueError, match=r"expected data_size, got none; pass data_size=len\(training_set\)"):
         ds.NodeBNN(tiny.mlp())
     with pytest.raises(ValueError, match="expected a network with a linear or convolutional layer, got Sequential"):
         ds.NodeBNN(nn.Sequential(nn.BatchNorm1d(3)), data_size=9)

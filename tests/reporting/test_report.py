@@ -108,6 +108,19 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     assert used <= set(found.ids)
 
 
+def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_axis(tmp_path):
+    free, paid = classification(0), classification(1)
+
+    def text(first, second):
+        free.metrics["cost/train_seconds"], paid.metrics["cost/train_seconds"] = first, second
+        report({"as it came": free, "trained": paid}, tmp_path / "r.html")
+        return " ".join(checked((tmp_path / "r.html").read_text()).text)
+
+    assert "Not shown, since they took no training: as it came." in text(0.0, 3.0)
+    assert "Not shown, since they took no training: as it came, trained." in text(0.0, 0.0)
+    assert "Not shown" not in text(2.0, 3.0)
+
+
 def test_the_page_has_all_its_parts(page):
     found = checked((page / "report.html").read_text())
     text = " ".join(found.text)

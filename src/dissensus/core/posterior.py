@@ -33,6 +33,7 @@ class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
+    needed: ClassVar[tuple[str, ...]] = ()  # keywords that are None by default and must be given all the same
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
 
     temperature: Tensor

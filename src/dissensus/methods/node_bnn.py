@@ -52,6 +52,7 @@ class NodeBNN(Posterior):
     """
 
     name = "node_bnn"
+    needed = ("data_size",)
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     deterministic = False
     stored: TensorTree | None
@@ -60,7 +61,7 @@ class NodeBNN(Posterior):
         self,
         module: nn.Module,
         *,
-        data_size: int,
+        data_size: int | None = None,
         components: int = 4,
         mode: Mode = "out",
         prior_std: float = 0.3,

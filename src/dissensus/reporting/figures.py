@@ -151,7 +151,7 @@ def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
 def _cost(results: Results, draws: Draws, palette: dict[str, str]) -> Made | None:
     classes = results.kind != "regression"
     key, quality = ("accuracy", "Accuracy") if classes else ("nll", "NLL (nats)")
-    figures = []
+    figures, unseen = [], []
     costs = (("cost/train_seconds", "training (seconds)"), ("cost/predict_ms", "prediction (ms per input)"))
     for cost, label in costs:
         points = {}
@@ -160,11 +160,15 @@ def _cost(results: Results, draws: Draws, palette: dict[str, str]) -> Made | Non
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
                 points[name] = (_mean([e.metrics[cost] for e in several]), draws[key][name].estimate, ends)
+        free = [name for name, point in points.items() if point[0] <= 0]  # a logarithmic axis has no place for them
+        points = {name: point for name, point in points.items() if name not in free}
+        if free:
+            unseen.append(f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(free)}.")
         if points:
             figure = plots.cost_scatter(points, cost=label, quality=quality, percent=classes, palette=palette)
             figures.append((f"{quality} against {label}", figure))
     text = "Up is better, left is cheaper." if classes else "Down is better, left is cheaper."
-    return "What does it cost?", f"{text} Bars are 95 % intervals.", figures
+    return "What does it cost?", " ".join([text, "Bars are 95 % intervals.", *unseen]), figures
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Po
 
 def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
     """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
-    for name, parameter in list(inspect.signature(METHODS[base_name(config.method)]).parameters.items())[1:]:
-        if parameter.default is inspect.Parameter.empty and name not in (*config.settings, *filled_in):
+    for name in required(METHODS[base_name(config.method)]):
+        if name not in (*config.settings, *filled_in):
             raise ValueError(
                 f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
                 f"in the task, or pass --set method.{config.method}.{name}=…"
@@ -83,6 +83,12 @@ def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",
         )
 
 
+def required(method: type[Posterior]) -> list[str]:
+    """Keywords that a method cannot do without."""
+    parameters = list(inspect.signature(method).parameters.items())[1:]
+    return [*(name for name, each in parameters if each.default is inspect.Parameter.empty), *method.needed]
+
+
 def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
@@ -90,9 +96,8 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     settings = resolved(config.settings, parameters, inputs=inputs, network=network, data_size=len(data.train.y))
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
-    size = parameters.get("data_size")
     asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
-    if size is not None and (size.default is inspect.Parameter.empty or asked):
+    if "data_size" in required(METHODS[base_name(config.method)]) or ("data_size" in parameters and asked):
         settings.setdefault("data_size", len(data.train.y))
     return settings
 

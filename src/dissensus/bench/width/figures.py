@@ -78,8 +78,9 @@ def transition_figure(rows: Sequence[WidthRow]) -> Figure:
             if name != "effective":
                 axes.set_ylabel("accuracy")
                 axes.yaxis.set_major_formatter(PERCENT)
-        figure.axes[0].legend(loc="best", title=f"{len(lost)} diverged" if lost else None)
-        figure.subplots_adjust(left=0.075, right=0.985, top=0.9, bottom=0.15, wspace=0.26)
+        said = f"{len(lost)} diverged" if lost else None
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, title=said)
+        figure.subplots_adjust(left=0.075, right=0.985, top=0.9, bottom=0.27, wspace=0.26)
     return figure
 
 
