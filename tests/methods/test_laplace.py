@@ -344,6 +344,39 @@ def test_something_done_to_the_outputs_is_seen_in_any_batch():
         Laplace(network).fit_posthoc([(x + 1, y), (x - 1, y)])  # the first batch passes a ReLU unchanged
 
 
+class Ending(nn.Module):
+    """A last layer, called in one way or another, and something done afterwards."""
+
+    def __init__(self, ending):
+        super().__init__()
+        self.first, self.head, self.ending = nn.Linear(4, 5), nn.Linear(5, 3), ending
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        outputs = self.head(input=hidden) if self.ending == "keyword" else self.head(hidden)
+        if self.ending == "outputs":
+            outputs /= 4
+        if self.ending == "features":
+            hidden.zero_()
+        return outputs
+
+
+def ending(kind):
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
+    return Laplace(Ending(kind).double(), prior_precision=1.0).fit_posthoc([(x, y)]).variance
+
+
+def test_something_done_to_the_outputs_in_place_is_seen():
+    with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head'"):
+        ending("outputs")
+
+
+@pytest.mark.parametrize("kind", ["features", "keyword"])
+def test_features_may_be_written_into_afterwards_and_passed_by_keyword(kind):
+    torch.testing.assert_close(ending(kind), ending("plain"))
+
+
 def test_outputs_that_are_not_finite_are_an_error():
     network = tiny.mlp().double()
     network[3].weight.data.fill_(1e308)

@@ -97,9 +97,14 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
 
 @contextmanager
 def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside, (features, outputs) of every call of the layer are appended to the list."""
+    """Inside, (features, outputs) of every call of the layer are appended to the list, as they are there."""
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = last.layer.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor], outputs: Tensor) -> None:
+        features = [*args, *keywords.values()][0]
+        seen.append((features.clone(), outputs.clone()))  # the network may write into both afterwards
+
+    handle = last.layer.register_forward_hook(keep, with_kwargs=True)
     try:
         yield seen
     finally:
