@@ -850,3 +850,14 @@ def test_bad_layers_and_heads_are_clear_errors():
     for keywords in ({"projection": 0}, {"prior": "laplace"}, {"prior_scale": 0}, {"order": "x"}, {"bandwidth": "x"}):
         with pytest.raises(ValueError, match="expected"):
             FeatureRDE(nets, layer="1", head="2", **keywords)
+
+
+def test_features_are_those_of_the_layer_though_an_activation_works_in_place():
+    (x, y), found = tiny.points(), []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace), nn.Linear(6, 3)).double() for _ in range(3)]
+        posterior = FeatureRDE(nets, layer="0", head="2")
+        posterior.backward(x, y)
+        found.append({name: p.grad for name, p in posterior.named_parameters()})
+    torch.testing.assert_close(found[0], found[1])

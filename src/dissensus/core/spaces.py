@@ -113,7 +113,7 @@ def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[l
                 f"expected a layer '{layer}' that returns one tensor, got {type(output).__name__}; name another layer"
             )
         seen.append(output if shift is None else output + shift)
-        return seen[-1]
+        return seen[-1].clone()  # an activation that works in place changes the copy
 
     handle = network.get_submodule(layer).register_forward_hook(hook)
     try:
