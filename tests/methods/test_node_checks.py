@@ -119,3 +119,27 @@ def test_a_layer_run_again_in_the_backward_pass_without_its_latents_is_an_error(
     posterior = build(Checkpointed(nn.Tanh()), mode=mode).train()
     with pytest.raises(ValueError, match="expected a layer that runs in the forward pass alone, got 'conv' run again"):
         posterior.loss(*batch()).backward()
+
+
+def test_a_stored_draw_that_training_went_past_is_said_until_it_is_refreshed(caplog, tmp_path):
+    x, y = batch()
+    posterior = build(Net(nn.Tanh()))
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    ds.save(posterior, tmp_path / "saved")
+    read = ds.load(tmp_path / "saved", Net(nn.Tanh()).double())
+    for each in (posterior, read):
+        caplog.clear()
+        each.predict(x)
+        assert not caplog.records
+        optimizer = torch.optim.SGD(each.parameter_groups(0.1))
+        optimizer.zero_grad()
+        each.backward(x, y)
+        each.predict(x)
+        assert not caplog.records
+        optimizer.step()
+        each.predict(x)
+        assert "call ds.refresh(posterior, loader)" in caplog.text
+        caplog.clear()
+        ds.refresh(each, [(x, y)])
+        each.to(torch.float32).predict(x.float())
+        assert not caplog.records

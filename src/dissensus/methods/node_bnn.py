@@ -16,7 +16,13 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.node_checks import check_layers, repeated, repeated_inputs, warn_of_blank_statistics
+from dissensus.methods.node_checks import (
+    check_layers,
+    repeated,
+    repeated_inputs,
+    warn_of_blank_statistics,
+    warn_of_old_draw,
+)
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
@@ -56,6 +62,7 @@ class NodeBNN(Posterior):
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     deterministic = False
     stored: TensorTree | None
+    stored_at: Tensor | None
 
     def __init__(
         self,
@@ -113,6 +120,8 @@ class NodeBNN(Posterior):
         self.samples = -(-samples // components) * components
         self.annealing = annealing_or_constant(annealing)
         self.stored = None
+        # μ when the draw was stored, or when training went on after it was read from a file
+        self.register_buffer("stored_at", None, persistent=False)
         self._checked: set[tuple[torch.Size, ...]] = set()
         if batch_norm == "frozen":
             freeze_norms(particles.template)
@@ -182,6 +191,8 @@ class NodeBNN(Posterior):
 
     def draw(self) -> DrawnFunctions:
         stored = self.stored
+        if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
+            warn_of_old_draw()
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return NodeFunctions.fixed(self.particles, self.sites, latents)
 
@@ -191,7 +202,7 @@ class NodeBNN(Posterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
-        self.stored = kept(self._sample())
+        self.stored, self.stored_at = kept(self._sample()), self.mean.detach().clone()
 
     @torch.no_grad()
     def _sample(self) -> Tensor:
@@ -209,6 +220,8 @@ class NodeBNN(Posterior):
         return collapsed(self.particles, self.sites, self.mean[component])
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        if self.stored is not None and self.stored_at is None:
+            self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
         if not self._checked and self.settings["batch_norm"] == "frozen":
             warn_of_blank_statistics(self.particles.template.network)
@@ -251,5 +264,5 @@ class NodeBNN(Posterior):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """A state with a stored draw brings it along, one without takes it away."""
         there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
-        self.stored = None if not there else self.stored or self._blank()
+        self.stored, self.stored_at = None if not there else self.stored or self._blank(), None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -74,6 +74,13 @@ def warn_of_blank_statistics(network: nn.Module) -> None:
         )
 
 
+def warn_of_old_draw() -> None:
+    log.warning(
+        "the draw that is stored has latents from before the last steps and would run with the weights of now; call "
+        "ds.refresh(posterior, loader) after training on"
+    )
+
+
 def repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
     """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
     size = batches.size(x)
