@@ -21,7 +21,10 @@ class FrozenNorm(Cut):
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
         plain = self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if plain or not input.is_cuda or layer.weight is None or layer.running_mean is None:
+        if plain or not input.is_cuda or any(each is None for each in _tensors(layer)):
+            return super().forward(input)  # type: ignore[no-any-return]
+        layer._check_input_dim(input)
+        if input.shape[1] != len(layer.weight):  # torch says what is wrong, where a kernel would read past the end
             return super().forward(input)  # type: ignore[no-any-return]
         at = kernels.layout(input)
         if at is None or kernels.in_transform(*_tensors(layer)):
