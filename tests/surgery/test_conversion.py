@@ -244,3 +244,11 @@ def test_a_convolution_that_computes_something_else_of_its_kernel_is_left():
     _, account = converted(network, tripled)
     assert (list(account.converted), list(account.left)) == (["2"], ["0"])
     assert "forward of its own" in account.left["0"]
+
+
+def test_a_layer_whose_bias_is_computed_is_left():
+    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    nn.utils.parametrize.register_parametrization(network[0], "bias", nn.Softplus())
+    _, account = converted(network, tripled)
+    assert list(account.converted) == ["1"]
+    assert account.left["0"] == "its bias is computed from others (a parametrization)"

@@ -163,6 +163,8 @@ def _reasons(network: nn.Module) -> dict[str, str]:
                 found[name] = f"{type(part).__name__} has a forward of its own"
             elif not isinstance(part._parameters.get("weight"), Tensor):
                 found[name] = "its weight is computed from others (a parametrization or weight norm)"
+            elif part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
+                found[name] = "its bias is computed from others (a parametrization)"
         elif held and isinstance(part, EMBEDDINGS):
             found[name] = "an embedding: a lookup, no product"
         elif held and isinstance(part, READERS):
