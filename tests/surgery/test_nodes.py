@@ -1,12 +1,15 @@
 """Latents on nodes: a layer with them, the same folded into its weights, and what happens where an axis is not the batch."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+import dissensus.surgery
 from dissensus.nets import NTKLinear
+from dissensus.surgery import channel_kernels as kernels
 from dissensus.surgery.conversion import folded
 from dissensus.surgery.nodes import Nodes, by_layer, folded_tensors, standing, with_nodes
 from dissensus.surgery.scaling import scaled
@@ -151,3 +154,19 @@ def test_a_gradient_that_others_hold_is_not_written_over():
     s = torch.full((3, 4), 2.0, dtype=torch.float64)
     (scaled(x, s, alone=False) + x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+
+
+def test_where_kernels_cannot_be_built_the_log_says_so_and_torch_computes(caplog, monkeypatch):
+    caplog.set_level("INFO", "dissensus")
+    kernels.find_triton.cache_clear()
+    monkeypatch.setitem(sys.modules, "dissensus.surgery.channel_programs", None)  # as where there is no triton
+    monkeypatch.delattr(dissensus.surgery, "channel_programs", raising=False)
+    try:
+        assert kernels.find_triton() is None
+        assert kernels.find_triton() is None
+    finally:
+        kernels.find_triton.cache_clear()
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "latents and frozen batch norm run without kernels of their own"
+    ]
+    assert kernels.layout(torch.ones(200, 3, 4)) is None  # no GPU's tensor

@@ -7,11 +7,16 @@ beside every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/fr
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from dissensus.core.running import first_line
+
+log = logging.getLogger("dissensus")
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEWEST = 128  # programs, below which a GPU would be idle for the most part
@@ -29,9 +34,9 @@ class Layout(NamedTuple):
 
 def layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     """How x (N, C, ...), or (N, ..., C) where `channels_last`, lies in memory; None where kernels cannot run on it."""
-    if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or find_triton() is None or x.numel() == 0:
+    if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or in_transform(x):
         return None
-    if in_transform(x):
+    if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
         return None
     if channels_last:
         found = Layout(len(x), x.shape[-1], x[0, ..., 0].numel(), True) if x.is_contiguous() else None
@@ -58,12 +63,22 @@ def like(g: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def find_triton() -> Any:
-    """The kernels, None where there is no triton, or a folder of that name alone."""
+    """The kernels; None where there is no triton, or it cannot build them: for want of a C compiler, on an old GPU."""
     try:
         from dissensus.surgery import channel_programs
-    except (ImportError, AttributeError):
+
+        tried = torch.ones(64, device="cuda")  # one example of two channels and 32 places
+        channel_programs.times_outer[(2,)](tried, tried, torch.empty_like(tried), 32, 2, 3, BLOCK=32)
+    except Exception as error:  # whatever a compiler may say
+        log.info("latents and frozen batch norm run without kernels of their own (%s)", first_line(error))
         return None
     return channel_programs
+
+
+@cache
+def takes_bfloat16(device: torch.device) -> bool:
+    """Whether the GPU computes with bfloat16 itself."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def times(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
