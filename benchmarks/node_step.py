@@ -127,6 +127,7 @@ def step(
     posterior = posterior.to(device).train()
     optimizer = torch.optim.SGD(posterior.parameter_groups(lr=1e-3), momentum=0.9)
     posterior.begin(steps, 1)
+    posterior.before_step(x, y, None)
     run, _ = build_step(engine, posterior, optimizer, (x, y, None), steps=steps)
     return lambda: run(x, y, None)
 
