@@ -19,9 +19,9 @@ from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, converted
-from dissensus.surgery.modulated import Modulated, modulated
+from dissensus.surgery.modulated import Modulated, modulated, watch_reads
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order, calls
+from dissensus.surgery.order import ends, follow
 
 
 class BatchEnsemble(EmbeddedPosterior):
@@ -120,14 +120,12 @@ def modulated_network(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    order, met = call_order(network, found), calls(network, list(found))
+    followed = follow(network, list(found))
+    first, last = ends(list(found), followed)
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulated(layer, inputs=wen or name != order[0], outputs=wen or name != order[-1], trained=True)
-        unseen = (
-            "" if met is None or name in met else "; not met where the forward was followed: is only its weight read?"
-        )
-        account.converted[name] = f"{cut_layer.done()}{unseen}"
+        cut_layer = modulated(layer, inputs=wen or name != first, outputs=wen or name != last, trained=True)
+        account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
     return network, account
 
 
@@ -146,7 +144,7 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         for name, part in network.named_modules()
         if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
     ]
-    last = call_order(network, names)[-1]
+    last = ends(names, follow(network, names))[1]
     bias = network.get_submodule(last).bias
     if isinstance(bias, Tensor):
         account.converted[last] = "; ".join([each for each in (account.converted.get(last),) if each] + ["own bias"])

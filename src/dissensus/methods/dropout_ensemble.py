@@ -10,9 +10,9 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.conversion import converted
-from dissensus.surgery.modulated import features, modulated
+from dissensus.surgery.modulated import features, modulated, watch_reads
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order
+from dissensus.surgery.order import call_order, follow
 
 
 class DropoutEnsemble(EmbeddedPosterior):
@@ -50,6 +50,7 @@ class DropoutEnsemble(EmbeddedPosterior):
             return layer
 
         network, account = converted(module, remember)
+        followed = follow(network, list(found))
         first, *rest = call_order(network, found)
         if not rest:
             raise ValueError(
@@ -65,7 +66,8 @@ class DropoutEnsemble(EmbeddedPosterior):
             weight: Tensor = layer.weight
             size = features(layer)[0]
             masks[f"{name}.r"] = law.sample((members, size), dtype=weight.dtype, device=weight.device)
-            account.converted[name] = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
+            what = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
+            account.converted[name] = f"{what}{watch_reads(name, layer, followed)}"
         buffers = dict(network.named_buffers())
         own = {id(buffers[name]) for name in statistics_names(network)}
         particles = embed(network, masks, own, likelihood or Classification(), members)

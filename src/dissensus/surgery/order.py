@@ -11,9 +11,17 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+
+
+class Followed(NamedTuple):
+    """What a forward pass on symbols did with some layers."""
+
+    calls: list[str]  # in turn; a layer that is called twice is there twice
+    read: set[str]  # those whose weight or bias was used past the layer's own forward
 
 
 def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -24,19 +32,32 @@ def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
-    """Those of these layers that a forward pass calls, in the order of their first call; None where there is no telling.
+    """Those of these layers that a forward pass calls, in the order of their first call; None where there is no telling."""
+    followed = follow(network, wanted)
+    return None if followed is None else list(dict.fromkeys(followed.calls))
+
+
+def ends(names: Sequence[str], followed: Followed | None) -> tuple[str, str]:
+    """(the layer called first, the one called last); by the names as given where none was met. Layers never met are neither."""
+    met = followed.calls if followed is not None and followed.calls else names
+    return met[0], met[-1]
+
+
+def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
+    """What a forward pass does with these layers; None where there is no telling.
 
     Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
     """
     if "" in wanted:  # the network is itself the layer
-        return [""]
-    met: dict[str, None] = {}
+        return Followed([""], set())
+    met: list[str] = []
+    asked: dict[str, list[Tensor]] = {}
     tracer = fx.Tracer()
-    tracer.graph = fx.Graph(tracer_cls=fx.Tracer)
+    tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
     def step(name: str, inside: list[str]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            met.update(dict.fromkeys(each for each in wanted if each == name or each in inside))
+            met.extend(each for each in wanted if each == name or each in inside)
             first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
             if first is None:
                 raise TypeError("no symbol")
@@ -52,9 +73,35 @@ def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
             if name and (leaf or name in wanted):
                 vars(part)["forward"] = step(name, [f"{name}.{each}" for each, _ in part.named_modules() if each])
+            if name in wanted:
+                part.__class__ = _watched(type(part), asked.setdefault(name, []))
         needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
-        network(*[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]])
+        with torch.enable_grad():
+            network(*[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]])
     except Exception:  # whatever a forward says to symbols
         return None
-    return list(met)
+    return Followed(met, _used(asked, tracer))
+
+
+def _watched(kind: type[nn.Module], asked: list[Tensor]) -> type[nn.Module]:
+    """The class, whose instances note which of their weights and biases are asked for."""
+
+    def noting(self: nn.Module, name: str) -> Any:
+        found = kind.__getattr__(self, name)
+        if name in ("weight", "bias") and isinstance(found, Tensor):
+            asked.append(found)
+        return found
+
+    return type(kind.__name__, (kind,), {"__getattr__": noting})
+
+
+def _used(asked: dict[str, list[Tensor]], tracer: fx.Tracer) -> set[str]:
+    """Layers with a tensor that was asked for and met a symbol, itself or what was computed of it; not for its dtype alone."""
+    parameters = dict(tracer.root.named_parameters())
+    got = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+    met = {id(parameter) for name, parameter in parameters.items() if name in got}
+    computed = any(isinstance(each, Tensor) and each.grad_fn is not None for each in tracer.tensor_attrs)
+    return {
+        name for name, several in asked.items() if any(id(t) in met or (computed and t.requires_grad) for t in several)
+    }
