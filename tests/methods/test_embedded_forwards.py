@@ -70,6 +70,29 @@ class Again(nn.Module):
         return self.ends(torch.tanh(self.middle(torch.tanh(self.ends(x)))))
 
 
+class Heads(nn.Module):
+    """Two heads side by side, and a third whose outputs are dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.mean, self.variance, self.aside = (nn.Linear(4, n) for n in (4, 1, 2, 2))
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        found = torch.cat([self.mean(hidden), F.softplus(self.variance(hidden))], 1)
+        self.aside(hidden)
+        return found
+
+
+class Residual(Chain):
+    """Every layer reaches the outputs, the last one alone goes nowhere else."""
+
+    def forward(self, x):
+        hidden = self.a(x)
+        hidden = hidden + self.b(torch.tanh(hidden))
+        return hidden[:, :3] + self.c(torch.tanh(hidden))
+
+
 def embedded(net, kind=ds.BatchEnsemble, **keywords):
     torch.manual_seed(0)
     keywords |= {"modulation": AROUND} if kind is ds.BatchEnsemble else {"keep": 0.5}
@@ -77,7 +100,7 @@ def embedded(net, kind=ds.BatchEnsemble, **keywords):
 
 
 @pytest.mark.parametrize("kind", [ds.BatchEnsemble, ds.DropoutEnsemble])
-@pytest.mark.parametrize("net", [Past, Normalised, Both, Dtype, Unused, Again])
+@pytest.mark.parametrize("net", [Past, Normalised, Both, Dtype, Unused, Again, Heads, Residual])
 def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, kind):
     posterior, (x, _) = embedded(net, kind), tiny.points()
     outputs = posterior(x)
@@ -96,13 +119,23 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     assert not any(isinstance(part, Cut) for part in posterior.given().modules())
 
 
-@pytest.mark.parametrize(("net", "last"), [(Past, "c"), (Unused, "c"), (Again, "ends")])
-def test_the_output_bias_that_is_own_and_the_s_that_the_talk_lacks_are_those_of_the_last_call(net, last):
+@pytest.mark.parametrize(
+    ("net", "last", "others"),
+    [
+        (Past, "c", "ab"),
+        (Unused, "c", ["a", "b", "spare"]),
+        (Again, "ends", ["middle"]),
+        (Residual, "c", "ab"),
+        (Heads, ("mean", "variance"), ["body", "aside"]),
+    ],
+)
+def test_biases_that_are_own_and_the_s_that_the_talk_lacks_are_those_of_output_layers(net, last, others):
     posterior = embedded(net, form="talk")
     own = posterior.particles.own_parameters()
-    assert [name for name in own if name.endswith(".bias")] == [f"network.{last}.bias"]
-    assert f"{last}.s" not in posterior.modulations
-    assert "b.s" in posterior.modulations or "middle.s" in posterior.modulations
+    assert {name for name in own if name.endswith(".bias")} == {
+        f"network.{each}.bias" for each in ([last] if isinstance(last, str) else last)
+    }
+    assert {name for name in posterior.modulations if name.endswith(".s")} == {f"{each}.s" for each in others}
 
 
 def test_a_layer_that_is_not_called_is_no_link_of_the_wide_limits_chain():
@@ -114,6 +147,26 @@ def test_a_layer_that_is_not_called_is_no_link_of_the_wide_limits_chain():
         return theory.regime(posterior).correlation
 
     assert correlation(Unused) == pytest.approx(correlation(Dtype), abs=1e-12)
+
+
+def test_heads_side_by_side_are_one_link_of_the_wide_limits_chain():
+    class Several(Chain):
+        def forward(self, x):
+            hidden = torch.relu(self.a(x))
+            return self.b(hidden)[:, :3] + self.c(hidden)
+
+    class One(Chain):
+        def forward(self, x):
+            return self.c(torch.relu(self.a(x)))
+
+    found = []
+    for net in (Several, One):
+        posterior = embedded(net)
+        for i, name in enumerate(("a.r", "a.s", "c.r", "c.s")):
+            factor = posterior.modulations[name]
+            factor.data = AROUND.sample(factor.shape, torch.Generator().manual_seed(i), dtype=torch.float64)
+        found.append(theory.regime(posterior).correlation)
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
 class Standardised(nn.Conv2d):

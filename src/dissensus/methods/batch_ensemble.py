@@ -121,10 +121,10 @@ def modulated_network(
 
     network, account = converted(module, remember, layers=layers)
     followed = follow(network, list(found))
-    first, last = ends(list(found), followed)
+    first, last = ends(list(found), followed)  # one and several
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulated(layer, inputs=wen or name != first, outputs=wen or name != last, trained=True)
+        cut_layer = modulated(layer, inputs=wen or name != first, outputs=wen or name not in last, trained=True)
         account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
     return network, account
 
@@ -144,11 +144,13 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         for name, part in network.named_modules()
         if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
     ]
-    last = ends(names, follow(network, names))[1]
-    bias = network.get_submodule(last).bias
-    if isinstance(bias, Tensor):
-        account.converted[last] = "; ".join([each for each in (account.converted.get(last),) if each] + ["own bias"])
-    return {id(tensors[name]) for name in {*norms, *statistics}} | ({id(bias)} if isinstance(bias, Tensor) else set())
+    own = {id(tensors[name]) for name in {*norms, *statistics}}
+    for last in ends(names, follow(network, names))[1]:
+        bias = network.get_submodule(last).bias
+        if isinstance(bias, Tensor):
+            account.converted[last] = "; ".join([*filter(None, [account.converted.get(last)]), "own bias"])
+            own.add(id(bias))
+    return own
 
 
 def _is_factor(network: nn.Module, name: str) -> bool:

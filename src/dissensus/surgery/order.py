@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 
 class Followed(NamedTuple):
@@ -22,6 +23,9 @@ class Followed(NamedTuple):
 
     calls: list[str]  # in turn; a layer that is called twice is there twice
     read: set[str]  # those whose weight or bias was used past the layer's own forward
+    outputs: list[
+        str
+    ]  # those whose outputs are the network's, through no other of them; several where it has several heads
 
 
 def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -37,10 +41,18 @@ def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
     return None if followed is None else list(dict.fromkeys(followed.calls))
 
 
-def ends(names: Sequence[str], followed: Followed | None) -> tuple[str, str]:
-    """(the layer called first, the one called last); by the names as given where none was met. Layers never met are neither."""
-    met = followed.calls if followed is not None and followed.calls else names
-    return met[0], met[-1]
+def ends(names: Sequence[str], followed: Followed | None) -> tuple[str, list[str]]:
+    """(the layer called first, the output layers); by the names as given where none was met. Layers never met are neither."""
+    if followed is None or not followed.calls:
+        return names[0], [names[-1]]
+    return followed.calls[0], followed.outputs
+
+
+def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
+    """Layers as links of one chain, in the order of calls, one output layer at its end; those never met are no links."""
+    if followed is None or not followed.calls:
+        return list(names)
+    return [*(n for n in dict.fromkeys(followed.calls) if n not in followed.outputs), followed.outputs[-1]]
 
 
 def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
@@ -49,19 +61,23 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
     Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
     """
     if "" in wanted:  # the network is itself the layer
-        return Followed([""], set())
+        return Followed([""], set(), [""])
     met: list[str] = []
+    places: dict[fx.Node, str] = {}  # where in the graph a layer is called
     asked: dict[str, list[Tensor]] = {}
     tracer = fx.Tracer()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
     def step(name: str, inside: list[str]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            met.extend(each for each in wanted if each == name or each in inside)
-            first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
-            if first is None:
+            called = [each for each in wanted if each == name or each in inside]
+            symbols = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, fx.Proxy)]
+            if not symbols:
                 raise TypeError("no symbol")
-            return first
+            made = tracer.create_proxy("call_function", step, tuple(symbols), {})
+            met.extend(called)
+            places.update({made.node: called[-1]} if called else {})
+            return made
 
         return forward
 
@@ -78,10 +94,36 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
         with torch.enable_grad():
-            network(*[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]])
+            result = network(
+                *[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
+            )
     except Exception:  # whatever a forward says to symbols
         return None
-    return Followed(met, _used(asked, tracer))
+    last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
+    return Followed(met, _used(asked, tracer), _heads(last, places) or met[-1:])
+
+
+def _heads(last: list[fx.Node], places: dict[fx.Node, str]) -> list[str]:
+    """The layers that the last nodes come from; of those, where there are such, the ones that feed no other layer."""
+    found = _next(last, places, lambda node: node.all_input_nodes)
+    pure = [node for node in found if not _next(list(node.users), places, lambda each: list(each.users))]
+    return list(dict.fromkeys(places[node] for node in sorted(pure or found)))
+
+
+def _next(start: list[fx.Node], places: dict[fx.Node, str], step: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:
+    """The layers that are met first on all ways from these nodes."""
+    seen: set[fx.Node] = set()
+    found, left = [], list(start)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in places:
+            found.append(node)
+        else:
+            left.extend(step(node))
+    return found
 
 
 def _watched(kind: type[nn.Module], asked: list[Tensor]) -> type[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.surgery.order import calls
+from dissensus.surgery.order import chained, follow
 from dissensus.theory.stability import Outputs, largest_rate, overlap
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
@@ -97,7 +97,7 @@ def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[fl
     norms = [n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed]
     with posterior.particles.turn():
         names = [name for name in parts if name in layers or name in norms]
-        order = calls(network, names) or names  # a layer that is not called is no link of the chain
+        order = chained(names, follow(network, names))
     chain = [(name, after) for name, after in zip(order, [*order[1:], ""], strict=True) if name in layers]
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, (name, after) in enumerate(chain):
