@@ -138,6 +138,21 @@ def test_biases_that_are_own_and_the_s_that_the_talk_lacks_are_those_of_output_l
     assert {name for name in posterior.modulations if name.endswith(".s")} == {f"{each}.s" for each in others}
 
 
+def test_branches_that_take_in_the_inputs_are_all_first_layers():
+    x, _ = tiny.points()
+    posterior = embedded(tiny.Pair, form="talk")
+    assert set(posterior.modulations) == {"left.s", "right.s", "head.r"}
+    dropped = embedded(tiny.Pair, ds.DropoutEnsemble)
+    assert set(dropped.modulations) == {"head.r"}
+    assert all("inputs" in dropped.account.left[name] for name in ("left", "right"))
+    assert posterior.predict((x, x)).members.shape[0] == 3
+
+
+def test_first_and_last_are_the_networks_where_only_some_layers_are_cut():
+    assert set(embedded(Dtype, form="talk", layers=["b"]).modulations) == {"b.r", "b.s"}
+    assert set(embedded(Dtype, form="talk", layers=["a", "b"]).modulations) == {"a.s", "b.r", "b.s"}
+
+
 def test_a_layer_that_is_not_called_is_no_link_of_the_wide_limits_chain():
     def correlation(net):
         posterior = embedded(net)

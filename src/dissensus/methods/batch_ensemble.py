@@ -120,11 +120,12 @@ def modulated_network(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    followed = follow(network, list(found))
-    first, last = ends(list(found), followed)  # one and several
+    names = _layers(network, account)
+    followed = follow(network, names)
+    first, last = ends(names, followed)
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulated(layer, inputs=wen or name != first, outputs=wen or name not in last, trained=True)
+        cut_layer = modulated(layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True)
         account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
     return network, account
 
@@ -139,11 +140,7 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = [
-        name
-        for name, part in network.named_modules()
-        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
-    ]
+    names = _layers(network, account)
     own = {id(tensors[name]) for name in {*norms, *statistics}}
     for last in ends(names, follow(network, names))[1]:
         bias = network.get_submodule(last).bias
@@ -151,6 +148,15 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
             account.converted[last] = "; ".join([*filter(None, [account.converted.get(last)]), "own bias"])
             own.add(id(bias))
     return own
+
+
+def _layers(network: nn.Module, account: Account) -> list[str]:
+    """Linear and convolutional layers, cut or not, but for those that others read and do not call."""
+    return [
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
+    ]
 
 
 def _is_factor(network: nn.Module, name: str) -> bool:

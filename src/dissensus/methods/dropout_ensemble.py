@@ -12,14 +12,14 @@ from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members,
 from dissensus.surgery.conversion import converted
 from dissensus.surgery.modulated import features, modulated, watch_reads
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order, follow
+from dissensus.surgery.order import call_order, ends, follow
 
 
 class DropoutEnsemble(EmbeddedPosterior):
     """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps, not trained.
 
     `keep`: the probability that a unit is kept. Masks are on what linear and convolutional layers take in, whole channels
-    before convolutions, but for the first in the order of calls: inputs and outputs are not dropped. Units that are
+    before convolutions, but for those that take in the network's inputs: inputs and outputs are not dropped. Units that are
     kept are scaled by 1/keep, as dropout in training does; collectivity is `keep` with or without it, so members are
     always a collective and "auto" is γ = 1. Batch statistics are each member's own, everything else is shared.
     """
@@ -51,14 +51,16 @@ class DropoutEnsemble(EmbeddedPosterior):
 
         network, account = converted(module, remember)
         followed = follow(network, list(found))
-        first, *rest = call_order(network, found)
+        stems = ends(list(found), followed)[0]
+        rest = [name for name in call_order(network, found) if name not in stems]
         if not rest:
             raise ValueError(
-                f"expected at least two linear or convolutional layers to drop units between, got {first or 'one'} alone; "
-                "masks are on hidden units: pass a deeper network"
+                "expected at least two linear or convolutional layers to drop units between, got "
+                f"{', '.join(stems) or 'one'} alone; masks are on hidden units: pass a deeper network"
             )
-        del account.converted[first]
-        account.left[first] = "the first one called: inputs are not dropped"
+        for name in stems:
+            del account.converted[name]
+            account.left[name] = "one of the first: inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}
         for name in rest:

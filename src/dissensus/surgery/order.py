@@ -23,9 +23,8 @@ class Followed(NamedTuple):
 
     calls: list[str]  # in turn; a layer that is called twice is there twice
     read: set[str]  # those whose weight or bias was used past the layer's own forward
-    outputs: list[
-        str
-    ]  # those whose outputs are the network's, through no other of them; several where it has several heads
+    inputs: list[str]  # those that take in what the network does, through no other of them
+    outputs: list[str]  # those whose outputs are the network's, through no other of them
 
 
 def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -41,11 +40,11 @@ def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
     return None if followed is None else list(dict.fromkeys(followed.calls))
 
 
-def ends(names: Sequence[str], followed: Followed | None) -> tuple[str, list[str]]:
-    """(the layer called first, the output layers); by the names as given where none was met. Layers never met are neither."""
+def ends(names: Sequence[str], followed: Followed | None) -> tuple[list[str], list[str]]:
+    """(input layers, output layers); the first and the last name given where none was met. Layers never met are neither."""
     if followed is None or not followed.calls:
-        return names[0], [names[-1]]
-    return followed.calls[0], followed.outputs
+        return [names[0]], [names[-1]]
+    return followed.inputs, followed.outputs
 
 
 def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
@@ -61,9 +60,9 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
     Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
     """
     if "" in wanted:  # the network is itself the layer
-        return Followed([""], set(), [""])
+        return Followed([""], set(), [""], [""])
     met: list[str] = []
-    places: dict[fx.Node, str] = {}  # where in the graph a layer is called
+    places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
     asked: dict[str, list[Tensor]] = {}
     tracer = fx.Tracer()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
@@ -76,7 +75,7 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
                 raise TypeError("no symbol")
             made = tracer.create_proxy("call_function", step, tuple(symbols), {})
             met.extend(called)
-            places.update({made.node: called[-1]} if called else {})
+            places.update({made.node: called} if called else {})
             return made
 
         return forward
@@ -100,17 +99,24 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
     except Exception:  # whatever a forward says to symbols
         return None
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
-    return Followed(met, _used(asked, tracer), _heads(last, places) or met[-1:])
+    stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
+    return Followed(met, _used(asked, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:])
 
 
-def _heads(last: list[fx.Node], places: dict[fx.Node, str]) -> list[str]:
+def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
     """The layers that the last nodes come from; of those, where there are such, the ones that feed no other layer."""
-    found = _next(last, places, lambda node: node.all_input_nodes)
+    found = _next(last, places, _sources)
     pure = [node for node in found if not _next(list(node.users), places, lambda each: list(each.users))]
-    return list(dict.fromkeys(places[node] for node in sorted(pure or found)))
+    return list(dict.fromkeys(places[node][-1] for node in sorted(pure or found)))
 
 
-def _next(start: list[fx.Node], places: dict[fx.Node, str], step: Callable[[fx.Node], list[fx.Node]]) -> list[fx.Node]:
+def _sources(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _next(
+    start: list[fx.Node], places: dict[fx.Node, list[str]], step: Callable[[fx.Node], list[fx.Node]]
+) -> list[fx.Node]:
     """The layers that are met first on all ways from these nodes."""
     seen: set[fx.Node] = set()
     found, left = [], list(start)
