@@ -198,3 +198,13 @@ def test_a_convolution_that_changes_its_kernel_computes_the_same_one_by_one_and_
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     loop, at_once = (posterior.particles.each(lambda m: m.network(x), how=how) for how in ("loop", "vectorised"))
     torch.testing.assert_close(loop, at_once, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("net", [Past, Normalised, Both, Dtype])
+def test_draws_of_a_node_bnn_are_networks_that_compute_the_same_whatever_the_forward_reads(net):
+    torch.manual_seed(0)
+    posterior, (x, _) = ds.NodeBNN(net().double(), data_size=12).eval(), tiny.points()
+    drawn = posterior.draw()
+    outputs = drawn(x)
+    for m in range(2):
+        torch.testing.assert_close(drawn.member(m)(x), outputs[m], rtol=0, atol=1e-12)

@@ -18,8 +18,8 @@ from dissensus.core.prior import norm_parameters
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, converted
-from dissensus.surgery.modulated import Modulated, modulated, watch_reads
+from dissensus.surgery.conversion import CONVERTIBLE, converted, watch_reads
+from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import ends, follow
 

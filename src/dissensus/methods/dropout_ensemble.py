@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
-from dissensus.surgery.conversion import converted
-from dissensus.surgery.modulated import features, modulated, watch_reads
+from dissensus.surgery.conversion import converted, watch_reads
+from dissensus.surgery.modulated import features, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order, ends, follow
 

@@ -20,6 +20,7 @@ from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.turns import turn
 from dissensus.nets.ntk import NTKLinear
 from dissensus.surgery.account import Account
+from dissensus.surgery.order import Followed
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -128,6 +129,16 @@ def folded(network: nn.Module) -> nn.Module:
             _uncut(layer)
     _fast_paths(network, off=False)
     return network
+
+
+def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
+    """What the account adds of a layer that is not called, or whose weight is read past it, which is then never folded."""
+    if followed is None:
+        return ""
+    layer.read_past = name in followed.read
+    if name not in followed.calls:
+        return "; not met where the forward was followed: is only its weight read?"
+    return "; its weight is read past it, where nothing of this is done" if layer.read_past else ""
 
 
 def _uncut(layer: Cut) -> None:

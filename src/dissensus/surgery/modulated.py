@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, cut
-from dissensus.surgery.order import Followed
 
 
 class Modulated(Cut):
@@ -91,16 +90,6 @@ def modulated(layer: nn.Module, *, inputs: bool, outputs: bool, trained: bool) -
             layer.register_buffer(name, factor)
     vars(layer)["members_at_once"] = False
     return layer
-
-
-def watch_reads(name: str, layer: Modulated, followed: Followed | None) -> str:
-    """What the account adds of a layer that is not called, or whose weight is read past it, which is then never folded."""
-    if followed is None:
-        return ""
-    layer.read_past = name in followed.read
-    if name not in followed.calls:
-        return "; not met where the forward was followed: is only its weight read?"
-    return "; its weight is read past it, where the factors do not act" if layer.read_past else ""
 
 
 def features(layer: nn.Module) -> tuple[int, int]:
