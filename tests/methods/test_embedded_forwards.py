@@ -42,10 +42,14 @@ class Both(Chain):
 
 
 class Dtype(Chain):
-    """Asks for a weight's dtype alone."""
+    """Asks for a weight's dtype alone, and computes something of a parameter that is no layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))))))
+        return self.scale.exp() * self.c(torch.tanh(self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))))))
 
 
 class Unused(Chain):

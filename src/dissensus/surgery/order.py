@@ -146,10 +146,22 @@ def _watched(kind: type[nn.Module], asked: list[Tensor]) -> type[nn.Module]:
 
 def _used(asked: dict[str, list[Tensor]], tracer: fx.Tracer) -> set[str]:
     """Layers with a tensor that was asked for and met a symbol, itself or what was computed of it; not for its dtype alone."""
-    parameters = dict(tracer.root.named_parameters())
     got = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
-    met = {id(parameter) for name, parameter in parameters.items() if name in got}
-    computed = any(isinstance(each, Tensor) and each.grad_fn is not None for each in tracer.tensor_attrs)
-    return {
-        name for name, several in asked.items() if any(id(t) in met or (computed and t.requires_grad) for t in several)
-    }
+    met = {id(parameter) for name, parameter in tracer.root.named_parameters() if name in got}
+    met |= _leaves([each for each in tracer.tensor_attrs if isinstance(each, Tensor)])
+    return {name for name, several in asked.items() if any(id(each) in met for each in several)}
+
+
+def _leaves(computed: list[Tensor]) -> set[int]:
+    """The ids of the parameters that these tensors were computed of."""
+    left, seen = [each.grad_fn for each in computed], set()
+    found = set()
+    while left:
+        step: Any = left.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if hasattr(step, "variable"):
+            found.add(id(step.variable))
+        left.extend(each for each, _ in step.next_functions)
+    return found
