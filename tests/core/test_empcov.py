@@ -179,3 +179,20 @@ def test_the_input_that_is_not_finite_is_named():
         for inputs in (x, [(part, None) for part in x.split(5)]):
             with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, number 4 of it"):
                 EmpCov(inputs, network, "", data_size=20)
+
+
+@pytest.mark.parametrize("regime", ["collective", "independent"])
+def test_on_a_layer_that_members_share_the_prior_counts_once(regime):
+    x, y = tiny.points()
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    posterior = ds.BatchEnsemble(network, members=4, modulation=ds.Modulation.normal(1, 0.5), regime=regime)
+    weight = posterior.particles.shared_parameters()["network.0.weight"]
+    posterior.backward(x, y)
+    without = weight.grad.clone()
+    posterior.zero_grad()
+    prior = EmpCov(x, network, "0", data_size=12, epsilon=0.05)
+    posterior.use_first_layer_prior(prior)
+    posterior.backward(x, y)
+    alone = weight.detach().clone().requires_grad_()
+    prior({"network.0.weight": alone}).backward()
+    torch.testing.assert_close(weight.grad - without, alone.grad, rtol=0, atol=1e-12)

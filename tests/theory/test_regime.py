@@ -211,3 +211,61 @@ def test_masks_are_always_a_collective():
 def test_other_posteriors_are_refused():
     with pytest.raises(TypeError, match="expected an embedded ensemble, got MAP"):
         theory.regime(ds.MAP(tiny.mlp()))
+
+
+def test_a_frozen_batch_norm_is_measured_with_the_statistics_that_it_trains_with():
+    def rate(frozen):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).double()
+        net[1].running_var.fill_(4.0)
+        net[1].weight.data.fill_(2.0)
+        net[1].bias.data.fill_(0.3)
+        if frozen:
+            net[1].requires_grad_(False)
+        else:
+            net[1] = Fixed(net[1])
+        posterior = ds.BatchEnsemble(net, members=3, modulation=LAWS["normal"], likelihood=ds.Regression(1.0))
+        found = theory.regime(posterior, inputs(5))
+        return found.rate, found.correlation
+
+    class Fixed(nn.Module):
+        """The same in eval mode, written out."""
+
+        def __init__(self, norm):
+            super().__init__()
+            scale = norm.weight.detach() / (norm.running_var + norm.eps).sqrt()
+            self.register_buffer("scale", scale)
+            self.register_buffer("shift", norm.bias.detach() - norm.running_mean * scale)
+
+        def forward(self, x):
+            return x * self.scale + self.shift
+
+    assert rate(frozen=True) == pytest.approx(rate(frozen=False), rel=1e-3)
+
+
+def test_the_rate_of_outputs_that_give_a_variance_follows_it():
+    """Every variance at a tenth: the mean's curvature is ten times as large, beside it that of the raw variances is known."""
+    law, x, raw = ds.HeteroscedasticRegression(), inputs(5), -2.2522
+    net = ds.nets.MLP(10, 2, hidden=(8,)).double()
+    net.layers[-1].weight.data[1], net.layers[-1].bias.data[1] = 0.0, raw
+    posterior = ds.BatchEnsemble(net, members=2, modulation=Modulation.constant(1.0), likelihood=law)
+    largest = float(torch.linalg.eigvalsh(whole_kernel(posterior, x)[0])[-1])
+    outputs = torch.stack([torch.zeros(5), torch.full((5,), raw)], 1).double()
+    targets = torch.distributions.Normal(0.0, 0.1**0.5).icdf((torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000)
+
+    def mean_loss(one):  # over targets as the outputs predict them
+        return -law.log_prob(one.expand(len(targets), 2), targets[:, None]).mean()
+
+    hessian = torch.autograd.functional.hessian(mean_loss, outputs[:1])[0, :, 0]
+    expected = 2 * 5 / (float(torch.linalg.eigvalsh(hessian)[-1]) * largest)
+    assert theory.regime(posterior, x).rate == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_likelihood_of_ones_own_has_no_rate():
+    class Doubled(ds.Regression):
+        def log_prob(self, outputs, y):
+            return 2 * super().log_prob(outputs, y)
+
+    found = theory.regime(ensemble(width=8, members=2, likelihood=Doubled(1.0)), inputs(5))
+    assert found.rate is None
+    assert found.measured

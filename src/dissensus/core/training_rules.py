@@ -71,7 +71,7 @@ class TrainingRules(Clock):
 
     def penalty(self, params: Tensors) -> Tensor | float:
         """() −log p(θ) / N of one member. Shared tensors count 1/M, so that in the sum over members they count once."""
-        first: Tensor | float = 0.0 if self.first_layer_prior is None else self.first_layer_prior(params)
+        first = self._first_layer_penalty(params)
         if self.weight_prior_std is None or self.data_size is None:
             return first
         # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
@@ -82,6 +82,12 @@ class TrainingRules(Clock):
             if name in names and stored.requires_grad
         }
         return first + negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else first
+
+    def _first_layer_penalty(self, params: Tensors) -> Tensor | float:
+        if self.first_layer_prior is None:
+            return 0.0
+        once = self.first_layer_prior.parameter in self.particles.shared_parameters()
+        return self.first_layer_prior(params) / (self.particles.members if once else 1)  # type: ignore[no-any-return]
 
     def use_first_layer_prior(self, prior: EmpCov) -> None:
         """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.

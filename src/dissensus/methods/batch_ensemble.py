@@ -18,10 +18,10 @@ from dissensus.core.prior import norm_parameters
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, converted
+from dissensus.surgery.conversion import CONVERTIBLE, converted, watch_reads
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order, calls
+from dissensus.surgery.order import ends, follow
 
 
 class BatchEnsemble(EmbeddedPosterior):
@@ -120,14 +120,13 @@ def modulated_network(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    order, met = call_order(network, found), calls(network, list(found))
+    names = _layers(network, account)
+    followed = follow(network, names)
+    first, last = ends(names, followed)
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulated(layer, inputs=wen or name != order[0], outputs=wen or name != order[-1], trained=True)
-        unseen = (
-            "" if met is None or name in met else "; not met where the forward was followed: is only its weight read?"
-        )
-        account.converted[name] = f"{cut_layer.done()}{unseen}"
+        cut_layer = modulated(layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True)
+        account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
     return network, account
 
 
@@ -141,16 +140,23 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = [
+    names = _layers(network, account)
+    own = {id(tensors[name]) for name in {*norms, *statistics}}
+    for last in ends(names, follow(network, names))[1]:
+        bias = network.get_submodule(last).bias
+        if isinstance(bias, Tensor):
+            account.converted[last] = "; ".join([*filter(None, [account.converted.get(last)]), "own bias"])
+            own.add(id(bias))
+    return own
+
+
+def _layers(network: nn.Module, account: Account) -> list[str]:
+    """Linear and convolutional layers, cut or not, but for those that others read and do not call."""
+    return [
         name
         for name, part in network.named_modules()
         if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
     ]
-    last = call_order(network, names)[-1]
-    bias = network.get_submodule(last).bias
-    if isinstance(bias, Tensor):
-        account.converted[last] = "; ".join([each for each in (account.converted.get(last),) if each] + ["own bias"])
-    return {id(tensors[name]) for name in {*norms, *statistics}} | ({id(bias)} if isinstance(bias, Tensor) else set())
 
 
 def _is_factor(network: nn.Module, name: str) -> bool:

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
-from dissensus.surgery.conversion import converted
+from dissensus.surgery.conversion import converted, watch_reads
 from dissensus.surgery.modulated import features, modulated
 from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order
+from dissensus.surgery.order import call_order, ends, follow
 
 
 class DropoutEnsemble(EmbeddedPosterior):
     """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps, not trained.
 
     `keep`: the probability that a unit is kept. Masks are on what linear and convolutional layers take in, whole channels
-    before convolutions, but for the first in the order of calls: inputs and outputs are not dropped. Units that are
+    before convolutions, but for those that take in the network's inputs: inputs and outputs are not dropped. Units that are
     kept are scaled by 1/keep, as dropout in training does; collectivity is `keep` with or without it, so members are
     always a collective and "auto" is γ = 1. Batch statistics are each member's own, everything else is shared.
     """
@@ -50,14 +50,17 @@ class DropoutEnsemble(EmbeddedPosterior):
             return layer
 
         network, account = converted(module, remember)
-        first, *rest = call_order(network, found)
+        followed = follow(network, list(found))
+        stems = ends(list(found), followed)[0]
+        rest = [name for name in call_order(network, found) if name not in stems]
         if not rest:
             raise ValueError(
-                f"expected at least two linear or convolutional layers to drop units between, got {first or 'one'} alone; "
-                "masks are on hidden units: pass a deeper network"
+                "expected at least two linear or convolutional layers to drop units between, got "
+                f"{', '.join(stems) or 'one'} alone; masks are on hidden units: pass a deeper network"
             )
-        del account.converted[first]
-        account.left[first] = "the first one called: inputs are not dropped"
+        for name in stems:
+            del account.converted[name]
+            account.left[name] = "one of the first: inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}
         for name in rest:
@@ -65,7 +68,8 @@ class DropoutEnsemble(EmbeddedPosterior):
             weight: Tensor = layer.weight
             size = features(layer)[0]
             masks[f"{name}.r"] = law.sample((members, size), dtype=weight.dtype, device=weight.device)
-            account.converted[name] = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
+            what = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
+            account.converted[name] = f"{what}{watch_reads(name, layer, followed)}"
         buffers = dict(network.named_buffers())
         own = {id(buffers[name]) for name in statistics_names(network)}
         particles = embed(network, masks, own, likelihood or Classification(), members)

@@ -20,6 +20,7 @@ from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.turns import turn
 from dissensus.nets.ntk import NTKLinear
 from dissensus.surgery.account import Account
+from dissensus.surgery.order import Followed
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,8 +30,6 @@ EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 NESTED = "use_nested_tensor_of_torch"
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
 
-OWN = ("forward", "_conv_forward")  # what a layer computes; cut convolutions call the latter with kernels of their own
-
 Make = Callable[[str, nn.Module], nn.Module]
 
 
@@ -39,6 +38,9 @@ class Cut(nn.Module):
 
     plain_class: ClassVar[type[nn.Module]]
     added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
+    read_past: bool = (
+        False  # whether the network uses its weight beside calling it: folded, that would be another weight
+    )
 
     def fold(self) -> None:
         """Puts into weight and bias, as new parameters, what the added tensors do; those stay, without effect any more.
@@ -112,21 +114,41 @@ def plain(network: nn.Module) -> nn.Module:
     """The converted network, changed in place, with ordinary layers again: weights as they are, added tensors dropped."""
     for layer in list(network.modules()):
         if isinstance(layer, Cut):
-            added = layer.added
-            layer.__class__ = layer.plain_class  # type: ignore[assignment]
-            for name in added:
-                if hasattr(layer, name):
-                    delattr(layer, name)
+            _uncut(layer)
     _fast_paths(network, off=False)
     return network
 
 
 def folded(network: nn.Module) -> nn.Module:
-    """The converted network, changed in place, as ordinary layers that compute the same: the added tensors folded in."""
+    """The converted network, changed in place, as ordinary layers that compute the same: the added tensors folded in.
+
+    Layers whose weight the network reads past them stay as they are, cut: no one weight does what they do.
+    """
     for layer in list(network.modules()):
-        if isinstance(layer, Cut):
+        if isinstance(layer, Cut) and not layer.read_past:
             layer.fold()
-    return plain(network)
+            _uncut(layer)
+    _fast_paths(network, off=False)
+    return network
+
+
+def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
+    """What the account adds of a layer that is not called, or whose weight is read past it, which is then never folded."""
+    if followed is None:
+        return ""
+    layer.read_past = name in followed.read
+    if name not in followed.calls:
+        return "; not met where the forward was followed: is only its weight read?"
+    return "; its weight is read past it, where nothing of this is done" if layer.read_past else ""
+
+
+def _uncut(layer: Cut) -> None:
+    added = layer.added
+    layer.__class__ = layer.plain_class  # type: ignore[assignment]
+    vars(layer).pop("read_past", None)
+    for name in added:
+        if hasattr(layer, name):
+            delattr(layer, name)
 
 
 def _copied(network: nn.Module) -> nn.Module:
@@ -157,9 +179,7 @@ def _reasons(network: nn.Module) -> dict[str, str]:
             kind = next(each for each in CONVERTIBLE if isinstance(part, each))
             if reader is not None and name not in readers:
                 found[name] = f"{reader} reads its weight and does not call it"
-            elif any(
-                getattr(type(part), key, None) is not getattr(kind, key, None) or key in vars(part) for key in OWN
-            ):
+            elif any(_of_its_own(part, kind, method) for method in ("forward", "_conv_forward")):
                 found[name] = f"{type(part).__name__} has a forward of its own"
             elif not isinstance(part._parameters.get("weight"), Tensor):
                 found[name] = "its weight is computed from others (a parametrization or weight norm)"
@@ -174,6 +194,10 @@ def _reasons(network: nn.Module) -> dict[str, str]:
         elif held and not isinstance(part, NORM_LAYERS) and not isinstance(getattr(part, "running_mean", None), Tensor):
             found[name] = f"{type(part).__name__} has parameters of its own and a forward that is not known"
     return found
+
+
+def _of_its_own(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
+    return getattr(type(part), method, None) is not getattr(kind, method, None) or method in vars(part)
 
 
 def _fast_paths(network: nn.Module, *, off: bool) -> None:

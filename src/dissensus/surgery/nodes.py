@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, converted, cut
+from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, converted, cut, watch_reads
+from dissensus.surgery.order import follow
 from dissensus.surgery.scaling import scaled
 
 Mode = Literal["in", "out", "both"]
@@ -159,6 +160,11 @@ def with_nodes(
         return layer
 
     copied, account = converted(network, make, layers=layers)
+    followed = follow(copied, list(account.converted))
+    for name in account.converted:
+        layer = copied.get_submodule(name)
+        if isinstance(layer, Cut):
+            account.converted[name] += watch_reads(name, layer, followed)
     return NodedNetwork(copied, tuple(sites), account)
 
 

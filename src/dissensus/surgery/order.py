@@ -10,10 +10,21 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+
+class Followed(NamedTuple):
+    """What a forward pass on symbols did with some layers."""
+
+    calls: list[str]  # in turn; a layer that is called twice is there twice
+    read: set[str]  # those whose weight or bias was used past the layer's own forward
+    inputs: list[str]  # those that take in what the network does, through no other of them
+    outputs: list[str]  # those whose outputs are the network's, through no other of them
 
 
 def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -24,23 +35,48 @@ def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
-    """Those of these layers that a forward pass calls, in the order of their first call; None where there is no telling.
+    """Those of these layers that a forward pass calls, in the order of their first call; None where there is no telling."""
+    followed = follow(network, wanted)
+    return None if followed is None else list(dict.fromkeys(followed.calls))
+
+
+def ends(names: Sequence[str], followed: Followed | None) -> tuple[list[str], list[str]]:
+    """(input layers, output layers); the first and the last name given where none was met. Layers never met are neither."""
+    if followed is None or not followed.calls:
+        return [names[0]], [names[-1]]
+    return followed.inputs, followed.outputs
+
+
+def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
+    """Layers as links of one chain, in the order of calls, one output layer at its end; those never met are no links."""
+    if followed is None or not followed.calls:
+        return list(names)
+    return [*(n for n in dict.fromkeys(followed.calls) if n not in followed.outputs), followed.outputs[-1]]
+
+
+def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
+    """What a forward pass does with these layers; None where there is no telling.
 
     Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
     """
     if "" in wanted:  # the network is itself the layer
-        return [""]
-    met: dict[str, None] = {}
+        return Followed([""], set(), [""], [""])
+    met: list[str] = []
+    places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
+    asked: dict[str, list[Tensor]] = {}
     tracer = fx.Tracer()
-    tracer.graph = fx.Graph(tracer_cls=fx.Tracer)
+    tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
     def step(name: str, inside: list[str]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            met.update(dict.fromkeys(each for each in wanted if each == name or each in inside))
-            first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, fx.Proxy)), None)
-            if first is None:
+            called = [each for each in wanted if each == name or each in inside]
+            symbols = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, fx.Proxy)]
+            if not symbols:
                 raise TypeError("no symbol")
-            return first
+            made = tracer.create_proxy("call_function", step, tuple(symbols), {})
+            met.extend(called)
+            places.update({made.node: called} if called else {})
+            return made
 
         return forward
 
@@ -52,9 +88,80 @@ def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
             if name and (leaf or name in wanted):
                 vars(part)["forward"] = step(name, [f"{name}.{each}" for each, _ in part.named_modules() if each])
+            if name in wanted:
+                part.__class__ = _watched(type(part), asked.setdefault(name, []))
         needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
-        network(*[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]])
+        with torch.enable_grad():
+            result = network(
+                *[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
+            )
     except Exception:  # whatever a forward says to symbols
         return None
-    return list(met)
+    last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
+    stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
+    return Followed(met, _used(asked, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:])
+
+
+def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
+    """The layers that the last nodes come from; of those, where there are such, the ones that feed no other layer."""
+    found = _next(last, places, _sources)
+    pure = [node for node in found if not _next(list(node.users), places, lambda each: list(each.users))]
+    return list(dict.fromkeys(places[node][-1] for node in sorted(pure or found)))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _next(
+    start: list[fx.Node], places: dict[fx.Node, list[str]], step: Callable[[fx.Node], list[fx.Node]]
+) -> list[fx.Node]:
+    """The layers that are met first on all ways from these nodes."""
+    seen: set[fx.Node] = set()
+    found, left = [], list(start)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in places:
+            found.append(node)
+        else:
+            left.extend(step(node))
+    return found
+
+
+def _watched(kind: type[nn.Module], asked: list[Tensor]) -> type[nn.Module]:
+    """The class, whose instances note which of their weights and biases are asked for."""
+
+    def noting(self: nn.Module, name: str) -> Any:
+        found = kind.__getattr__(self, name)
+        if name in ("weight", "bias") and isinstance(found, Tensor):
+            asked.append(found)
+        return found
+
+    return type(kind.__name__, (kind,), {"__getattr__": noting})
+
+
+def _used(asked: dict[str, list[Tensor]], tracer: fx.Tracer) -> set[str]:
+    """Layers with a tensor that was asked for and met a symbol, itself or what was computed of it; not for its dtype alone."""
+    got = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+    met = {id(parameter) for name, parameter in tracer.root.named_parameters() if name in got}
+    met |= _leaves([each for each in tracer.tensor_attrs if isinstance(each, Tensor)])
+    return {name for name, several in asked.items() if any(id(each) in met for each in several)}
+
+
+def _leaves(computed: list[Tensor]) -> set[int]:
+    """The ids of the parameters that these tensors were computed of."""
+    left, seen = [each.grad_fn for each in computed], set()
+    found = set()
+    while left:
+        step: Any = left.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if hasattr(step, "variable"):
+            found.add(id(step.variable))
+        left.extend(each for each, _ in step.next_functions)
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.surgery.order import call_order
+from dissensus.surgery.order import chained, follow
 from dissensus.theory.stability import Outputs, largest_rate, overlap
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
@@ -33,7 +33,9 @@ class Regime:
     correlation: float  # of two members' outputs at the start, in the wide limit
     overlap: float  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
     measured: bool
-    rate: float | None  # the largest stable learning rate of SGD on the inputs, None without
+    rate: (
+        float | None
+    )  # the largest stable learning rate of SGD on the inputs; None without, or by a likelihood of one's own
 
     @property
     def effective_members(self) -> float:
@@ -64,7 +66,8 @@ def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     """The `Regime` of an embedded ensemble as its modulations are now; with inputs x the kernel is measured, not modelled.
 
     The rate is 2B/λ_max of the kernel over members × examples of the network at hand, for full batches x and SGD without
-    momentum (with momentum β it is (1 + β) times that). For classification a bound: see `theory.stability`.
+    momentum (with momentum β it is (1 + β) times that). For classification a bound, for a likelihood of one's own None: see
+    `theory.stability`.
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
@@ -90,9 +93,11 @@ def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[fl
     network = posterior.particles.template.network
     parts = dict(network.named_modules())
     layers = dict.fromkeys(name.rpartition(".")[0] for name in modulations)
-    norms = [name for name, part in parts.items() if isinstance(part, BATCH_NORM)]
+    fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}  # they undo no size
+    norms = [n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed]
     with posterior.particles.turn():
-        order = call_order(network, [*(name for name in parts if name in layers or name in norms)])
+        names = [name for name in parts if name in layers or name in norms]
+        order = chained(names, follow(network, names))
     chain = [(name, after) for name, after in zip(order, [*order[1:], ""], strict=True) if name in layers]
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, (name, after) in enumerate(chain):

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.likelihood import Classification, Regression
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.modes import plain_attention
 from dissensus.core.particles import Rows
 from dissensus.numerics.tree import Tensors
@@ -73,13 +74,16 @@ class Outputs:
     def running(self) -> Iterator[None]:
         """What the functions are called in: this thread's turn, forms of attention that have all derivatives."""
         template = self.particles.template
-        layers = {n: each for n, each in statistics_layers(template).items() if n not in template.always_eval}
+        fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
+        layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
         with self.particles.turn(), plain_attention(), sdpa_kernel(SDPBackend.MATH), estimating(self.particles, layers):
             yield
 
 
-def largest_rate(outputs: Outputs) -> float:
+def largest_rate(outputs: Outputs) -> float | None:
     """The learning rate of the weights beyond which descent on the batch diverges, in the kernel's approximation.
+
+    None for a likelihood of one's own, whose curvature is not known.
 
     2B/λ_max for squared errors: for noise σ that times σ², since the loss has 1/σ². For classification twice 2B/λ_max: the
     curvature of the softmax is at most ½, so that is a rate that is stable whatever it predicts. With a `modulation_lr`, which
@@ -89,7 +93,10 @@ def largest_rate(outputs: Outputs) -> float:
     gamma, members, own = posterior.gamma, outputs.particles.members, posterior.modulation_lr
     with outputs.running():
         f, back = torch.func.vjp(outputs, outputs.at)[:2]
-        limit = 2 / curvature(posterior.likelihood, f.detach(), posterior.particles.own_parameters())
+        curved = curvature(posterior.likelihood, f.detach(), posterior.particles.own_parameters())
+        if curved is None:
+            return None
+        limit = 2 / curved
         vector = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=_generator(f.device))
 
         def eigenvalue(weights: float, factors: float) -> float:
@@ -144,16 +151,25 @@ def overlap(outputs: Outputs) -> float:
     return float(across / ((members - 1) * within))
 
 
-def curvature(likelihood: object, outputs: Tensor, own: Tensors) -> float:
-    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it."""
-    if isinstance(likelihood, Classification):
+def curvature(likelihood: Likelihood, outputs: Tensor, own: Tensors) -> float | None:
+    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it; None if unknown.
+
+    For outputs that give a variance it is the expected one (Fisher's), of targets as the outputs themselves predict them.
+    """
+    law, batch = type(likelihood).log_prob, outputs.shape[1]
+    if isinstance(likelihood, Classification) and law is Classification.log_prob:
         places = outputs.numel() / (outputs.shape[0] * outputs.shape[2])
         return 0.5 / places  # diag p − ppᵀ has no eigenvalue above ½
-    if isinstance(likelihood, Regression):
+    if isinstance(likelihood, Regression) and law is Regression.log_prob:
         learned = own.get("likelihood.log_noise")
         variance = float(likelihood.noise) ** 2 if learned is None else float(torch.exp(2 * learned.detach()).min())
-        return 1 / (variance * outputs.shape[1])
-    return 1 / outputs.shape[1]
+        return 1 / (variance * batch)
+    if isinstance(likelihood, HeteroscedasticRegression) and law is HeteroscedasticRegression.log_prob:
+        raw = outputs.chunk(2, dim=2)[1]
+        variances = F.softplus(raw) + 1e-6
+        by_mean, by_raw = 1 / variances, torch.sigmoid(raw).square() / (2 * variances.square())
+        return float(torch.maximum(by_mean, by_raw).max()) / batch
+    return None
 
 
 def _largest(

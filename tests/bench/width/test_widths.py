@@ -176,7 +176,7 @@ def test_rows_read_back_are_the_rows_that_were_written_and_make_the_same_page(be
     for name in ("results.csv", "claims.csv"):
         assert (tmp_path / name).read_text() == (folder / name).read_text()
     assert read_claims(tmp_path / "claims.csv") == [
-        Claim(*claim[:2], *(float(f"{value:.6g}") for value in claim[2:5]), claim.unit) for claim in claims(rows)
+        Claim(*claim[:2], *(float(f"{value:.6g}") for value in claim[2:5]), *claim[5:]) for claim in claims(rows)
     ]
 
 
@@ -277,6 +277,20 @@ def test_claims_are_the_numbers_that_were_put_in():
     dear = next(claim for claim in claims(made()) if "204 parameters" in claim.about)
     assert dear.value == pytest.approx(0.92 - 0.90 + 1e-4)  # M = 4 of shared weights against one network
     assert "embedded 2×, M = 4 (92.01 %) − independent 2×, M = 1 (90.00 %)" in dear.about
+
+
+def test_a_claim_that_rests_on_fewer_seeds_than_were_run_says_so():
+    """Two of three seeds diverged in one cell: what is left has no spread over seeds."""
+    rows = [
+        replace(each, diverged=7 if each.seed and each.factor == 2.0 and each.members == 4 else None) for each in made()
+    ]
+    found = {claim.about: claim for claim in claims(rows)}
+    left, whole = (found[f"embedded − independent, M = 4, width {factor}×"] for factor in ("2", "0.5"))
+    assert (left.seeds, whole.seeds) == (1, 3)
+    assert "one seed, whose spread is not counted" in left.text
+    assert "one seed" not in whole.text
+    lines = list(csv.DictReader(claims_text(list(found.values()), rows).splitlines()))
+    assert {line["seeds"] for line in lines if line["about"] == left.about} == {"1"}
 
 
 def test_verdicts_say_what_is_shown_and_what_is_not():

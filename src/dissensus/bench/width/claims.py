@@ -7,7 +7,7 @@ in `spread`; where rows came without their examples, seeds alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,12 +30,14 @@ class Claim(NamedTuple):
     lower: float
     upper: float
     unit: str = "points"
+    seeds: int | None = None  # that it rests on: those with which none of its ensembles diverged
 
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
         shown = [f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper)]
-        return f"{shown[0]} ({shown[1]} … {shown[2]})".replace("-", "−")
+        alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
+        return f"{shown[0]} ({shown[1]} … {shown[2]}{alone})".replace("-", "−")
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -62,9 +64,7 @@ def claims(rows: Sequence[WidthRow]) -> list[Claim]:
 
 def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, float] | None:
     """(value, lower, upper) of Σ weight · cell on the seeds that all cells have; None where there is none."""
-    if any(place not in table for place in weights):
-        return None
-    seeds = sorted(set.intersection(*({*table[place]} for place in weights)))
+    seeds = seeds_of(table, weights)
     if not seeds:
         return None
     values = [math.fsum(w * getattr(table[place][seed], name) for place, w in weights.items()) for seed in seeds]
@@ -77,6 +77,11 @@ def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, f
         error = float(each.std()) / math.sqrt(len(each))
     half = spread(values, error).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
+
+
+def seeds_of(table: Table, places: Iterable[Place]) -> list[int]:
+    """The seeds with which all of these places have numbers."""
+    return sorted(set.intersection(*({*table.get(place, {})} for place in places)))
 
 
 def factors_of(table: Table) -> list[float]:
@@ -99,7 +104,7 @@ def independent(factor: float, members: int) -> Place:
 
 def _claimed(question: str, about: str, table: Table, weights: Weights, name: str = "accuracy") -> list[Claim]:
     found = estimate(table, weights, name)
-    return [] if found is None else [Claim(question, about, *found)]
+    return [] if found is None else [Claim(question, about, *found, seeds=len(seeds_of(table, weights)))]
 
 
 def _follow(table: Table) -> list[Claim]:
@@ -154,7 +159,7 @@ def _best(table: Table) -> list[Claim]:
     if len(factors) < 2 or len(sizes) < 2:
         return []
     places = [embedded(table, factor, members) for factor in factors for members in sizes]
-    seeds = sorted(set.intersection(*({*table.get(place, {})} for place in places)))
+    seeds = seeds_of(table, places)
     if not seeds:
         return []
     best = {
@@ -167,7 +172,13 @@ def _best(table: Table) -> list[Claim]:
         return fmean(values), fmean(values) - half, fmean(values) + half
 
     said = [
-        Claim(BEST, f"log₂ of the best M, width {f:g}×", *interval([math.log2(best[s][i]) for s in seeds]), "doublings")
+        Claim(
+            BEST,
+            f"log₂ of the best M, width {f:g}×",
+            *interval([math.log2(best[s][i]) for s in seeds]),
+            "doublings",
+            len(seeds),
+        )
         for i, f in enumerate(factors)
     ]
     logs = [math.log2(factor) for factor in factors]
@@ -178,7 +189,9 @@ def _best(table: Table) -> list[Claim]:
     ]
     return [
         *said,
-        Claim(BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings"),
+        Claim(
+            BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings", len(seeds)
+        ),
     ]
 
 

@@ -105,11 +105,10 @@ def claims_text(found: Sequence[Claim], rows: Sequence[WidthRow]) -> str:
     """claims.csv: every number with its interval and where it comes from."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*Claim._fields, "seeds", *ORIGIN])
+    writer.writerow([*Claim._fields, *ORIGIN])
     origin = ["; ".join(dict.fromkeys(row.origin.get(key, "") for row in rows)) for key in ORIGIN]
-    seeds = len({row.seed for row in rows})
     for claim in found:
-        writer.writerow([*claim[:2], *(f"{value:.6g}" for value in claim[2:5]), claim.unit, seeds, *origin])
+        writer.writerow([*claim[:2], *(f"{value:.6g}" for value in claim[2:5]), claim.unit, claim.seeds, *origin])
     return text.getvalue()
 
 
@@ -124,6 +123,7 @@ def read_claims(path: Path) -> list[Claim]:
                 float(row["lower"]),
                 float(row["upper"]),
                 row["unit"],
+                int(row["seeds"]),
             )
             for row in csv.DictReader(file)
         ]
