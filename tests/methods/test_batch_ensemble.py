@@ -364,6 +364,7 @@ def test_a_tied_output_layer_stays_tied_to_its_embedding():
         ({"regime": 0.0}, ValueError, "positive number as regime"),
         ({"form": "u"}, ValueError, 'form "wen" or "talk"'),
         ({"modulation_lr": -1.0}, ValueError, "modulation_lr of at least 0"),
+        ({"modulation_lr": "a"}, ValueError, "modulation_lr of at least 0, got 'a'"),
         ({"net": lambda: nn.Sequential(nn.ReLU())}, ValueError, "with a linear or convolutional layer"),
     ],
 )  # fmt: skip
@@ -393,7 +394,7 @@ def test_fit_says_once_that_scale_free_optimisers_do_not_see_the_regime(caplog):
 def test_fit_says_that_an_optimiser_decays_modulations(caplog):
     posterior, (x, y) = ensemble(), tiny.points()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-3, weight_decay=0.1)
-    with caplog.at_level(logging.INFO, logger="dissensus"):
+    with caplog.at_level(logging.WARNING, logger="dissensus"):  # what is seen without any setting up
         ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
     assert any("draws modulations to 0" in line for line in caplog.messages)
 

@@ -67,6 +67,7 @@ def test_the_mean_over_many_masks_is_about_the_network():
     ("keywords", "words"),
     [
         ({"keep": 1.0}, "keep between 0 and 1"),
+        ({"keep": "a"}, "keep between 0 and 1, got 'a'"),
         ({"members": 0}, "at least one member"),
         ({"regime": "loud"}, "regime of auto"),
         ({"module": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),

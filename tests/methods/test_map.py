@@ -70,3 +70,15 @@ def test_map_is_the_network():
     torch.testing.assert_close(posterior.predict(x).mean, network(x).softmax(1), rtol=0, atol=1e-12)
     assert {id(p) for p in posterior.parameters()} == {id(p) for p in network.parameters()}
     assert float(posterior.predict(x).epistemic.abs().max()) < 1e-12
+
+
+def test_a_posterior_is_no_network():
+    network = tiny.mlp()
+    for wrong in (
+        lambda: ds.MAP(ds.MAP(network)),
+        lambda: ds.DeepEnsemble([ds.MAP(network), ds.MAP(tiny.mlp())]),
+        lambda: ds.BatchEnsemble(ds.MAP(network), modulation=ds.Modulation.sign()),
+        lambda: ds.NodeBNN(ds.MAP(network), data_size=9),
+    ):
+        with pytest.raises(TypeError, match="expected a network, got the posterior MAP; pass the network"):
+            wrong()

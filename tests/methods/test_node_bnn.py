@@ -471,6 +471,9 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"samples": 0}, "expected samples of at least 1, got 0"),
         ({"data_size": None}, "expected data_size, got none"),
         ({"data_size": 0}, "expected a positive data_size, got 0"),
+        ({"latent_momentum": 2}, "expected a latent_momentum below 1, got 2"),
+        ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
+        ({"layers": []}, r"expected a list of names of layers, got \[\]"),
         ({"mode": "inside"}, "expected a mode of in, out, both, got 'inside'"),
         ({"prior_std": 0.0}, "expected a positive prior_std, got 0.0"),
         ({"init_std": -0.1}, "expected a positive init_std, got -0.1"),
@@ -497,6 +500,11 @@ def test_other_bad_input_is_a_clear_error():
         build().collapse(4)
     with pytest.raises(ValueError, match="expected a component from 0 to 3, got -5"):
         build().collapse(-5)
+    with pytest.raises(TypeError, match="expected a number as data_size, got '600'; pass the number of training"):
+        build(data_size="600")
+    for odd in ("a", 1.0):
+        with pytest.raises(ValueError, match=f"expected a component from 0 to 3, got {odd!r}"):
+            build().collapse(odd)
     with pytest.raises(TypeError, match=r"expected components as a whole number, got 2\.5"):
         build(components=2.5)
 

@@ -125,3 +125,8 @@ def test_an_optimizer_with_other_tensors_cannot_branch():
     optimizer = torch.optim.SGD([*run.parameters(), *other.parameters()], lr=0.1)
     with pytest.raises(ValueError, match="expected an optimizer over the posterior's parameters alone"):
         branch(run, optimizer)
+
+
+def test_names_are_no_methods():
+    with pytest.raises(TypeError, match="expected methods, got 'swag'; pass a list of classes"):
+        ds.track(tiny.mlp(), {"swag": ds.SWAG})

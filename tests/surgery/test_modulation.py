@@ -41,7 +41,6 @@ def test_moments_are_the_closed_forms():
     assert ds.Modulation.between(0.3).collectivity == pytest.approx(0.09)
     assert ds.Modulation.between(0.3).second_moment == pytest.approx(1)
     assert ds.Modulation.normal(0, 1).halves == pytest.approx((1 / math.sqrt(2 * math.pi),) * 2)
-    assert ds.Modulation.constant(0).collectivity == 0
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -76,3 +75,10 @@ def test_wrong_laws_are_refused():
         ds.Modulation.from_config({"law": "normal", "mean": 1.0})
     with pytest.raises(TypeError, match="expected a law with atoms"):
         ds.Modulation.normal(0, 1).atoms()
+
+
+@pytest.mark.parametrize("make", [lambda: ds.Modulation.constant(0), lambda: ds.Modulation.bernoulli(0.0),
+                                  lambda: ds.Modulation.bernoulli(0.5, 0.0), lambda: ds.Modulation.normal(0, 0)])  # fmt: skip
+def test_factors_that_let_nothing_pass_are_refused(make):
+    with pytest.raises(ValueError, match="expected factors that are not all 0, got"):
+        make()

@@ -42,6 +42,10 @@ class Posterior(TrainingRules, ABC):
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
     ) -> None:
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        if isinstance(network := particles.template.network, Posterior):
+            raise TypeError(
+                f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"
+            )
         where = next(
             (parameter.device for parameter in particles.parameters()), None
         )  # a network may be on a GPU already

@@ -1,5 +1,7 @@
 """The Gaussian prior on weights and biases: ‖θ‖² / (2 N σ²), what a mean loss over N data points must carry."""
 
+from numbers import Real
+
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +26,14 @@ def norm_parameters(module: nn.Module) -> set[str]:
 
 def check_prior(weight_prior_std: float | None, data_size: int | None) -> None:
     """Raises where the two keywords do not make a prior."""
-    if weight_prior_std is not None and not weight_prior_std > 0:
-        raise ValueError(f"expected a positive weight_prior_std, got {weight_prior_std}; pass a standard deviation")
-    if data_size is not None and not data_size > 0:
-        raise ValueError(f"expected a positive data_size, got {data_size}; pass the number of training examples")
+    for name, value, what in (
+        ("weight_prior_std", weight_prior_std, "a standard deviation"),
+        ("data_size", data_size, "the number of training examples"),
+    ):
+        if value is not None and not isinstance(value, Real):
+            raise TypeError(f"expected a number as {name}, got {value!r}; pass {what}")
+        if value is not None and not value > 0:
+            raise ValueError(f"expected a positive {name}, got {value}; pass {what}")
     if weight_prior_std is not None and data_size is None:
         raise ValueError("expected data_size with weight_prior_std, got none; pass data_size=len(training_set)")
 

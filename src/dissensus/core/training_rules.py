@@ -113,7 +113,11 @@ class TrainingRules(Clock):
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
     def remarks(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` logs about training with this optimiser: settings without effect, or with an unwanted one."""
+        """What `fit` logs about training with this optimiser: settings without effect."""
+        return []
+
+    def mistakes(self, optimizer: Optimizer) -> list[str]:
+        """What `fit` warns of: settings of the optimiser that nobody can want."""
         return []
 
     def default_optimizer(self) -> Optimizer:

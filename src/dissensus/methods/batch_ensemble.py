@@ -9,6 +9,7 @@ last s (`form="talk"`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ class BatchEnsemble(EmbeddedPosterior):
     """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
 
     `modulation`: the law of r and s, which decides whether members are M networks or one: `Modulation.sign()` makes
-    independent members, `Modulation.normal(1, σ)` keeps what a pretrained network knows. `regime`: γ, "independent" (M),
-    "collective" (1), a number, or "auto" by the modulation's collectivity and M. `form`: "wen", or "talk". `modulation_lr`: the
-    modulations' learning rate in `parameter_groups`, that of the weights where it is None. `layers`: patterns of names
-    of the layers to be cut, None for all. Norm layers (affine and statistics) and the output bias are each member's own:
-    a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the sign of s to act.
+    independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows. `regime`: γ,
+    "independent" (M), "collective" (1), a number, or "auto" by the modulation's collectivity and M. `form`: "wen", or "talk".
+    `modulation_lr`: the modulations' learning rate in `parameter_groups`, that of the weights where it is None. `layers`:
+    patterns of names of the layers to be cut, None for all. Norm layers (affine and statistics) and the
+    output bias are each member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the
+    sign of s to act.
     """
 
     name = "batch_ensemble"
@@ -56,15 +58,15 @@ class BatchEnsemble(EmbeddedPosterior):
             given = "none" if modulation is None else repr(modulation)
             raise (ValueError if modulation is None else TypeError)(
                 f"expected a modulation, got {given}; pass Modulation.sign(), which makes independent members, or "
-                "Modulation.normal(1, 0.5), which keeps what a pretrained network knows"
+                "Modulation.normal(1, 0.1), which keeps most of what a pretrained network knows"
             )
         if form not in ("wen", "talk"):
             raise ValueError(
                 f'expected form "wen" or "talk", got {form!r}; the talk\'s lacks the first r and the last s'
             )
-        if modulation_lr is not None and not modulation_lr >= 0:
+        if modulation_lr is not None and not (isinstance(modulation_lr, Real) and modulation_lr >= 0):
             raise ValueError(
-                f"expected a modulation_lr of at least 0, got {modulation_lr}; None takes the weights' rate"
+                f"expected a modulation_lr of at least 0, got {modulation_lr!r}; None takes the weights' rate"
             )
         gamma = checked_gamma(regime, members, lambda: modulation.collectivity)
         network, account = modulated_network(module, form=form, layers=layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,9 +39,9 @@ class DropoutEnsemble(EmbeddedPosterior):
         data_size: int | None = None,
     ) -> None:
         check_members(members)
-        if not 0 < keep < 1:
+        if not (isinstance(keep, Real) and 0 < keep < 1):
             raise ValueError(
-                f"expected keep between 0 and 1, got {keep}; it is the share of units kept, 0.9 is a usual one"
+                f"expected keep between 0 and 1, got {keep!r}; it is the share of units kept, 0.9 is a usual one"
             )
         gamma = 1.0 if regime == "auto" else checked_gamma(regime, members, lambda: keep)
         found: dict[str, nn.Module] = {}
@@ -75,7 +76,8 @@ class DropoutEnsemble(EmbeddedPosterior):
         particles = embed(network, masks, own, likelihood or Classification(), members)
         prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
         super().__init__(particles, factors=list(masks), account=account, **prior)
-        self.keep, self.regime, self.gamma = keep, regime, gamma
+        self.keep: float = keep
+        self.regime, self.gamma = regime, gamma
 
     @property
     def remedy(self) -> str:

@@ -88,6 +88,10 @@ class EmbeddedPosterior(Posterior):
                 f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
                 "divides gradients by their size; SGD shows the difference"
             )
+        return found
+
+    def mistakes(self, optimizer: optim.Optimizer) -> list[str]:
+        found = super().mistakes(optimizer)
         factors = {id(tensor) for tensor in self.modulations.values()}
         decayed = any(
             group.get("weight_decay") and any(id(p) in factors for p in group["params"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -213,9 +214,9 @@ class NodeBNN(Posterior):
         """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all."""
         if component is None:
             return collapsed(self.particles, self.sites, self.mean.mean(0))
-        if not -self.components <= component < self.components:
+        if not isinstance(component, Integral) or not -self.components <= component < self.components:
             raise ValueError(
-                f"expected a component from 0 to {self.components - 1}, got {component}; this posterior has {self.components}"
+                f"expected a component from 0 to {self.components - 1}, got {component!r}; this posterior has {self.components}"
             )
         return collapsed(self.particles, self.sites, self.mean[component])
 

@@ -38,6 +38,8 @@ def check_settings(
         value = settings[keyword]
         if (value is not None or keyword != "latent_momentum") and not (_number(value, above=0.0) or value == 0):
             raise ValueError(f"expected {keyword} of at least 0, got {value!r}; 0 is none")
+    if (momentum := settings["latent_momentum"]) is not None and momentum >= 1:
+        raise ValueError(f"expected a latent_momentum below 1, got {momentum!r}; 0.9 is usual, 0 the paper's")
 
 
 def _number(value: object, *, above: float) -> bool:

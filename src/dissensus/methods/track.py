@@ -48,6 +48,10 @@ class Tracked(Posterior):
     ) -> None:
         if not methods:
             raise ValueError("expected at least one method to watch the run, got none; pass for example [TRADI, SWAG]")
+        if odd := [each for each in methods if not callable(each)]:
+            raise TypeError(
+                f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the module, [TRADI, SWAG]"
+            )
         particles = Particles.hold(module, likelihood or Classification())
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}

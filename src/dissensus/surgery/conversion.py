@@ -74,6 +74,8 @@ def converted(network: nn.Module, make: Make, *, layers: Sequence[str] | None = 
     ("encoder.*"); None is all.
     """
     check_initialised(network)
+    if layers is not None and (isinstance(layers, str) or not layers):
+        raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
     copied, account, reasons = _copied(network), Account(), _reasons(network)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in copied.modules():

@@ -29,6 +29,10 @@ class Modulation:
     law: str
     parameters: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if self.law in LAWS and self.second_moment == 0:
+            raise ValueError(f"expected factors that are not all 0, got {self}; nothing would pass: 1 changes nothing")
+
     @staticmethod
     def constant(value: float = 1.0) -> Modulation:
         """The same factor for all: members do not differ by it."""
@@ -73,8 +77,8 @@ class Modulation:
 
     @property
     def collectivity(self) -> float:
-        """ρ = U₁²/U₂, from 0 (members independent in the wide limit) to 1 (members equal); 0 where u is always 0."""
-        return self.mean**2 / self.second_moment if self.second_moment else 0.0
+        """ρ = U₁²/U₂, from 0 (members independent in the wide limit) to 1 (members equal)."""
+        return self.mean**2 / self.second_moment
 
     @property
     def halves(self) -> tuple[float, float]:

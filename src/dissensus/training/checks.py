@@ -50,3 +50,5 @@ def say_remarks(posterior: Posterior, optimizer: Optimizer) -> None:
     """Logs what the posterior has to say of such an optimiser."""
     for remark in posterior.remarks(optimizer):
         log.info("%s", remark)
+    for mistake in posterior.mistakes(optimizer):
+        log.warning("%s", mistake)
