@@ -204,13 +204,16 @@ def test_another_precision_draws_anew_and_leaves_what_was_drawn():
     posterior, x = fitted().eval(), tiny.points()[0]
     drawn, evidence = posterior.draw(), posterior.log_marginal_likelihood()
     before, spread = drawn(x), drawn(x).std(0).mean()
+    found = posterior.precision
     posterior.use_prior_precision(1e4)
+    assert posterior.precision == 1e4 != found
     assert torch.equal(drawn(x), before)
     assert posterior.log_marginal_likelihood() < evidence
     assert posterior.draw()(x).std(0).mean() < 0.1 * spread
     torch.testing.assert_close(posterior(x).mean(0), posterior.current()(x)[0], rtol=0, atol=0.1)
     posterior.use_prior_precision("marginal_likelihood")
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(evidence))
+    assert posterior.precision == pytest.approx(found)
 
 
 def test_another_precision_after_further_training_belongs_to_the_network_as_it_was_fitted():

@@ -114,6 +114,11 @@ class Laplace(SamplingPosterior):
             own.get_buffer(f"network.{name}").copy_(sampled)
         self.stored = Particles(stored.copied_template(), own=own, shared=stored.shared, members=stored.members)
 
+    @property
+    def precision(self) -> float:
+        """δ in use: the one that was given, or found by the evidence."""
+        return float(self._fitted()[0].precision)
+
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
 
