@@ -582,3 +582,17 @@ def test_a_last_batch_of_one_with_batch_norm_is_a_clear_error():
     ds.fit(swag, [(x, y)], epochs=4, progress=False)
     with pytest.raises(ValueError, match=message):
         ds.refresh(swag, ds.data.Batches(x, y, batch_size=4))
+
+
+def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
+    x, y = tiny.points(32)
+    for told, warned in ((10, True), (16, False), (32, False), (64, False), (65, True), (None, False)):
+        caplog.clear()
+        prior = {} if told is None else {"weight_prior_std": 1.0, "data_size": told}
+        posterior = ds.MAP(tiny.mlp().double(), **prior)
+        for _ in range(2):
+            ds.fit(posterior, [(x[:20], y[:20]), (x[20:], y[20:])], epochs=2, progress=False)
+        said = [record.message for record in caplog.records if "data_size is" in record.message]
+        assert len(said) == warned
+        if told == 10:
+            assert "data_size is 10 and an epoch has 32 examples: prior and KL count 3.2 times as much" in said[0]

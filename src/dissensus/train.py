@@ -27,7 +27,7 @@ from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.training.checks import check_ranks, check_settings, say_remarks
+from dissensus.training.checks import check_ranks, check_settings, say_data_size, say_remarks
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.progress import Progress
@@ -173,7 +173,7 @@ class _Run:
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
         posterior, device = self.posterior, self.posterior.device
-        total, count = None, 0
+        total, sizes = None, []
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             if batches.size(x) == 0:
@@ -188,7 +188,7 @@ class _Run:
                 step = self.step or self._build(x, y, weight)
                 losses = step(x, y, weight)
             total = losses.clone() if total is None else total.add_(losses)
-            count += 1
+            sizes.append(batches.size(x))
             bar.step()
         if total is None or self.step is None:
             raise ValueError(
@@ -196,7 +196,8 @@ class _Run:
             )
         self.step.finish()
         self.step.check()
-        return (total / count).double().cpu()
+        say_data_size(posterior, sum(sizes))
+        return (total / len(sizes)).double().cpu()
 
     def ran(self) -> Plan | None:
         """The plan as it turned out, fallbacks included."""

@@ -1,6 +1,7 @@
 """What `fit` refuses, or remarks on, before anything is trained."""
 
 import logging
+from weakref import WeakSet
 
 import torch.distributed as distributed
 from torch.optim import Optimizer
@@ -8,6 +9,8 @@ from torch.optim import Optimizer
 from dissensus.core.posterior import Posterior
 
 log = logging.getLogger("dissensus")
+
+_told: WeakSet[Posterior] = WeakSet()
 
 
 def check_settings(
@@ -52,3 +55,16 @@ def say_remarks(posterior: Posterior, optimizer: Optimizer) -> None:
         log.info("%s", remark)
     for mistake in posterior.mistakes(optimizer):
         log.warning("%s", mistake)
+
+
+def say_data_size(posterior: Posterior, examples: int) -> None:
+    """Warns, once, where an epoch has less than half or more than twice as many examples as the posterior was told of."""
+    told = posterior.data_size
+    if told is None or examples == 0 or 0.5 <= told / examples <= 2 or posterior in _told:
+        return
+    _told.add(posterior)
+    log.warning(
+        "data_size is %g and an epoch has %d examples: prior and KL count %.3g times as much as they would with "
+        "data_size=%d; leave it where the loader gives a part of the data",
+        told, examples, examples / told, examples,
+    )  # fmt: skip
