@@ -36,6 +36,7 @@ class BatchEnsemble(EmbeddedPosterior):
     """
 
     name = "batch_ensemble"
+    needed = ("modulation",)
 
     def __init__(
         self,

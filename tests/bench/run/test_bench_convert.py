@@ -1,5 +1,6 @@
 """From a file of weights to a saved posterior: every method of one network, and nothing half-written."""
 
+import re
 import sys
 
 import pytest
@@ -131,6 +132,17 @@ def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, mo
     with pytest.raises(ValueError, match=r"expected the setting data_size of sized.*--set method\.sized\.data_size="):
         convert(weights[0], "sized", tmp_path / "out", overrides=NET)
     assert convert(weights[0], "sized", tmp_path / "out", overrides=[*NET, "method.data_size=50"]).data_size == 50
+
+
+def test_an_object_that_a_method_needs_is_asked_for_in_the_form_that_works_and_without_a_task(weights, tmp_path):
+    with pytest.raises(ValueError, match="expected the setting modulation of batch_ensemble, got none; pass --set") as error:
+        convert(weights[0], "batch_ensemble", tmp_path / "out", overrides=NET)
+    assert "task" not in str(error.value)
+    offered = re.findall(r"--set '(.*?)'", str(error.value))
+    for i, text in enumerate(offered):
+        converted = convert(weights[0], "batch_ensemble", tmp_path / str(i), overrides=[*NET, text])
+        assert converted.modulation == (ds.Modulation.sign(), ds.Modulation.normal(1, 0.1))[i]
+    assert len(offered) == 2
 
 
 def test_missing_and_unexpected_names_are_listed(weights, tmp_path):

@@ -75,7 +75,7 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
-    build.check_complete(config, ())
+    build.check_given(config)
     return config
 
 

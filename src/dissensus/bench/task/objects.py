@@ -64,6 +64,22 @@ OBJECTS: dict[str, Family] = {
     },
 }
 
+# What to write for an object that a method cannot do without, and what it is good for.
+EXAMPLES: dict[str, dict[str, str]] = {
+    "modulation": {
+        "sign": "which makes independent members",
+        "{normal=[1,0.1]}": "which keeps what a pretrained network knows",
+    },
+}
+
+
+def as_options(section: str, key: str) -> str:
+    """How a setting is given on the command line, with examples where it is an object, quoted for the shell."""
+    examples = EXAMPLES.get(key, {})
+    return " or ".join(f"--set '{section}.{key}={text}', {use}," for text, use in examples.items()).removesuffix(",") or (
+        f"--set {section}.{key}=…"
+    )
+
 
 @dataclass(frozen=True)
 class Written:
