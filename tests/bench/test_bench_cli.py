@@ -88,6 +88,13 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
         (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
         (("bench", "moons", "--size", "huge"), "expected a size"),
         (("bench", "moons", "--baseline", "deep"), "did you mean 'deep_ensemble'"),
+        (
+            ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
+            "among those that run (mc_dropout), got 'map'",
+        ),
+        (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
+        (("bench", "moons", "--set", "method.node_bnn.gamma=4"), "run node_bnn too, or leave it out"),
+        (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),

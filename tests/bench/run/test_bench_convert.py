@@ -135,7 +135,9 @@ def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, mo
 
 
 def test_an_object_that_a_method_needs_is_asked_for_in_the_form_that_works_and_without_a_task(weights, tmp_path):
-    with pytest.raises(ValueError, match="expected the setting modulation of batch_ensemble, got none; pass --set") as error:
+    with pytest.raises(
+        ValueError, match="expected the setting modulation of batch_ensemble, got none; pass --set"
+    ) as error:
         convert(weights[0], "batch_ensemble", tmp_path / "out", overrides=NET)
     assert "task" not in str(error.value)
     offered = re.findall(r"--set '(.*?)'", str(error.value))

@@ -70,7 +70,7 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         elif "name" not in settings["network"]:
             break
         else:
-            settings = overridden(settings, override)
+            settings = overridden(settings, override, sections=SECTIONS)
     if "name" not in settings["network"]:
         raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
     check_task(settings, "the command line")

@@ -76,9 +76,9 @@ EXAMPLES: dict[str, dict[str, str]] = {
 def as_options(section: str, key: str) -> str:
     """How a setting is given on the command line, with examples where it is an object, quoted for the shell."""
     examples = EXAMPLES.get(key, {})
-    return " or ".join(f"--set '{section}.{key}={text}', {use}," for text, use in examples.items()).removesuffix(",") or (
-        f"--set {section}.{key}=…"
-    )
+    return " or ".join(f"--set '{section}.{key}={text}', {use}," for text, use in examples.items()).removesuffix(
+        ","
+    ) or (f"--set {section}.{key}=…")
 
 
 @dataclass(frozen=True)
