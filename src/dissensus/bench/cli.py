@@ -170,9 +170,10 @@ def convert(
     set_: Annotated[
         list[str], typer.Option("--set", help="network.name=ResNet, network.depth=20, method.samples=50, …")
     ] = [],  # noqa: B006 - typer reads it
+    seed: Annotated[int, typer.Option(help="Of what the method draws for its start: factors, masks, latents.")] = 0,
 ) -> None:
     """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads."""
-    convert_weights(weights, method, out, overrides=set_)
+    convert_weights(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
 

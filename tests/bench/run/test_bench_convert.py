@@ -147,6 +147,24 @@ def test_an_object_that_a_method_needs_is_asked_for_in_the_form_that_works_and_w
     assert len(offered) == 2
 
 
+RANDOM = {
+    "batch_ensemble": ["method.modulation={normal=[1,0.1]}", "method.members=2"],
+    "dropout_ensemble": ["method.members=2"],
+    "node_bnn": ["method.data_size=32", "method.components=2"],
+}
+
+
+@pytest.mark.parametrize("method", RANDOM)
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(weights, tmp_path, method):
+    tensors = []
+    for i, seed in enumerate((0, 0, 1)):
+        before = torch.manual_seed(i).get_state()
+        convert(weights[0], method, tmp_path / str(i), overrides=[*NET, *RANDOM[method]], seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        tensors.append((tmp_path / str(i) / "posterior.safetensors").read_bytes())
+    assert tensors[0] == tensors[1] != tensors[2]
+
+
 def test_missing_and_unexpected_names_are_listed(weights, tmp_path):
     state = torch.load(weights[0], weights_only=True)
     state["old.weight"] = state.pop("layers.0.weight")
@@ -183,7 +201,7 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
         return done.value.code, capsys.readouterr()
 
     sets = [part for each in NET for part in ("--set", each)]
-    code, said = run("--method", "gaussian_perturbation", *sets, "--out", str(tmp_path / "out"))
+    code, said = run("--method", "gaussian_perturbation", *sets, "--seed", "3", "--out", str(tmp_path / "out"))
     assert code == 0
     assert said.out.strip() == str(tmp_path / "out")
     assert ds.load(tmp_path / "out").name == "gaussian_perturbation"
