@@ -164,7 +164,7 @@ def report(
 
 @app.command()
 def convert(
-    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .npz or .safetensors file.")],
+    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .th, .npz or .safetensors file.")],
     method: Annotated[str, typer.Option(help="A method of one network.")],
     out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
     set_: Annotated[
