@@ -93,7 +93,7 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
             "among those that run (mc_dropout), got 'map'",
         ),
         (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--set", "method.node_bnn.gamma=4"), "run node_bnn too, or leave it out"),
+        (("bench", "moons", "--set", "method.node_bnn.gamma=4"), "choose node_bnn, or leave it out"),
         (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),

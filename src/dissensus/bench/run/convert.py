@@ -15,6 +15,7 @@ from dissensus.bench.run import build
 from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, parsed, run_config
+from dissensus.bench.task.hints import check_read
 from dissensus.bench.task.objects import OBJECTS, written
 from dissensus.bench.task.schema import check_task, takes_several
 from dissensus.bench.task.variants import base_name
@@ -78,6 +79,7 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
             settings = overridden(settings, override, sections=SECTIONS)
     if "name" not in settings["network"]:
         raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
+    check_read(overrides, [method])
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_given(config)

@@ -19,8 +19,8 @@ def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
         path = override.partition("=")[0].strip().split(".")
         if path[0] == "method" and len(path) > 2 and path[1].partition("-")[0] in METHODS and path[1] not in read:
             raise ValueError(
-                f"expected a setting of the methods that run ({', '.join(running)}), got {override!r}; run {path[1]} too, "
-                "or leave it out"
+                f"expected a setting of the methods that run ({', '.join(running)}), got {override!r}; choose "
+                f"{path[1]}, or leave it out"
             )
 
 
