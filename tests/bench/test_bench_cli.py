@@ -1,5 +1,6 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,8 @@ import pytest
 
 import dissensus as ds
 from dissensus.bench import cli
+from dissensus.bench.run.build import check_complete
+from dissensus.bench.task.config import load_task, run_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +88,13 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
         (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
         (("bench", "moons", "--size", "huge"), "expected a size"),
         (("bench", "moons", "--baseline", "deep"), "did you mean 'deep_ensemble'"),
+        (
+            ("bench", "moons", "--methods", "mc_dropout", "--baseline", "map"),
+            "among those that run (mc_dropout), got 'map'",
+        ),
+        (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
+        (("bench", "moons", "--set", "method.node_bnn.gamma=4"), "choose node_bnn, or leave it out"),
+        (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
@@ -103,6 +113,20 @@ def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(dissensus, tmp_path, 
     assert err.startswith("dissensus: ")
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in out + err
+
+
+def test_a_setting_that_a_method_needs_is_asked_for_before_anything_is_trained(dissensus, tmp_path):
+    asked = ("bench", "moons", "--size", "smoke", "--methods", "map,batch_ensemble", "--out", "here", "--quiet")
+    code, _, err = dissensus(*asked)
+    assert code == 2
+    assert "below [method.batch_ensemble] in the task" in err
+    assert "Modulation" not in err
+    assert not (tmp_path / "here").exists()
+    offered = re.findall(r"--set '(.*?)'", err)
+    assert offered == ["method.batch_ensemble.modulation=sign", "method.batch_ensemble.modulation={normal=[1,0.1]}"]
+    for text in offered:
+        loaded = load_task("moons", size="smoke", overrides=[text])
+        check_complete(run_config(loaded, "batch_ensemble", 0))
 
 
 def test_a_missing_data_set_lists_its_files(dissensus):

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 import dissensus as ds
 from dissensus.bench.run import jobs
+from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
@@ -136,6 +137,20 @@ def test_the_page_has_all_its_parts(page):
     assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 2
     assert found.tags.count("img") >= methods * 2 * 8
     assert plots.INK not in (page / "report.html").read_text()
+
+
+def test_what_damage_does_is_said_of_the_inputs_that_were_damaged(page):
+    runs = [Run.open(path) for path in sorted(page.glob("*-seed0"))]
+    best = max((run.evaluate() for run in runs), key=lambda each: each.metrics["corrupt/accuracy"])
+    clean, few = best.arrays["corrupt/clean/accuracy"], len(best.arrays["corrupt/example_accuracy"])
+    assert few < len(best.arrays["test/nll"])
+    for name in ("report.md", "report.html"):
+        text = (page / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
+        assert (
+            f"{few} of the test inputs were damaged: the accuracy on those {few} inputs goes from {100 * clean:.2f} %"
+            in text
+        )
+        assert f"the calibration error on them from {100 * best.arrays['corrupt/clean/ece']:.1f} %" in text
 
 
 def test_table_and_text_show_the_stored_numbers(page):

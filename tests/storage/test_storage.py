@@ -365,7 +365,10 @@ def test_a_wrong_checksum_in_a_folder_of_an_earlier_version(folder, value):
         ),
         (lambda: ds.nets.MLP(4, 3, hidden=(6, 6)), "expected a network with layer"),
         (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
-        (lambda: mlp().layers, "expected a network with layer"),
+        (
+            lambda: mlp().layers,
+            r"expected a network MLP\(\), as was saved, got Sequential\(\); pass a network of that class",
+        ),
     ],
     ids=["activation", "width", "deeper", "shallower", "the inside"],
 )

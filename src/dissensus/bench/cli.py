@@ -21,6 +21,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert as convert_weights
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
+from dissensus.bench.task.hints import check_read
 from dissensus.bench.theory.cli import app as theory
 from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
@@ -82,7 +83,9 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
-    loaded, tell = load_task(task, size=size, overrides=set_), _silent if quiet else _tell
+    chosen, tell = listed(methods or "") or None, _silent if quiet else _tell
+    loaded = load_task(task, size=size, overrides=set_, methods=chosen)
+    check_read(set_, chosen or loaded.methods)
     if "widths" in loaded.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError(
@@ -94,7 +97,7 @@ def bench(
         return
     results, written = jobs.bench(
         loaded,
-        methods=None if methods is None else listed(methods),
+        methods=chosen,
         seeds=seeds,
         out=out,
         source=data,
@@ -120,7 +123,8 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train one method on a task; prints the run's folder."""
-    loaded = load_task(task, size=size, overrides=set_)
+    loaded = load_task(task, size=size, overrides=set_, methods=[method])
+    check_read(set_, [method])
     config = run_config(loaded, method, seed)
     folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
     run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data), beside=loaded.folder)
@@ -160,15 +164,16 @@ def report(
 
 @app.command()
 def convert(
-    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .npz or .safetensors file.")],
+    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .th, .npz or .safetensors file.")],
     method: Annotated[str, typer.Option(help="A method of one network.")],
     out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
     set_: Annotated[
         list[str], typer.Option("--set", help="network.name=ResNet, network.depth=20, method.samples=50, …")
     ] = [],  # noqa: B006 - typer reads it
+    seed: Annotated[int, typer.Option(help="Of what the method draws for its start: factors, masks, latents.")] = 0,
 ) -> None:
     """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads."""
-    convert_weights(weights, method, out, overrides=set_)
+    convert_weights(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
 

@@ -38,6 +38,7 @@ class BatchEnsemble(EmbeddedPosterior):
     """
 
     name = "batch_ensemble"
+    needed = ("modulation",)
 
     def __init__(
         self,

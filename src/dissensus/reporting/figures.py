@@ -143,7 +143,8 @@ def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
             figures.append((f"{label} by severity of corruption", figure))
     count = len(first.arrays.get("corrupt/example_nll", []))
     text = (
-        f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe."
+        f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "
+        "severity 0 is the same inputs, undamaged."
     )
     return "What happens to damaged inputs?", text, figures
 

@@ -168,7 +168,7 @@ def corruption_curves(
     percent: bool,
     palette: Mapping[str, str],
 ) -> Figure:
-    """A metric against the severity of corruption, types pooled; severity 0 is the clean test set."""
+    """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         for i, (name, (clean, damaged)) in enumerate(values.items()):

@@ -146,8 +146,8 @@ MEANINGS = {
     "numbers were measured: fitted on held-out data, 1 where there is none",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
-    "corrupted inputs": "test inputs damaged by noise, blur, weather and the like; every severity is measured on all types "
-    "together, then severities are averaged",
+    "corrupted inputs": "test inputs damaged by noise, blur, weather and the like, or as many of them as the task says; every "
+    "severity is measured on all types together, then severities are averaged",
 }
 
 

@@ -66,10 +66,12 @@ def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -
     def clean(key: str) -> float:
         return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
 
-    text = f"Damaged inputs lower the accuracy from {_with_unit(measure, clean('accuracy'))} to "
-    text += f"{_with_unit(measure, each[best].estimate)} ({best}{', the best there' if len(each) > 1 else ''})"
+    count = len(several[0].arrays["corrupt/example_accuracy"])  # may be fewer than the test set has
+    text = f"{count:,} of the test inputs were damaged: the accuracy on those {count:,} inputs goes from "
+    text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
+    text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
     ece = fmean(e.metrics["corrupt/ece"] for e in several)
-    return f"{text}; the calibration error goes from {100 * clean('ece'):.1f} % to {100 * ece:.1f} %."
+    return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
 
 
 def _mixing(results: Results) -> list[str]:

@@ -130,6 +130,11 @@ def check_structure(network: nn.Module, theirs: list[str]) -> None:
     if ours != theirs:
         pairs = zip([*ours, *["(nothing)"] * len(theirs)], [*theirs, *["(nothing)"] * len(ours)], strict=False)
         mine, other = next((a, b) for a, b in pairs if a != b)
+        if other.startswith(": ") and mine.startswith(": "):  # the network itself, which has no name
+            raise ValueError(
+                f"expected a network {other[2:]}, as was saved, got {mine[2:]}; pass a network of that class, built as the "
+                "saved one was"
+            )
         raise ValueError(
             f"expected a network with layer {other!r}, got {mine!r}; pass a network built as the saved one was"
         )

@@ -1,5 +1,6 @@
 """From a file of weights to a saved posterior: every method of one network, and nothing half-written."""
 
+import re
 import sys
 
 import pytest
@@ -101,6 +102,7 @@ WRONG = {
     "unknown method": ("mapp", NET, "expected a method .* did you mean 'map'"),
     "unknown setting": ("laplace", [*NET, "method.sampels=3"], "did you mean 'samples'"),
     "impossible setting": ("laplace", [*NET, "method.samples=0"], "expected at least one sample"),
+    "other method": ("map", [*NET, "method.swag.rank=3"], "expected a setting of the methods that run .map., got"),
     "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
     "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is its argument"),
     "needs data": ("map", [*NET, 'method.empcov={ layer = "layers.0" }'], "expected settings that need no data"),
@@ -131,6 +133,37 @@ def test_a_method_that_needs_a_setting_says_how_to_give_it(weights, tmp_path, mo
     with pytest.raises(ValueError, match=r"expected the setting data_size of sized.*--set method\.sized\.data_size="):
         convert(weights[0], "sized", tmp_path / "out", overrides=NET)
     assert convert(weights[0], "sized", tmp_path / "out", overrides=[*NET, "method.data_size=50"]).data_size == 50
+
+
+def test_an_object_that_a_method_needs_is_asked_for_in_the_form_that_works_and_without_a_task(weights, tmp_path):
+    with pytest.raises(
+        ValueError, match="expected the setting modulation of batch_ensemble, got none; pass --set"
+    ) as error:
+        convert(weights[0], "batch_ensemble", tmp_path / "out", overrides=NET)
+    assert "task" not in str(error.value)
+    offered = re.findall(r"--set '(.*?)'", str(error.value))
+    for i, text in enumerate(offered):
+        converted = convert(weights[0], "batch_ensemble", tmp_path / str(i), overrides=[*NET, text])
+        assert converted.modulation == (ds.Modulation.sign(), ds.Modulation.normal(1, 0.1))[i]
+    assert len(offered) == 2
+
+
+RANDOM = {
+    "batch_ensemble": ["method.modulation={normal=[1,0.1]}", "method.members=2"],
+    "dropout_ensemble": ["method.members=2"],
+    "node_bnn": ["method.data_size=32", "method.components=2"],
+}
+
+
+@pytest.mark.parametrize("method", RANDOM)
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(weights, tmp_path, method):
+    tensors = []
+    for i, seed in enumerate((0, 0, 1)):
+        before = torch.manual_seed(i).get_state()
+        convert(weights[0], method, tmp_path / str(i), overrides=[*NET, *RANDOM[method]], seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        tensors.append((tmp_path / str(i) / "posterior.safetensors").read_bytes())
+    assert tensors[0] == tensors[1] != tensors[2]
 
 
 def test_missing_and_unexpected_names_are_listed(weights, tmp_path):
@@ -169,7 +202,7 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
         return done.value.code, capsys.readouterr()
 
     sets = [part for each in NET for part in ("--set", each)]
-    code, said = run("--method", "gaussian_perturbation", *sets, "--out", str(tmp_path / "out"))
+    code, said = run("--method", "gaussian_perturbation", *sets, "--seed", "3", "--out", str(tmp_path / "out"))
     assert code == 0
     assert said.out.strip() == str(tmp_path / "out")
     assert ds.load(tmp_path / "out").name == "gaussian_perturbation"

@@ -39,7 +39,7 @@ def same(network, state) -> bool:
     return all(torch.equal(found[name], state[name]) for name in found)
 
 
-@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.npz", "w.safetensors"])
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.th", "w.npz", "w.safetensors"])
 def test_a_state_dict_is_read_bit_for_bit(tmp_path, name):
     saved = net()
     write(tmp_path / name, saved.state_dict())
@@ -113,9 +113,70 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_pat
 
 
 def test_a_checkpoint_that_holds_more_than_a_state_dict_says_what_it_holds(tmp_path):
-    torch.save({"state_dict": net().state_dict(), "epoch": 3}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=r"expected a state dict of tensors in .* got the entries state_dict, epoch"):
+    torch.save({"model": net().state_dict(), "epoch": 3}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"expected a state dict of tensors in .* got the entries model, epoch"):
         load_weights(net(), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_the_checkpoint_of_a_wrapped_network_is_read_and_that_is_logged(tmp_path, caplog, new):
+    saved = torch.nn.DataParallel(net())
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
+    whole = {"state_dict": saved.state_dict(), "optimizer": optimizer.state_dict(), "best_prec1": 91.7}
+    torch.save(whole, tmp_path / "w.th", _use_new_zipfile_serialization=new)
+    network = net()
+    with caplog.at_level("INFO", logger="dissensus"):
+        load_weights(network, tmp_path / "w.th")
+    assert same(network, saved.module.state_dict())
+    assert "of the entries state_dict, optimizer, best_prec1 in" in caplog.text
+    assert "'module.' is taken off all names in" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["w.npz", "w.safetensors"])
+def test_a_wrapper_is_taken_off_once_and_only_where_every_name_has_it(tmp_path, name):
+    inner = torch.nn.Sequential()
+    inner.add_module("module", net())  # a network with a part of that name
+    for network, saved in ((inner, inner), (inner, torch.nn.DataParallel(inner)), (net(), inner)):
+        write(tmp_path / name, saved.state_dict())
+        load_weights(network, tmp_path / name)
+    assert same(network, inner.module.state_dict())
+    write(tmp_path / name, inner.state_dict() | {"count": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"with unexpected .*module\.layers\.0\.weight"):
+        load_weights(net(), tmp_path / name)
+
+
+@pytest.mark.parametrize("value", [Bomb(), Wide(), {"state_dict": {"a": Bomb()}}])
+def test_the_old_form_is_refused_too_where_it_asks_for_more_than_tensors(tmp_path, capsys, value):
+    torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+        load_weights(net(), tmp_path / "w.pt")
+    whole = io.BytesIO()
+    torch.save(net().state_dict(), whole)  # the new form behind the old one: torch.load reads what stands first
+    (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes() + whole.getvalue())
+    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+        load_weights(net(), tmp_path / "w.pt")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_old_form_of_a_network_on_a_gpu_is_read_on_the_host(tmp_path):
+    saved = net()
+    torch.save(saved.state_dict(), tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "w.pt").read_bytes()
+    assert whole.count(b"ctorch\nFloatStorage") == 1  # the others refer to it
+    moved = whole.replace(b"ctorch\nFloatStorage", b"ctorch.cuda\nFloatStorage")
+    (tmp_path / "w.pt").write_bytes(moved.replace(b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:0"))
+    network = net()
+    load_weights(network, tmp_path / "w.pt")
+    assert same(network, saved.state_dict())
+
+
+def test_every_cut_of_a_file_of_the_old_form_is_one_error(tmp_path):
+    torch.save(net().state_dict(), tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "w.pt").read_bytes()
+    for end in (0, 3, 30, 200, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "w.pt").write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"expected a whole .pt file"):
+            load_weights(net(), tmp_path / "w.pt")
 
 
 def test_objects_in_an_npz_are_refused(tmp_path):
@@ -165,7 +226,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path, suffix):
 
 def test_other_kinds_of_files_are_named(tmp_path):
     (tmp_path / "w.h5").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"expected weights in a file .pt, .pth, .npz, .safetensors, got"):
+    with pytest.raises(ValueError, match=r"expected weights in a file .pt, .pth, .th, .npz, .safetensors, got"):
         load_weights(net(), tmp_path / "w.h5")
 
 

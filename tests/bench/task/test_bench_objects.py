@@ -238,7 +238,8 @@ def test_a_new_family_joins_by_one_line(config, monkeypatch):
     assert built(config("", "method.modulated.modulation=sign", name="modulated")).modulation == Modulation(0.5, 0.5)
     with pytest.raises(ValueError, match=r"expected modulation of normal, sign, got 'signs'; did you mean 'sign'?"):
         config("", "method.modulated.modulation=signs", name="modulated")
-    with pytest.raises(ValueError, match="expected the argument std of modulation normal, got none"):
+    words = "expected the argument std of modulation normal, got none; write modulation = { normal = { mean = …, std = … } }"
+    with pytest.raises(ValueError, match=words):
         config("", "method.modulated.modulation={normal = 1.0}", name="modulated")
 
 

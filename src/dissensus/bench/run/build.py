@@ -19,7 +19,7 @@ from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
 from dissensus.bench.task.arguments import EMPCOV, resolved
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.objects import written
+from dissensus.bench.task.objects import as_options, written
 from dissensus.bench.task.schema import takes_several
 from dissensus.bench.task.variants import base_name
 from dissensus.core.errors import unknown
@@ -63,14 +63,19 @@ def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Po
     return partial(method, **settings)
 
 
-def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
+def check_given(config: RunConfig, filled_in: Collection[str] = (), *, advice: str = "pass") -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in; `advice` stands before --set."""
     for name in required(METHODS[base_name(config.method)]):
         if name not in (*config.settings, *filled_in):
             raise ValueError(
-                f"expected the setting {name} of {config.method}, got none; write {name} = … below [method.{config.method}] "
-                f"in the task, or pass --set method.{config.method}.{name}=…"
+                f"expected the setting {name} of {config.method}, got none; "
+                f"{advice.format(name=name)} {as_options(f'method.{config.method}', name)}"
             )
+
+
+def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
+    check_given(config, filled_in, advice=f"write {{name}} = … below [method.{config.method}] in the task, or pass")
     if config.training["epochs"] == 0 and "weights" not in config.network:
         raise ValueError(
             f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dissensus.bench.fitting import fitting
@@ -14,6 +15,7 @@ from dissensus.bench.run import build
 from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, parsed, run_config
+from dissensus.bench.task.hints import check_read
 from dissensus.bench.task.objects import OBJECTS, written
 from dissensus.bench.task.schema import check_task, takes_several
 from dissensus.bench.task.variants import base_name
@@ -21,6 +23,7 @@ from dissensus.core.errors import unknown
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
+from dissensus.numerics.randomness import same_random_state
 from dissensus.storage import save
 
 SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion reads
@@ -28,21 +31,24 @@ SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion r
 UNREAD: Settings = {"data": {"name": "two_moons"}, "training": {"epochs": 1}}
 
 
-def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] = ()) -> Posterior:
+def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] = (), seed: int = 0) -> Posterior:
     """The posterior of that method, of a network with these weights, saved in the folder `out`, which must be new.
 
     `overrides`: "section.key=value" as of a task: network.name and the network's arguments, settings of the method, a
-    likelihood. All is built and checked before anything is written.
+    likelihood. `seed`: of what a method draws for its start; torch's own state is put back. All is built and checked before
+    anything is written.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
     if not weights.is_file():
         raise FileNotFoundError(f"expected a file of weights, got nothing at {weights}; correct the path")
     config = converted_config(method, overrides)
-    made = network(config)
-    load_weights(made, weights)
-    converted = posterior(config, made)
-    save(converted, out)
+    with same_random_state(torch.device("cpu")):
+        torch.default_generator.manual_seed(seed)  # a conversion is done on the host: GPUs are left alone
+        made = network(config)
+        load_weights(made, weights)
+        converted = posterior(config, made)
+        save(converted, out)
     return converted
 
 
@@ -70,12 +76,13 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         elif "name" not in settings["network"]:
             break
         else:
-            settings = overridden(settings, override)
+            settings = overridden(settings, override, sections=SECTIONS)
     if "name" not in settings["network"]:
         raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
+    check_read(overrides, [method])
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
-    build.check_complete(config, ())
+    build.check_given(config)
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from dissensus.bench.rows.sets import LastData
@@ -47,8 +47,7 @@ def bench(
     if jobs < 1:
         raise ValueError(f"expected at least one job, got {jobs}; pass --jobs 2 for two processes")
     chosen = list(methods or task.methods)
-    if baseline is not None and baseline not in chosen:
-        raise unknown("a method of the bench as baseline", baseline, chosen)
+    check_baseline(baseline, chosen)
     folder = default_folder(task) if out is None else Path(out)
     runs, evaluations = run_all(
         task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
@@ -136,9 +135,22 @@ def report_runs(
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
+    check_baseline(baseline, dict.fromkeys(run.config.method for run in runs))
     with read_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
         return results, write_report(results, checked_folder(Path(out)))
+
+
+def check_baseline(baseline: str | None, running: Collection[str]) -> None:
+    """An error where the baseline is not among these methods: one that exists is not taken for a slip of the pen."""
+    if baseline is None or baseline in running:
+        return
+    if baseline.partition("-")[0] in METHODS:
+        raise ValueError(
+            f"expected a baseline among those that run ({', '.join(running)}), got {baseline!r}; run it too, or choose one "
+            "of them"
+        )
+    raise unknown("a method of the bench as baseline", baseline, running)
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:

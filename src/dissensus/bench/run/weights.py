@@ -6,7 +6,9 @@ No code of a file is run, nothing is read that is larger than the network asks f
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import mmap
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,11 @@ from torch import Tensor, nn
 from dissensus.core.statistics import statistics_layers
 from dissensus.data.locate import FOLDER_VARIABLE
 
+log = logging.getLogger("dissensus")
+
+WRAPPER = "module."  # what nn.DataParallel puts before every name
+# torch.save's form before 1.6: a number, the version, sizes, the object and its storages' names, a pickle each; then numbers.
+MAGIC, OLD_PICKLES = 0x1950A86A20F9469CFC6C, 4
 # A file may be larger than the network: a member of an ensemble is saved with the storage of all of them.
 ROOM, TIMES = 2**28, 32
 PICKLE = 2**24  # bytes of names and shapes, for some 100,000 tensors
@@ -65,7 +72,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise ValueError(
             f"expected a whole {path.suffix} file of plain tensors, got {path} ({_line(error)}); save state_dict() again"
         ) from error
-    state = uncounted(network) | state
+    state = uncounted(network) | unwrapped(state, expected, path)
     check_fits(state, expected, path)
     network.load_state_dict(state)
 
@@ -76,8 +83,8 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
     if missing or extra:
         parts = [f"without {_names(missing)}"] * bool(missing) + [f"with unexpected {_names(extra)}"] * bool(extra)
         raise ValueError(
-            f"expected the tensors of the task's network in {path}, got a file {' and '.join(parts)}; save the state_dict() "
-            "of a network built with the same [network]"
+            f"expected the tensors of the network in {path}, got a file {' and '.join(parts)}; save the state_dict() "
+            "of a network built with the same arguments"
         )
     for name, tensor in state.items():
         wanted = expected[name]
@@ -90,6 +97,15 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
             raise ValueError(f"expected {name} as {wanted.dtype} in {path}, got {tensor.dtype}; save it in that type")
         if not bool(tensor.to(wanted.dtype).isfinite().all()):
             raise ValueError(f"expected finite numbers in {name} of {path}, got others; save a network that is whole")
+
+
+def unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The state, with one "module." off all names where more are then the network's: nn.DataParallel puts it there."""
+    without = {name.removeprefix(WRAPPER): tensor for name, tensor in state.items() if name.startswith(WRAPPER)}
+    if len(without) < len(state) or len(without.keys() & expected.keys()) <= len(state.keys() & expected.keys()):
+        return dict(state)
+    log.info("%r is taken off all names in %s", WRAPPER, path)
+    return without
 
 
 def uncounted(network: nn.Module) -> dict[str, Tensor]:
@@ -118,20 +134,28 @@ def sha256(path: Path) -> str:
 
 
 def _torch(path: Path, limit: int) -> dict[str, Tensor]:
-    with zipfile.ZipFile(path) as archive:  # torch.save's form since 1.6
-        for entry in _entries(archive, path, limit):
-            # torch finds its pickle whatever the case, and the first of equals: so all of them are looked at
-            if not entry.filename.lower().endswith("data.pkl"):
-                continue
-            if entry.file_size > PICKLE:
-                raise too_large(path, entry.file_size, PICKLE)
-            for operation, argument, _ in pickletools.genops(archive.open(entry).read()):
-                if "GLOBAL" in operation.name and not _plain(argument):
-                    raise Refused(
-                        f"expected a state dict of plain tensors in {path}, got one that asks for "
-                        f"{str(argument).replace(' ', '.')}; save network.state_dict() alone"
-                    )
+    with open(path, "rb") as file:
+        packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, told as torch.load tells it
+    if packed:
+        with zipfile.ZipFile(path) as archive:
+            for entry in _entries(archive, path, limit):
+                # torch finds its pickle whatever the case, and the first of equals: so all of them are looked at
+                if not entry.filename.lower().endswith("data.pkl"):
+                    continue
+                if entry.file_size > PICKLE:
+                    raise too_large(path, entry.file_size, PICKLE)
+                _check_pickle(archive.open(entry).read(), path)
+    else:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            whole: Any = mapped  # read like a file, without taking memory
+            if MAGIC not in [argument for _, argument, _ in pickletools.genops(whole)]:
+                raise ValueError("neither of torch.save's forms")
+            for _ in range(OLD_PICKLES):  # each begins where the last one ended
+                _check_pickle(whole, path)
     loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
+        log.info("of the entries %s in %s state_dict is read", _names(list(map(str, loaded))), path)
+        loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(each, Tensor) for each in loaded.values()):
         inside = (
             f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__
@@ -140,9 +164,18 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in loaded.items()}
 
 
+def _check_pickle(pickled: Any, path: Path) -> None:
+    for operation, argument, _ in pickletools.genops(pickled):
+        if "GLOBAL" in operation.name and not _plain(argument):
+            raise Refused(
+                f"expected a state dict of plain tensors in {path}, got one that asks for "
+                f"{str(argument).replace(' ', '.')}; save network.state_dict() alone"
+            )
+
+
 def _plain(name: Any) -> bool:
     module, _, last = str(name).partition(" ")
-    return name in PICKLED or (module == "torch" and last.endswith("Storage"))
+    return name in PICKLED or (module in ("torch", "torch.cuda") and last.endswith("Storage"))
 
 
 def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
@@ -186,6 +219,7 @@ def _line(error: Exception) -> str:
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {
     ".pt": _torch,
     ".pth": _torch,
+    ".th": _torch,
     ".npz": _numpy,
     ".safetensors": _safetensors,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from dissensus.bench.names import listed
 from dissensus.bench.task.arguments import check_objects
+from dissensus.bench.task.hints import no_such_setting, object_hint
 from dissensus.bench.task.objects import OBJECTS, open_objects, takes_place
 from dissensus.bench.task.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
@@ -71,8 +72,13 @@ def task_names() -> list[str]:
     return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
 
 
-def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) -> Task:
-    """The task of that name, or in that .toml file, at a size, with "key=value" overrides applied last."""
+def load_task(
+    name: str, *, size: str = "short", overrides: Sequence[str] = (), methods: Sequence[str] | None = None
+) -> Task:
+    """The task of that name, or in that .toml file, at a size, with "key=value" overrides applied last.
+
+    `methods`: those that will run, which method.key=value is for; the task's by default.
+    """
     if size not in SIZES:
         raise unknown("a size", size, SIZES)
     settings = read_task(name)
@@ -83,8 +89,8 @@ def load_task(name: str, *, size: str = "short", overrides: Sequence[str] = ()) 
             raise unknown("a size", each, SIZES)
     settings = merged(settings, sizes.get(size, {}))
     check_task(settings, name)
-    for override in overrides:
-        settings = overridden(settings, override)
+    for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "methods"):
+        settings = overridden(settings, override, methods=methods)
     check_task(settings, name)
     if not listed(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
@@ -174,10 +180,13 @@ def check_validation(data: Settings, training: Settings, evaluation: Settings) -
         )
 
 
-def overridden(settings: Settings, override: str) -> Settings:
+def overridden(
+    settings: Settings, override: str, *, methods: Sequence[str] | None = None, sections: Collection[str] = SECTIONS
+) -> Settings:
     """Settings with one "section.key=value" applied.
 
-    method.key=value goes to every method of the task that has the key, and to all variants of such methods.
+    method.key=value goes to every method that runs and has the key, and to all variants of the task: `methods`, or those of
+    the task. `sections`: those that are read, for errors.
     """
     name, equals, text = override.partition("=")
     path = name.strip().split(".")
@@ -191,20 +200,29 @@ def overridden(settings: Settings, override: str) -> Settings:
     open_objects(changed, path[:-1])
     known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
+    running = listed(settings.get("methods", [])) if methods is None else list(methods)
     if section == "method" and key not in METHODS:
-        asked = dict.fromkeys([*listed(settings["methods"]), *variants_of(settings)])
-        takers = [each for each in asked if key in known[f"method.{each}"]]
-        if not takers:
-            available = {k for each in asked for k in known[f"method.{each}"]}
-            raise unknown("a key of [method]", key, available)
-        for each in takers:
-            changed.setdefault("method", {}).setdefault(each, {})[key] = value
+        if not any(key in known[f"method.{base_name(each)}"] for each in running):
+            raise no_such_setting(key, running, known)
+        # A variant that no table makes is not made by a setting for all.
+        asked = dict.fromkeys([*(each for each in running if base_name(each) == each), *variants_of(settings)])
+        for each in asked:
+            if key in known[f"method.{each}"]:
+                changed.setdefault("method", {}).setdefault(each, {})[key] = value
         return changed
     allowed = {**known, "": TOP | {"likelihood": ()}}
     if key not in allowed.get(section, {}):
-        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() for k in keys]
+        if hint := object_hint(path, f'"{text.strip()}"' if value == text.strip() else text.strip(), running, known):
+            raise hint
+
+        def read(each: str) -> bool:  # what is meant is a key of the section named, or one that is read
+            first, *rest = each.split(".")
+            return each in ("", section) or (rest[0] in running if first == "method" else first in sections)
+
+        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() if read(s) for k in keys]
         what = f"a key of [{section}]" if section in allowed else "a key"
-        shown = allowed.get(section) or ["title", "methods", *(f"{each}.…" for each in SECTIONS if each != "size")]
+        top = ["title", "methods"] if sections is SECTIONS else []
+        shown = allowed.get(section) or [*top, *(f"{each}.…" for each in sections if each != "size")]
         raise unknown(what, ".".join(path), every, shown=shown)
     table = changed
     for part in path[:-1]:

@@ -64,6 +64,21 @@ OBJECTS: dict[str, Family] = {
     },
 }
 
+# What to write for an object that a method cannot do without, and what it is good for.
+EXAMPLES: dict[str, dict[str, str]] = {
+    "modulation": {
+        "sign": "which makes independent members",
+        "{normal=[1,0.1]}": "which keeps what a pretrained network knows",
+    },
+}
+
+
+def as_options(section: str, key: str) -> str:
+    """How a setting is given on the command line, with examples where it is an object, quoted for the shell."""
+    if key not in EXAMPLES:
+        return f"--set {section}.{key}=…"
+    return ", or ".join(f"--set '{section}.{key}={text}', {use}" for text, use in EXAMPLES[key].items())
+
 
 @dataclass(frozen=True)
 class Written:
@@ -87,9 +102,11 @@ class Written:
 
     def check(self) -> None:
         """Raises where an argument is missing, or where the object can be made already and its values are wrong."""
-        for name, parameter in _arguments(self.make).items():
-            if parameter.default is inspect.Parameter.empty and name not in self.arguments:
-                written = f"{{ {name} = … }}" if self.keyword == self.name else f"{{ {self.name} = {{ {name} = … }} }}"
+        asked = [name for name, each in _arguments(self.make).items() if each.default is inspect.Parameter.empty]
+        for name in asked:
+            if name not in self.arguments:
+                values = f"{{ {', '.join(f'{each} = …' for each in asked)} }}"
+                written = values if self.keyword == self.name else f"{{ {self.name} = {values} }}"
                 raise ValueError(
                     f"expected the argument {name} of {self.spoken}, got none; write {self.keyword} = {written}"
                 )
