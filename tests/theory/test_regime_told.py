@@ -234,6 +234,12 @@ def test_the_correlation_of_the_members_at_hand_stands_beside_that_of_random_wei
     assert theory.regime(posterior).measured_correlation is None
 
 
+def test_a_correlation_of_nothing_has_no_sign():
+    said = str(theory.Regime(4, 4.0, "independent", -0.001, -0.002, True, None, -0.003))
+    assert "-0.00" not in said
+    assert "correlation 0.00 predicted" in said
+
+
 def test_factors_of_zero_have_no_correlation_and_one_member_is_one_network():
     nothing = ds.BatchEnsemble(mlp(), members=4, modulation=Modulation.constant(0.0))
     for found in (theory.regime(nothing), theory.regime(nothing, vectors(3))):

@@ -68,14 +68,12 @@ class Regime:
         if self.correlation is None:
             said += "not told for weights drawn at random"
         else:
-            said += (
-                f"{self.correlation:.2f} predicted for weights drawn at random ({self.effective_members:.1f} effective)"
-            )
+            said += f"{_two(self.correlation)} predicted for weights drawn at random ({self.effective_members:.1f} effective)"
         if self.measured_correlation is not None:
-            said += f", {self.measured_correlation:.2f} measured of these on the inputs"
+            said += f", {_two(self.measured_correlation)} measured of these on the inputs"
         if self.overlap is not None:
             where = "measured" if self.measured else "in the wide limit"
-            said += f"; kernels between members {self.overlap:.2f} of those within, {where}"
+            said += f"; kernels between members {_two(self.overlap)} of those within, {where}"
         said += stable
         return f"{said}; {self.advice}" if self.advice else said
 
@@ -133,3 +131,8 @@ def remedy_of(posterior: Posterior) -> str:
     if not all(isinstance(part, Modulated) for part in layers):
         return "convert the last layers too (layers=)"
     return "fewer members, or wider layers"
+
+
+def _two(value: float) -> str:
+    """Two digits, and no −0.00."""
+    return f"{round(value, 2) + 0.0:.2f}"
