@@ -32,7 +32,7 @@ class Regime:
     members: int
     gamma: float
     kind: Kind | None  # None: not told
-    correlation: float | None  # of two members' outputs in the wide limit, weights drawn at random; None: not told
+    correlation: float | None  # of outputs in the wide limit, weights drawn at random, no biases; None: not told
     overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
     measured: bool
     rate: float | None  # the largest stable one of SGD on the inputs; None without, or by a likelihood of one's own
@@ -68,7 +68,8 @@ class Regime:
         if self.correlation is None:
             said += "not told for weights drawn at random"
         else:
-            said += f"{_two(self.correlation)} predicted for weights drawn at random ({self.effective_members:.1f} effective)"
+            said += f"{_two(self.correlation)} predicted for weights drawn at random without biases "
+            said += f"({self.effective_members:.1f} effective)"
         if self.measured_correlation is not None:
             said += f", {_two(self.measured_correlation)} measured of these on the inputs"
         if self.overlap is not None:
@@ -81,8 +82,9 @@ class Regime:
 def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     """The `Regime` of an embedded ensemble as its modulations are now; with inputs x the kernel is measured, not modelled.
 
-    The predicted correlation is that of weights drawn at random, layers taken as a chain with ReLU between, and None where
-    images, residuals or other activations leave it open; the measured one is that of the members as they are on x.
+    The predicted correlation is that of weights drawn at random, layers taken as a chain with ReLU between and without biases,
+    and None where images, residuals or other activations leave it open; the measured one is that of the members as they are
+    on x.
 
     The rate is 2B/λ_max of the kernel over members × examples of the network at hand, for full batches x and SGD without
     momentum (with momentum β it is (1 + β) times that). For classification a bound, for a likelihood of one's own None: see

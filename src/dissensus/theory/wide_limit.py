@@ -1,7 +1,7 @@
 """What members of an embedded ensemble have in common in the wide limit: `embedded_kernels`' recursion on a network at hand.
 
 For a chain of ReLU layers and one input, weights drawn at random, with the moments of the factors that were drawn in place of
-those of a law; layers without factors have factors of 1:
+those of a law; layers without factors have factors of 1, and biases, which members share at the start, are left out:
 
     K_k ← 2 m_k C_k,    Θ_k ← m_k (C_k + 2 D_k Θ_k),    k = same member, different members
 
