@@ -119,7 +119,7 @@ def ensemble_dynamics(
     weights with the sum of the members' gradients (independent regime), 1 with their mean (collective regime).
     """
     if members < 1:
-        raise ValueError(f"expected at least one member, got {members}")
+        raise ValueError(f"expected at least one member, got {members}; 4 is a usual number")
     if not gamma > 0:
         raise ValueError(f"expected gamma above 0, got {gamma}; M for the independent regime, 1 for the collective one")
     if len(y) != len(x) or y.ndim < 1:

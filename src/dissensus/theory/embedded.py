@@ -59,7 +59,7 @@ def embedded_kernels(
     """
     if trained not in ("both", "u", "v", "none"):
         raise ValueError(f"expected trained of both, u, v, none, got {trained!r}; say which modulations learn")
-    if depth < 1:
+    if not isinstance(depth, int) or depth < 1:
         raise ValueError(f"expected a depth of at least 1 hidden layer, got {depth}; members differ in hidden layers")
     phi = activation_of(activation)
     laws = list(zip(_each(u, depth, "u"), _each(v, depth, "v"), strict=True))
@@ -95,9 +95,13 @@ def embedded_kernels(
 
 
 def _each(laws: Modulation | Sequence[Modulation], depth: int, name: str) -> list[Modulation]:
-    given = [laws] * depth if isinstance(laws, Modulation) else list(laws)
-    if len(given) != depth or not all(isinstance(law, Modulation) for law in given):
+    given = [laws] * depth if isinstance(laws, Modulation) else laws
+    if not isinstance(given, list | tuple) or not all(isinstance(law, Modulation) for law in given):
+        raise TypeError(
+            f"expected one Modulation or {depth} for {name}, got {laws!r}; pass Modulation.sign(), or one for each hidden layer"
+        )
+    if len(given) != depth:
         raise ValueError(
             f"expected one Modulation or {depth} for {name}, got {len(given)}; give one for each hidden layer"
         )
-    return given
+    return list(given)

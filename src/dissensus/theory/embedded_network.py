@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory.blocks import EnsembleBlocks
+from dissensus.theory.inputs import check_generator, count_of, variance_of
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -55,8 +56,17 @@ class EmbeddedNetwork:
         """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
         if activation not in FUNCTIONS:
             raise ValueError(f"expected an activation of {', '.join(FUNCTIONS)}, got {activation!r}; name one of them")
+        for name, law in (("u", u), ("v", v)):
+            if not isinstance(law, Modulation):
+                raise TypeError(f"expected a Modulation as {name}, got {law!r}; pass Modulation.sign(), for example")
+        check_generator(generator)
+        variance_of("weight_variance", weight_variance)
+        variance_of("bias_variance", bias_variance)
         hidden = [width] * depth if isinstance(width, int) else list(width)
-        widths = [inputs, *hidden, outputs]
+        if len(hidden) != depth:
+            raise ValueError(f"expected one width or {depth}, got {len(hidden)}; give one for each hidden layer")
+        widths = [count_of("widths", each) for each in (inputs, *hidden, outputs)]
+        count_of("members", members)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)

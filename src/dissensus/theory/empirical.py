@@ -62,7 +62,9 @@ def empirical_ntk(
         layers = dense_layers(module, x1, second, outputs=outputs, room=room)
         if isinstance(layers, str):
             if method == "structured":
-                raise ValueError(f"expected a network of Linear layers for 'structured', got one where {layers}")
+                raise ValueError(
+                    f"expected a network of Linear layers for 'structured', got one where {layers}; pass method='auto'"
+                )
         else:
             return contracted(*layers, outputs=outputs, symmetric=symmetric, room=room)
     frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}

@@ -39,8 +39,27 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
     return x1.detach().to(torch.float64), second.detach().to(torch.float64)
 
 
+def count_of(name: str, value: int) -> int:
+    """A number of things, as it is; raises where it cannot be one."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"expected a whole number as {name}, got {value!r}; pass an int")
+    if value < 1:
+        raise ValueError(f"expected {name} of at least 1, got {value}; pass how many there are")
+    return value
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Raises where it is none."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"expected a torch.Generator, got {generator!r}; pass torch.Generator().manual_seed(0), or None for torch's own"
+        )
+
+
 def variance_of(name: str, value: float) -> float:
     """A variance as a float; raises where it cannot be one."""
+    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"expected a number as {name}, got {value!r}; pass a variance")
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"expected a {name} of at least 0, got {value}; pass a variance")
     return float(value)

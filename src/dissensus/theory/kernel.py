@@ -31,6 +31,7 @@ from dissensus.theory.covariances import (
 from dissensus.theory.inputs import checked_pair, variance_of
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
+WITHOUT = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
 
@@ -162,7 +163,9 @@ def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units
     if layer.in_channels != width:
         raise ValueError(f"expected images of {layer.in_channels} channels, got {width}; the Conv2d takes those")
     if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        raise ValueError(f"expected a Conv2d with groups=1 and zeros padded, a number of them, got {layer}")
+        raise ValueError(
+            f"expected a Conv2d with groups=1 and zeros padded, a number of them, got {layer}; write it so"
+        )
     fan_in = layer.in_channels * layer.kernel_size[0] * layer.kernel_size[1]
     return weighted(patches(units, layer), **_moments(layer, fan_in, law))
 
@@ -212,6 +215,11 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
 
 
 def _activation(layer: nn.Module, units: Units) -> Units:
+    if isinstance(layer, WITHOUT) or type(layer).__module__ == nn.modules.normalization.__name__:
+        raise ValueError(
+            f"expected layers that have a kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
+            f"it out, or measure the network as it is with theory.empirical_ntk. Layers that are known: {KNOWN}"
+        )
     try:
         activation = activation_of(layer)
     except ValueError as error:

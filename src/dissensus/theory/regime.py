@@ -1,9 +1,9 @@
-"""Which regime an embedded ensemble is in: M networks, or one in disguise; said before it is trained, from its modulations.
+"""Which regime an embedded ensemble is in: M networks, or one in disguise; said before it is trained.
 
-In the wide limit only moments of r and s, within members and between them, matter: the recursion of `embedded_kernels` for
-a chain of ReLU layers and one input, with the moments that were drawn in place of those of a law:
-
-    K_k ← 2 m_k C_k,    Θ_k ← m_k (C_k + 2 D_k Θ_k),    k = same member, different members
+With γ = M the members' mean learns 1 + κ times as fast as what they differ by, κ = (M − 1) Θ_o/Θ_d of shared weights: κ ≤ ½ is
+independent, κ ≥ 2 collective, and between the two lies what is neither. Independent members have outputs that say so, too, a
+correlation of at most ½/(M − 1) and ¼, and factors whose law does: `regime="auto"` takes γ = M up to (M − 1)ρ = 1, and never
+for masks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.surgery.order import chained, follow
-from dissensus.theory.stability import Outputs, largest_rate, overlap
+from dissensus.surgery.conversion import CONVERTIBLE
+from dissensus.surgery.modulated import Modulated
+from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
+from dissensus.theory.wide_limit import wide_limit
 
-BATCH_NORM = nn.modules.batchnorm._NormBase
+Kind = Literal["independent", "between", "collective"]
+FEW, MANY = 0.5, 2.0  # κ up to which members are independent, from which they are a collective
 
 
 @dataclass(frozen=True)
@@ -29,41 +31,60 @@ class Regime:
 
     members: int
     gamma: float
-    kind: Literal["independent", "collective"]  # collective where the kernels of M − 1 others outweigh a member's own
-    correlation: float  # of two members' outputs at the start, in the wide limit
-    overlap: float  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
+    kind: Kind | None  # None: not told
+    correlation: float | None  # of outputs in the wide limit, weights drawn at random, no biases; None: not told
+    overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
     measured: bool
-    rate: (
-        float | None
-    )  # the largest stable learning rate of SGD on the inputs; None without, or by a likelihood of one's own
+    rate: float | None  # the largest stable one of SGD on the inputs; None without, or by a likelihood of one's own
+    measured_correlation: float | None = None  # of the members as they are, over the inputs, not centred
+    remedy: str = ""  # what would make members independent, "" where nothing is known to
 
     @property
-    def effective_members(self) -> float:
-        """M / (1 + (M − 1) correlation), at the start."""
+    def effective_members(self) -> float | None:
+        """M / (1 + (M − 1) correlation), with weights drawn at random; None where that is not told."""
+        if self.correlation is None:
+            return None
         return self.members / (1 + (self.members - 1) * max(self.correlation, 0.0))
 
     @property
     def advice(self) -> str:
-        """What to change, "" where γ suits the modulations."""
+        """What to change, "" where γ suits the members, or nothing is clear enough to say."""
         if self.members == 1:
             return ""
         if self.kind == "collective" and self.gamma > 1 + 1e-9:
-            return f'γ = {self.gamma:g} only lowers the largest stable rate; pass regime="collective", or signs as modulations'
+            other = f", or {self.remedy}" if self.remedy else ""
+            return f'γ = {self.gamma:g} only lowers the largest stable rate; pass regime="collective"{other}'
         if self.kind == "independent" and self.gamma < self.members / 2:
             slower = self.members / self.gamma
             return f'γ = {self.gamma:g} trains shared weights {slower:g} times slower; pass regime="independent"'
         return ""
 
     def __str__(self) -> str:
-        said = f"{self.members} members with γ = {self.gamma:g} are {self.kind}: correlation {self.correlation:.2f} at the "
-        said += f"start ({self.effective_members:.1f} effective), kernels between members {self.overlap:.2f} of those within"
-        said += f"{'' if self.measured else ' in the wide limit'}"
-        said += "" if self.rate is None else f"; SGD is stable up to a learning rate of {self.rate:.3g}"
+        stable = "" if self.rate is None else f"; SGD is stable up to a learning rate of {self.rate:.3g}"
+        if self.members == 1:
+            return f"1 member with γ = {self.gamma:g} is one network{stable}"
+        kinds = {"between": "between independent and collective", None: "of a regime that is not told without inputs"}
+        said = f"{self.members} members with γ = {self.gamma:g} are {kinds.get(self.kind, self.kind)}: correlation "
+        if self.correlation is None:
+            said += "not told for weights drawn at random"
+        else:
+            said += f"{_two(self.correlation)} predicted for weights drawn at random without biases "
+            said += f"({self.effective_members:.1f} effective)"
+        if self.measured_correlation is not None:
+            said += f", {_two(self.measured_correlation)} measured of these on the inputs"
+        if self.overlap is not None:
+            where = "measured" if self.measured else "in the wide limit"
+            said += f"; kernels between members {_two(self.overlap)} of those within, {where}"
+        said += stable
         return f"{said}; {self.advice}" if self.advice else said
 
 
 def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     """The `Regime` of an embedded ensemble as its modulations are now; with inputs x the kernel is measured, not modelled.
+
+    The predicted correlation is that of weights drawn at random, layers taken as a chain with ReLU between and without biases,
+    and None where images, residuals or other activations leave it open; the measured one is that of the members as they are
+    on x.
 
     The rate is 2B/λ_max of the kernel over members × examples of the network at hand, for full batches x and SGD without
     momentum (with momentum β it is (1 + β) times that). For classification a bound, for a likelihood of one's own None: see
@@ -77,68 +98,43 @@ def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     embedded: Any = posterior
     members, gamma = posterior.particles.members, float(embedded.gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
-    rate = None
+    rate = found = None
     if x is not None:
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
         rate = largest_rate(outputs)
-        between = overlap(outputs) if members > 1 else 0.0
-    together = (members - 1) * between > 1
-    kind: Literal["independent", "collective"] = "collective" if together else "independent"
-    return Regime(members, gamma, kind, correlation, between, x is not None, rate)
+        if members > 1:
+            measured, found = overlap(outputs), correlation_of(outputs)
+            between = None if math.isnan(measured) else measured
+    law = getattr(posterior, "modulation", None)
+    bound = math.inf if law is None else (members - 1) * law.collectivity
+    kind = kind_of(members, between, correlation, bound) if members > 1 else "independent"
+    return Regime(members, gamma, kind, correlation, between, x is not None, rate, found, remedy_of(posterior))
 
 
-def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[float, float]:
-    """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs, layers taken as a chain in the order of calls, with ReLU between."""
-    network = posterior.particles.template.network
-    parts = dict(network.named_modules())
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in modulations)
-    fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}  # they undo no size
-    norms = [n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed]
-    with posterior.particles.turn():
-        names = [name for name in parts if name in layers or name in norms]
-        order = chained(names, follow(network, names))
-    chain = [(name, after) for name, after in zip(order, [*order[1:], ""], strict=True) if name in layers]
-    same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
-    for place, (name, after) in enumerate(chain):
-        r, s = (modulations.get(f"{name}.{factor}") for factor in "rs")
-        within, between = (1.0, 1.0) if r is None else moments(r, r)
-        # z = W (r ∘ h), W ~ N(0, 2/n): K = 2 m h, Θ = m (h + 2 Θ)
-        theta_same = within * (same + 2 * theta_same)
-        theta_cross = between * (cross + 2 * theta_cross)
-        same, cross = 2 * within * same, 2 * between * cross
-        if after in norms:  # an own batch norm undoes the size of s and of z
-            s = None if s is None else s.sign()
-            same, cross, theta_same, theta_cross = 1.0, cross / same, theta_same / same, theta_cross / same
-        if place == len(chain) - 1:  # outputs: no activation
-            within, between = (1.0, 1.0) if s is None else moments(s, s)
-            return between * cross / (within * same), between * theta_cross / (within * theta_same)
-        # h = φ(s ∘ z), φ = ReLU: C_d = V₂ K/2; between members by the signs of both: C_o = P F(c) + Q F(−c)
-        ups, downs = (torch.ones(2, 1), torch.zeros(2, 1)) if s is None else (s.clamp(min=0), (-s).clamp(min=0))
-        alike = moments(ups, ups)[1] + moments(downs, downs)[1]
-        apart = moments(ups, downs)[1] + moments(downs, ups)[1]
-        second = 1.0 if s is None else moments(s, s)[0]
-        c = min(1.0, max(-1.0, cross / same))
-        value = alike * _value(c) + apart * _value(-c)
-        slope = alike * _slope(c) - apart * _slope(-c)
-        theta_same, theta_cross = second / 2 * theta_same, slope * theta_cross
-        same, cross = second * same / 2, value * same
-    raise ValueError("expected modulations, got none; pass an embedded ensemble with layers that are cut")
+def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> Kind | None:
+    """What the module's docstring says; None where the overlap is not told. `bound` is (M − 1)ρ of the factors' law."""
+    if overlap is None:
+        return None
+    if (members - 1) * overlap >= MANY:
+        return "collective"
+    apart = correlation is None or max(members - 1, 2) * correlation <= FEW
+    return "independent" if (members - 1) * overlap <= FEW and apart and bound <= 1 else "between"
 
 
-def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """(mean of a_α b_α within members, mean of a_α b_β over pairs of different ones) of factors (M, n)."""
-    a, b = a.detach().double(), b.detach().double()
-    members = len(a)
-    own, total = (a * b).sum(0), a.sum(0) * b.sum(0)
-    return float(own.mean()) / members, float((total - own).mean()) / (members * (members - 1))
+def remedy_of(posterior: Posterior) -> str:
+    """What would make members independent that is not done yet."""
+    law = getattr(posterior, "modulation", None)
+    if law is None:
+        return "a smaller keep"
+    if law.collectivity > 0:
+        return "modulations with a mean of 0, such as Modulation.sign()"
+    layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, CONVERTIBLE)]
+    if not all(isinstance(part, Modulated) for part in layers):
+        return "convert the last layers too (layers=)"
+    return "fewer members, or wider layers"
 
 
-def _value(c: float) -> float:
-    """E φ(z) φ(z') of ReLU, unit variances and correlation c: (√(1 − c²) + (π − acos c) c)/2π."""
-    return (math.sqrt(1 - c * c) + (math.pi - math.acos(c)) * c) / (2 * math.pi)
-
-
-def _slope(c: float) -> float:
-    """E φ'(z) φ'(z'): (π − acos c)/2π."""
-    return (math.pi - math.acos(c)) / (2 * math.pi)
+def _two(value: float) -> str:
+    """Two digits, and no −0.00."""
+    return f"{round(value, 2) + 0.0:.2f}"

@@ -33,7 +33,9 @@ def gp_predict(
     if not noise >= 0:
         raise ValueError(f"expected a noise of at least 0, got {noise}; it is a standard deviation")
     if len(y) != len(x) or y.ndim not in (1, 2):
-        raise ValueError(f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}")
+        raise ValueError(
+            f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}; pass one for each input"
+        )
     targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
     train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
     solved, cross = (train.nngp, towards.nngp) if kind == "nngp" else (train.ntk, towards.ntk)

@@ -110,14 +110,20 @@ def largest_rate(outputs: Outputs) -> float | None:
             value, vector = _largest(outputs, back, rates, vector)
             return value
 
+        def rate(value: float) -> float:
+            return limit / value if value > 0 else math.inf  # nothing moves: factors of 0 let nothing through
+
         if own is None:
-            return limit / eigenvalue(1.0, 1.0)
-        low, high = 0.0, limit / eigenvalue(1.0, 0.0)
+            return rate(eigenvalue(1.0, 1.0))
+        low, high = 0.0, rate(eigenvalue(1.0, 0.0))
         if not own:
             return high
-        below, above = eigenvalue(low, own), eigenvalue(high, own)
+        below = eigenvalue(low, own)
         if below >= limit:
             return 0.0
+        if high == math.inf:
+            return high
+        above = eigenvalue(high, own)
         # λ_max of lr A + μ_u U is convex in lr: chords lie above it, so their roots come from below.
         while below < (1 - 1e-3) * limit:
             low += (limit - below) * (high - low) / (above - below)
@@ -126,7 +132,10 @@ def largest_rate(outputs: Outputs) -> float | None:
 
 
 def overlap(outputs: Outputs) -> float:
-    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes: 0 for independent members, 1 for equal ones."""
+    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes: 0 for independent members, 1 for equal ones.
+
+    NaN where nothing is shared, or nothing that is shared acts.
+    """
     members = outputs.particles.members
     shared = {name: outputs.at[name] for name in outputs.shared}
     if members == 1 or not shared:
@@ -148,7 +157,19 @@ def overlap(outputs: Outputs) -> float:
                 total = {name: g + total[name] if total else g for name, g in gradient.items()}
             within += mine
             across += float(sum(g.double().square().sum() for g in total.values())) - mine
-    return float(across / ((members - 1) * within))
+    return float(across / ((members - 1) * within)) if within > 0 else math.nan
+
+
+def correlation_of(outputs: Outputs) -> float | None:
+    """Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None where all are 0.
+
+    Not centred, as what it stands beside: over weights drawn at random the mean is 0, over inputs it is none of a function's.
+    """
+    with outputs.running(), torch.no_grad():
+        f = outputs(outputs.at).detach().double().flatten(1)  # (M, B·O)
+    within = float(f.square().sum())
+    across = float(f.sum(0).square().sum()) - within
+    return across / ((len(f) - 1) * within) if within > 0 else None
 
 
 def curvature(likelihood: Likelihood, outputs: Tensor, own: Tensors) -> float | None:
