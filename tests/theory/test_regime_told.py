@@ -241,7 +241,9 @@ def test_a_correlation_of_nothing_has_no_sign():
 
 
 def test_factors_of_zero_have_no_correlation_and_one_member_is_one_network():
-    nothing = ds.BatchEnsemble(mlp(), members=4, modulation=Modulation.constant(0.0))
+    nothing = ds.BatchEnsemble(mlp(), members=4, modulation=SIGNS)
+    for factors in nothing.modulations.values():
+        factors.data.zero_()
     for found in (theory.regime(nothing), theory.regime(nothing, vectors(3))):
         assert (found.kind, found.correlation, found.measured_correlation) == (None, None, None)
     assert found.rate == float("inf")
