@@ -19,7 +19,7 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, foldable, folded_tensors, placed, standing
+from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, folded_tensors, placed, standing, takes_kernel
 
 MOST_KERNELS = 2**28  # bytes; a network with larger ones takes so long itself that folding them anew is not seen
 
@@ -65,7 +65,7 @@ class NodeFunctions(DrawnFunctions):
         """Keeps the kernels of all functions, if there is room for them."""
         nodes = [by_layer(self.sites, latents) for latents in self.latents]
         layers = {name: member.network.get_submodule(name) for name in nodes[0]}
-        layers = {name: layer for name, layer in layers.items() if foldable(layer)}
+        layers = {name: layer for name, layer in layers.items() if takes_kernel(layer)}
         if self.members * sum(layer.weight.nbytes for layer in layers.values()) > MOST_KERNELS:  # type: ignore[misc]
             return
         for name, layer in layers.items():

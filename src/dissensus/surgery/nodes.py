@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.surgery.account import Account
@@ -59,6 +60,8 @@ class Noded(Cut):
             _check_not_again(self)
             return super().forward(input, *args, **keywords)  # type: ignore[no-any-return]
         if isinstance(nodes, Kernel):
+            if isinstance(self, nn.Linear):
+                return F.linear(input, nodes.weight, nodes.bias)
             return self._conv_forward(input, nodes.weight, nodes.bias)  # type: ignore[no-any-return, operator]
         if foldable(self) and all(each is None or each.ndim == 1 for each in nodes):
             # One set for all examples: kernels are smaller than what passes them, and a sample costs one plain pass.
@@ -225,8 +228,13 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
 
 
+def takes_kernel(layer: nn.Module) -> bool:
+    """Whether a `Kernel` may stand in the layer."""
+    return isinstance(layer, (nn.Linear, *PLAIN_CONVOLUTIONS))
+
+
 def foldable(layer: nn.Module) -> bool:
-    """Whether the layer runs with a `Kernel` in its place: where kernels are smaller than what passes them."""
+    """Whether one is made at every call: where kernels are smaller than what passes them."""
     return isinstance(layer, PLAIN_CONVOLUTIONS)
 
 
