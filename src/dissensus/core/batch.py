@@ -19,12 +19,22 @@ def call(network: nn.Module, x: Inputs) -> Tensor:
         outputs = network(*x)
     else:
         outputs = network(x)
-    if not isinstance(outputs, Tensor):
+    return outputs if isinstance(outputs, Tensor) else logits(outputs)
+
+
+def logits(outputs: Any) -> Tensor:
+    """What a network returned where that is a tensor, or the tensor called "logits" of outputs by name.
+
+    Those are a dict, or what models of transformers return. The named tuples of torchvision are not taken: their other
+    tensors belong into the loss.
+    """
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(found, Tensor):
         raise TypeError(
-            f"expected a network that returns one tensor, got {type(outputs).__name__}; "
+            f'expected a network that returns one tensor, or a dict with "logits", got {type(outputs).__name__}; '
             "wrap it in a module whose forward returns the logits or means"
         )
-    return outputs
+    return found
 
 
 def tensors(x: Inputs) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Posterior(TrainingRules, ABC):
         """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
 
         def nll(member: Member) -> Tensor:
-            outputs: Tensor = member.network(x) if isinstance(x, Tensor) else batches.call(member.network, x)
+            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
             return member.likelihood.nll(outputs, y, weight)
 
         value, buffers = self.particles.call(nll, params, buffers)

@@ -53,7 +53,7 @@ class InputGradientPosterior(RepulsivePosterior):
             return super().member_loss(params, buffers, x, y, weight)
 
         def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = member.network(x) if isinstance(x, Tensor) else batches.call(member.network, x)
+            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
             chosen = selected_output(member.likelihood, outputs, y, self.gradient)
             return chosen, member.likelihood.nll(outputs, y, weight)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import full_precision
@@ -123,7 +124,7 @@ def posterior_blocks(
     def outputs(params: Params, x: Tensor) -> Tensor:
         held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
         weights = {name: tensor for name, tensor in params.items() if name not in held}
-        found: Tensor = particles.call(lambda member: member.network(x), {**rest, **weights}, held)[0]
+        found: Tensor = particles.call(lambda member: batches.call(member.network, x), {**rest, **weights}, held)[0]
         return found
 
     posterior.check_inputs(x1)
