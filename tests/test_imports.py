@@ -64,7 +64,7 @@ FLOORS = {
     ],
     "bench": ["names fitting", "rows", "task", "run", "theory width", "cli"],
     "bench/rows": ["sources geometry", "sets loaders grid units"],
-    "bench/task": ["toml objects variants", "arguments hints", "schema", "config"],
+    "bench/task": ["toml objects variants networks", "arguments hints", "schema", "config"],
     "bench/run": [
         "provenance records choice calibrated training_rows watch threads sharing same weights",
         "build splits convert",

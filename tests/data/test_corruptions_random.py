@@ -50,6 +50,7 @@ def reference() -> Iterator[types.ModuleType]:
         interpolation.map_coordinates = scipy.ndimage.map_coordinates  # type: ignore[attr-defined]
         patch.setitem(sys.modules, "scipy.ndimage.interpolation", interpolation)
         patch.setattr(np, "float_", np.float64, raising=False)
+        pytest.importorskip("imagecorruptions", reason="imagecorruptions is not installed: pip install -e .[test]")
         module = importlib.import_module("imagecorruptions.corruptions")
 
         def gaussian_of_old(image: np.ndarray, sigma: float, multichannel: bool = False) -> np.ndarray:

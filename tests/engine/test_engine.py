@@ -308,6 +308,7 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(plans, "forget_workspaces", lambda: None)  # there need be no GPU
     chosen = plans.make_plan("auto", posterior, *data(), None, precision=None, steps=1)
     assert asked == [True, True, False, False]
     assert not chosen.captured

@@ -172,7 +172,10 @@ def convert(
     ] = [],  # noqa: B006 - typer reads it
     seed: Annotated[int, typer.Option(help="Of what the method draws for its start: factors, masks, latents.")] = 0,
 ) -> None:
-    """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads."""
+    """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads.
+
+    A network of your own, network.name=package.module:name, is given to ds.load as well.
+    """
     convert_weights(weights, method, out, overrides=set_, seed=seed)
     print(out)
 

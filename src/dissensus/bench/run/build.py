@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
 from dissensus.bench.task.arguments import EMPCOV, resolved
 from dissensus.bench.task.config import RunConfig
+from dissensus.bench.task.networks import Make, imported, maker
 from dissensus.bench.task.objects import as_options, written
 from dissensus.bench.task.schema import takes_several
 from dissensus.bench.task.variants import base_name
+from dissensus.core import batch as batches
 from dissensus.core.errors import unknown
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
-from dissensus.nets import NETS
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
 
@@ -120,18 +122,60 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     `weights`: a file, in one of the folders, with the state to start from.
     """
     settings = dict(config.network)
-    make, weights = NETS[settings.pop("name")], settings.pop("weights", None)
-    outputs = len(data.classes) if data.classes else data.train.y.shape[1]
-    doubled = isinstance(likelihood(config), HeteroscedasticRegression)  # a mean and a variance each
-    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs * (2 if doubled else 1)}
+    make, weights = maker(settings.pop("name")), settings.pop("weights", None)
+    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs_of(config, data)}
+    known |= {"num_classes": known["outputs"]} if data.classes else {}  # as others call it
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
-    accepted = inspect.signature(make).parameters
-    with fitting(f"the network {make.__name__}"):
-        made = make(**{key: value for key, value in known.items() if key in accepted} | settings)
+    made = built(config.network["name"], make, settings, known)
     if weights is not None:
         load_weights(made, located(weights, folders))
     return made
+
+
+def built(name: str, make: Make, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
+    """The network that `make` makes of these settings, and of those of the known that it asks for."""
+    with fitting(f"the network {name}"):
+        accepted = inspect.signature(make).parameters
+        made = make(**{key: value for key, value in known.items() if key in accepted} | dict(settings))
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"expected a network from {name}, got {type(made).__name__}; name what returns an nn.Module")
+    return made
+
+
+def outputs_of(config: RunConfig, data: TaskData) -> int:
+    """How many outputs a network of the run has."""
+    count = len(data.classes) if data.classes else data.train.y.shape[1]
+    return count * (2 if isinstance(likelihood(config), HeteroscedasticRegression) else 1)  # a mean and a variance each
+
+
+def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
+    """An error where a run's network cannot be built, its weights do not fit, or one that is imported has other outputs."""
+    name = config.network["name"]
+    if "weights" in config.network:
+        check_weights(config)
+    elif not imported(name):
+        return
+    data = load()
+    made = network(config, data, folders=folders).eval()
+    if imported(name):
+        x, *_ = next(iter(StandardisedBatches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
+        with torch.no_grad(), fitting(f"the network {name}"):
+            outputs = batches.call(made, x)
+        wanted = outputs_of(config, data)
+        if outputs.ndim < 2 or outputs.shape[1] != wanted:
+            raise ValueError(
+                f"expected {wanted} outputs of {name} for these data, got a tensor of shape {tuple(outputs.shape)}; set "
+                f"what the network calls them, as in network.num_classes = {wanted}"
+            )
+
+
+def template(config: RunConfig, load: Callable[[], TaskData]) -> nn.Module | None:
+    """A network as the run's, with any weights, for a saved posterior that cannot build its own; None where it can."""
+    if not imported(config.network["name"]):
+        return None
+    fresh = {key: value for key, value in config.network.items() if key != "weights"}
+    return network(replace(config, network=fresh), load())
 
 
 def check_weights(config: RunConfig) -> None:

@@ -16,10 +16,10 @@ from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, parsed, run_config
 from dissensus.bench.task.hints import check_read
+from dissensus.bench.task.networks import maker
 from dissensus.bench.task.objects import OBJECTS, written
 from dissensus.bench.task.schema import check_task, takes_several
 from dissensus.bench.task.variants import base_name
-from dissensus.core.errors import unknown
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
@@ -69,9 +69,8 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
                 "the file of weights is its argument"
             )
         if key == "network.name":
-            name = parsed(override.partition("=")[2].strip())
-            if name not in NETS:
-                raise unknown("a network", str(name), NETS)
+            name = str(parsed(override.partition("=")[2].strip()))
+            maker(name)  # an error where there is none
             settings = {**settings, "network": {"name": name}}
         elif "name" not in settings["network"]:
             break
@@ -88,16 +87,18 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
 
 def network(config: RunConfig) -> nn.Module:
     """The network of that name and arguments; an error that names those it lacks."""
-    arguments = {key: value for key, value in config.network.items() if key != "name"}
-    make = NETS[config.network["name"]]
+    name = config.network["name"]
+    arguments, make = {key: value for key, value in config.network.items() if key != "name"}, maker(name)
     for key, parameter in inspect.signature(make).parameters.items():
-        if parameter.default is inspect.Parameter.empty and key not in arguments:
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if needed and key not in arguments:
             raise ValueError(
-                f"expected network.{key} of {make.__name__}, got none; pass --set network.{key}=… as it was trained with"
+                f"expected network.{key} of {name}, got none; pass --set network.{key}=… as it was trained with"
             )
-    with fitting(f"the network {make.__name__}"):
-        made: nn.Module = make(**arguments)
-    return made
+    return build.built(name, make, arguments, {})
 
 
 def posterior(config: RunConfig, network: nn.Module) -> Posterior:

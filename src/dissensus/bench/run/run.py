@@ -87,10 +87,8 @@ class Run:
             corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
-        if "weights" in self.config.network:
-            build.check_weights(self.config)
-            with same_random_state(self.device):
-                build.network(self.config, self.data, folders=self.folders)
+        with same_random_state(self.device):
+            build.check_network(self.config, lambda: self.data, folders=self.folders)
         if EMPCOV in self.config.settings and shares(self.config):
             raise ValueError(
                 f"expected no {EMPCOV} for {self.config.method}, which trains together with others, got one; set "
@@ -229,7 +227,8 @@ class Run:
         """The trained posterior."""
         try:
             with same_random_state(self.device):  # networks are built before their weights are read
-                return storage.load(self.folder / "posterior").to(self.device).eval()
+                template = build.template(self.config, lambda: self.data)
+                return storage.load(self.folder / "posterior", template).to(self.device).eval()
         except ValueError as error:
             raise ValueError(f"{error} (a damaged run: delete {self.folder} and run the command again)") from error
 

@@ -10,17 +10,21 @@ from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.task.arguments import further_keys
+from dissensus.bench.task.networks import imported, maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, variants_of
 from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
-from dissensus.nets import NETS
 
 SEED = "seed"  # as a value in [data]: the seed of the run
 TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
 
 TOP: dict[str, Types] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
 SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "reference", "size")
+NETWORK: dict[str, Types] = {
+    "name": TEXT,  # of NETS, or package.module:name
+    "weights": TEXT,  # a file with the state to start from
+}
 DATA: dict[str, Types] = {
     "name": TEXT,  # of SETS
     "validation": REAL,  # rows held out of the training set, or their share; 0 holds none
@@ -80,6 +84,16 @@ WIDTHS: dict[str, Types] = {  # of a task over widths: each is a cell with a run
     "p_factor": REAL,  # … at this width …
     "p_rates": (dict,),  # … and these learning rates by regime, one for each p
 }
+
+
+class AnyKey(dict[str, Types]):
+    """Keys and their types of a section that others may stand in as well, with any value."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: str) -> Types:
+        return ()
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
@@ -155,14 +169,14 @@ def check_reference(reference: Mapping[str, Any], where: str) -> None:
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
     """Section -> key -> types () where any will do: what a task with this data set, network and methods may hold."""
     data, network = settings.get("data", {}).get("name"), settings.get("network", {}).get("name")
-    for what, name, table in (("data set", data, SETS), ("network", network, NETS)):
+    for what, name in (("data set", data), ("network", network)):
         if name is None:
             raise ValueError(f"expected a {what} in the task, got none; set {what.split()[0]}.name")
-        if name not in table:
-            raise unknown(f"a {what}", name, table)
+    if data not in SETS:
+        raise unknown("a data set", data, SETS)
     found: dict[str, dict[str, Types]] = {
         "data": typed(SETS[data].make, "folder") | DATA,
-        "network": {"name": TEXT, "weights": TEXT} | typed(NETS[network]),
+        "network": AnyKey(NETWORK) if imported(network) else NETWORK | typed(maker(network)),
         "likelihood": {"name": TEXT} | dict.fromkeys(argument_names("likelihood", settings.get("likelihood")), ()),
         "training": TRAINING,
         "evaluation": EVALUATION,
