@@ -86,6 +86,16 @@ def test_a_task_runs_with_a_network_of_ones_own_and_its_posteriors_load(module, 
     network = sys.modules[module].Own(2, 2, hidden=5)
     assert torch.equal(ds.load(folder / "posterior", network).predict(x).mean, loaded.predict(x).mean)
     assert loaded.latents == 5 + 2
+    path = Path(f"{module}.py")
+    for written, message in (
+        (SOURCE.replace("tanh()", "relu()").replace(", hidden)", ", 2 * hidden)"), "expected a network .*got"),
+        ("", "can be imported"),
+    ):
+        sys.modules.pop(module)
+        path.write_text(written)
+        with pytest.raises(ValueError, match=message) as raised:
+            Run.open(folder).posterior()
+        assert "damaged" not in str(raised.value)  # nothing is wrong with the run
     with pytest.raises(ValueError, match="expected a network to load into, got none; pass network="):
         ds.load(folder / "posterior")
 

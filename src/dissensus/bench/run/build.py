@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from dissensus import storage
 from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
@@ -170,12 +171,18 @@ def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: S
             )
 
 
-def template(config: RunConfig, load: Callable[[], TaskData]) -> nn.Module | None:
-    """A network as the run's, with any weights, for a saved posterior that cannot build its own; None where it can."""
-    if not imported(config.network["name"]):
-        return None
-    fresh = {key: value for key, value in config.network.items() if key != "weights"}
-    return network(replace(config, network=fresh), load())
+def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
+    """The posterior that a run saved in its folder. Data are loaded where the network is one that is imported."""
+    template = None
+    if imported(config.network["name"]):
+        fresh = {key: value for key, value in config.network.items() if key != "weights"}
+        template = network(replace(config, network=fresh), load())
+    try:
+        return storage.load(folder / "posterior", template)
+    except ValueError as error:
+        if template is not None:  # what was imported may be another network now, and the run as it was
+            raise
+        raise ValueError(f"{error} (a damaged run: delete {folder} and run the command again)") from error
 
 
 def check_weights(config: RunConfig) -> None:

@@ -225,12 +225,8 @@ class Run:
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
-        try:
-            with same_random_state(self.device):  # networks are built before their weights are read
-                template = build.template(self.config, lambda: self.data)
-                return storage.load(self.folder / "posterior", template).to(self.device).eval()
-        except ValueError as error:
-            raise ValueError(f"{error} (a damaged run: delete {self.folder} and run the command again)") from error
+        with same_random_state(self.device):  # networks are built before their weights are read
+            return build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
