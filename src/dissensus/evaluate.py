@@ -54,7 +54,7 @@ def evaluate(
     found = _evaluated(posterior, loader, ood, shift, spec, score)
     cautions = posterior.cautions(found.metrics)
     for caution in cautions.values():
-        log.info("%s", caution)
+        log.warning("%s", caution)
     return replace(found, notes={**found.notes, **cautions})
 
 

@@ -361,3 +361,59 @@ def test_images_become_pngs_whatever_their_units():
         assert abs(pixels(image)[..., 0] - expected).max() < 0.5 / 255
     stretched = pixels(levels.float() - 100)[..., 0]
     assert (stretched.min(), stretched.max()) == (0, 1)
+
+
+# ------------------------------------------------------------------------------------------ what cannot be compared
+
+
+def trained_pair():
+    torch.manual_seed(0)
+    x, y = ds.data.two_moons(60, seed=0)
+    posteriors = [ds.MAP(ds.nets.MLP(2, 2, hidden=(8,))) for _ in range(2)]
+    return posteriors, x, y
+
+
+@pytest.mark.parametrize("count", [40, 60])
+def test_methods_tested_on_other_examples_are_not_ranked(tmp_path, count):
+    (first, second), x, y = trained_pair()
+    far = {"far": ds.data.Batches(x + 9, y, batch_size=20)}
+    others = y[:count] if count < 60 else torch.zeros_like(y)  # fewer examples, or as many with other labels
+    found = {
+        "a": ds.evaluate(first, ds.data.Batches(x, y, batch_size=20), ood=far),
+        "b": ds.evaluate(second, ds.data.Batches(x[:count], others, batch_size=20), ood=far),
+    }
+    report(found, tmp_path)
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / name).read_text()
+        assert "b was tested on other examples than a: the numbers do not say which is better" in page
+        assert " best:" not in page
+        assert "Differences to" not in page
+    assert "**" not in (tmp_path / "report.md").read_text().split("## What the numbers mean")[0]
+
+
+def test_methods_that_met_the_examples_in_another_order_are_ranked_and_not_compared(tmp_path):
+    (first, second), x, y = trained_pair()
+    shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    found = {
+        "a": ds.evaluate(first, ds.data.Batches(x, y, batch_size=20)),
+        "b": ds.evaluate(second, ds.data.Batches(x[shuffled], y[shuffled], batch_size=20)),
+    }
+    report(found, tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert "b met the examples in another order than a: differences cannot be tested image by image" in page
+    assert "predicts best" in page
+    assert "Differences to" not in page
+    report({"a": found["a"], "b": ds.evaluate(second, ds.data.Batches(x, y, batch_size=20))}, tmp_path / "same")
+    assert "Differences to a" in (tmp_path / "same" / "report.md").read_text()
+
+
+def test_a_report_says_what_methods_say_against_their_own_numbers(tmp_path, caplog):
+    torch.manual_seed(0)
+    x, y = ds.data.two_moons(60, seed=0)
+    near = ds.BatchEnsemble(ds.nets.MLP(2, 2, hidden=(8,)), members=4, modulation=ds.Modulation.normal(1, 1e-3))
+    found = ds.evaluate(near, ds.data.Batches(x, y, batch_size=20))
+    assert "4 members count as 1.0" in caplog.text  # a warning: seen without any setting
+    assert list(found.cautions) == ["collapse"]
+    report({"batch_ensemble": found}, tmp_path)
+    for name in ("report.md", "report.html"):
+        assert "batch_ensemble: 4 members count as 1.0" in (tmp_path / name).read_text()

@@ -20,6 +20,7 @@ from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert as convert_weights
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.same import withdraw
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.task.hints import check_read
 from dissensus.bench.theory.cli import app as theory
@@ -129,7 +130,12 @@ def train(
     folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
     run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data), beside=loaded.folder)
     run.begin()
-    run.train(progress=not quiet)
+    try:
+        run.train(progress=not quiet)
+    except BaseException:
+        if run.fresh:
+            withdraw(run.folder)
+        raise
     print(run.folder)
 
 

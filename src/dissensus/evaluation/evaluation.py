@@ -9,6 +9,8 @@ from torch import Tensor
 
 Kind = Literal["classification", "regression", "segmentation"]
 
+ABOUT = ("classes",)  # notes on what was evaluated
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
@@ -27,9 +29,7 @@ class Evaluation:
     shift: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(
-        default_factory=dict
-    )  # what a report should say: class names, title, a collapse of members
+    notes: dict[str, str] = field(default_factory=dict)  # names of classes, and what a method says against its numbers
 
     def table(self) -> str:
         """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
@@ -39,8 +39,14 @@ class Evaluation:
         return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
-        caution = f"\n{self.notes['collapse']}" if "collapse" in self.notes else ""
-        return f"Evaluation({self.kind}, {len(self.metrics)} metrics)\n{self.table()}{caution}"
+        return "\n".join(
+            [f"Evaluation({self.kind}, {len(self.metrics)} metrics)", self.table(), *self.cautions.values()]
+        )
+
+    @property
+    def cautions(self) -> dict[str, str]:
+        """What the method says against these numbers, such as that its members count as one."""
+        return {name: text for name, text in self.notes.items() if name not in ABOUT}
 
 
 def number(value: float) -> str:

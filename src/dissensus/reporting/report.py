@@ -47,11 +47,13 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         baseline = next(iter(results.methods))
     shown = baseline is not None and len(results.methods) > 1
     against = tables.differences(results, found, draws, str(baseline)) if shown else None
+    against = against if against is not None and against.comparisons else None
+    alike = "own" not in tables.rows_by_method(draws["nll"]).values()
     corruptions = [
         (name, table)
         for name, table in (
-            ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy)),
-            ("NLL, nats", tables.corruption_table(results, "nll", nll)),
+            ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
+            ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
         )
         if table is not None
     ]
@@ -59,7 +61,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "title": results.title,
         "description": results.description,
         "kind": results.kind,
-        "headline": [*headline(results, found, draws, against), *claims(results)],
+        "headline": [*headline(results, found, draws, against), *(claims(results) if alike else [])],
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
         "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,

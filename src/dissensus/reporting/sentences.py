@@ -9,29 +9,64 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.results import Results
 from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
-from dissensus.reporting.tables import Draws, best_method, p_text
+from dissensus.reporting.tables import Draws, best_method, p_text, rows_by_method
 
 
 def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
-    """One sentence each on prediction, on foreign inputs, on corrupted ones, and on what mixing members gave.
+    """One sentence each on prediction, on foreign inputs, on corrupted ones, on what mixing members gave, and on what is amiss.
 
-    `against`: the methods compared with the baseline.
+    `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
     """
     by_key = {measure.key: measure for measure in found}
-    sentences = [_prediction(results, by_key, draws, against)]
+    sentences = [*_tested(draws["nll"]), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
         sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
     if "corrupt/accuracy" in by_key:
         sentences.append(_corrupted(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
-    sentences += _mixing(results)
+    sentences += [*_mixing(results), *_cautions(results)]
     return [each for each in sentences if each]
+
+
+def _tested(each: dict[str, Resampled]) -> list[str]:
+    """Why methods, or some of them, are not compared; nothing where all were tested on the same examples in one order."""
+    first, rows = next(iter(each)), rows_by_method(each)
+    others = [name for name, kind in rows.items() if kind == "own"]
+    moved = [name for name, kind in rows.items() if kind == "shuffled"]
+    said = []
+    if others:
+        said.append(
+            f"{', '.join(others)} {'was' if len(others) == 1 else 'were'} tested on other examples than {first}: the numbers "
+            "do not say which is better. Evaluate all methods with the same loader."
+        )
+    if moved:
+        said.append(
+            f"{', '.join(moved)} met the examples in another order than {first}: differences cannot be tested image by image. "
+            "Evaluate with a loader that does not shuffle."
+        )
+    return said
+
+
+def _cautions(results: Results) -> list[str]:
+    """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
+    said = []
+    for name, several in results.methods.items():
+        found: dict[str, list[str]] = {}
+        for each in several:
+            for kind, text in each.cautions.items():
+                found.setdefault(kind, []).append(text)
+        for texts in found.values():
+            of = "" if len(several) == 1 else f" ({len(texts)} of {len(several)} seeds)"
+            said.append(f"{name}{of}: {texts[0]}")
+    return said
 
 
 def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, against: Family | None) -> str:
     nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
     each = draws["nll"]
     best = best_method(nll, each) or next(iter(each))
+    if best_method(nll, each) is None and len(each) > 1:
+        return ""
     interval = each[best].interval()
     text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
     text += f": negative log-likelihood {nll.text(each[best].estimate)} nats"
@@ -55,12 +90,16 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, agai
 
 def _foreign(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
     best = best_method(measure, each) or next(iter(each))
+    if best_method(measure, each) is None and len(each) > 1:
+        return ""
     text = f"{best} tells {name} from test inputs" + (" best" if len(each) > 1 else "")
     return f"{text}: AUROC {_with_unit(measure, each[best].estimate)} (50 % is chance, 100 % perfect)."
 
 
 def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
     best = best_method(measure, each) or next(iter(each))
+    if best_method(measure, each) is None and len(each) > 1:
+        return ""
     several = results.methods[best]
 
     def clean(key: str) -> float:

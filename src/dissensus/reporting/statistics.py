@@ -27,7 +27,7 @@ LEVEL = 0.95
 SIGNIFICANT = 0.05
 _CHUNK = 2**21  # weights held at once
 
-Rows = Literal["shared", "shuffled", "own"]  # test examples of the seeds: the same, in another order, others
+Rows = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: the same, in another order, others
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +138,9 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
     common = [seed for seed in first.values if seed in second.values]
     if not common:
         return None
-    first, second = first.on(common), second.on(common)
-    pairs = zip(first.targets, second.targets, strict=False)
-    if first.sizes != second.sizes or any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
+    if rows_of(first, second) != "shared":
         return None
+    first, second = first.on(common), second.on(common)
     each = [first.values[seed] - second.values[seed] for seed in common]
     draws = None if first.draws is None or second.draws is None else first.draws - second.draws
     found = _spread(first, each, draws)
@@ -151,6 +150,19 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
             return None
         found, counted = spread(each, 0.0), f"{len(common)} seeds, not test examples"
     return Compared(first.estimate, second.estimate, found, len(common), counted)
+
+
+def rows_of(first: Resampled, second: Resampled) -> Rows:
+    """Whether two methods were tested on the same examples, with the seeds that both have."""
+    common = [seed for seed in first.values if seed in second.values]
+    first, second = first.on(common), second.on(common)
+    if first.sizes != second.sizes:
+        return "own"
+    known = [(a, b) for a, b in zip(first.targets, second.targets, strict=False) if a is not None and b is not None]
+    if all(torch.equal(a, b) for a, b in known):
+        return "shared"
+    same = all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in known)
+    return "shuffled" if same else "own"
 
 
 def family(comparisons: Mapping[tuple[str, ...], Compared | None], *, holm: bool = False) -> Family:

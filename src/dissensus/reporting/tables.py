@@ -9,7 +9,7 @@ from dissensus.evaluation import classification, regression
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.measures import Measure, distance_measures, measures, member_measures
 from dissensus.reporting.results import Results
-from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled, compared, family, resampled
+from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled, Rows, compared, family, resampled, rows_of
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def distance_table(results: Results) -> Table | None:
     return Table(columns(results, list(known)), rows)
 
 
-def corruption_table(results: Results, metric: str, measure: Measure) -> Table | None:
-    """A metric of every type of corruption, averaged over severities and seeds."""
+def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
+    """A metric of every type of corruption, averaged over severities and seeds; the best is marked, unless told not to."""
     first = next(iter(results.methods.values()))[0]
     if not first.corruptions:
         return None
@@ -156,7 +156,7 @@ def corruption_table(results: Results, metric: str, measure: Measure) -> Table |
     for kind in first.corruptions:
         key = f"corrupt/{kind}/{metric}"
         values = {n: _mean(key, each) for n, each in results.methods.items() if all(key in e.metrics for e in each)}
-        best = max(map(measure.goodness, values.values())) if len(values) > 1 else None
+        best = max(map(measure.goodness, values.values())) if marked and len(values) > 1 else None
         cells = [
             Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
             for n in results.methods
@@ -185,9 +185,15 @@ def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float 
     return Table(columns(results), rows) if rows else None
 
 
+def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Rows]:
+    """Whether each method was tested on the examples of the first one."""
+    first = next(iter(draws.values()))
+    return {name: rows_of(first, each) for name, each in draws.items()}
+
+
 def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
-    """The method with the best estimate; None where there is nothing to choose."""
-    if measure.best is None or len(draws) < 2:
+    """The method with the best estimate; None where there is nothing to choose, or each was tested on other examples."""
+    if measure.best is None or len(draws) < 2 or "own" in rows_by_method(draws).values():
         return None
     return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
 

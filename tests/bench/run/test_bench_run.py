@@ -11,6 +11,7 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.same import withdraw
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluate import evaluate
 from uci_files import write_uci_files
@@ -301,3 +302,24 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
         run.evaluate()
     with pytest.raises(ValueError, match="expected runs of one task and size"):
         jobs.report_runs([tmp_path], tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------- settings that failed
+
+
+def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path):
+    wrong = load_task("moons", size="smoke", overrides=["network.outputs=1"])
+    with pytest.raises(ValueError, match="expected"):
+        jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs")
+    assert not list((tmp_path / "runs").iterdir())
+    jobs.bench(load_task("moons", size="smoke"), methods=["map"], out=tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"to hold a run with network.outputs = 1, got one without it; choose"):
+        jobs.bench(wrong, methods=["map"], out=tmp_path / "runs")
+    assert (tmp_path / "runs" / "map-seed0" / "metrics.json").is_file()
+
+
+def test_a_folder_with_more_than_settings_is_never_withdrawn(tmp_path):
+    for name in ("config.toml", "log.jsonl"):
+        (tmp_path / name).write_text("")
+    withdraw(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "log.jsonl"]

@@ -10,6 +10,7 @@ from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.records import read_together
 from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.run.same import withdraw
 from dissensus.bench.run.together import companions, remove_leftovers, shares, train_together
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name, check_methods
@@ -78,21 +79,30 @@ def run_all(
     runs = begun(task, configs, out, source=source)
     if jobs > 1:
         in_processes(_groups(runs), jobs, source=source, tell=tell)
-    evaluations = []
-    for i, run in enumerate(runs, start=1):
-        name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
-        group = companions(run, runs) if shares(run.config) else [run]
-        waiting = [each.config.method for each in group if each is not run and not each.trained]
-        done = "trained already" if run.trained else "training"
-        with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
-        tell(f"{name}: {done}{with_others}")
-        if len(group) > 1:
-            train_together(group, progress=progress)
-        else:
-            run.train(progress=progress)
-        evaluations.append(run.evaluate(tell=lambda text, name=name: tell(f"{name}: evaluating {text}")))  # type: ignore[misc]
+    try:
+        evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+    except BaseException:
+        for run in runs:
+            if run.fresh:
+                withdraw(run.folder)
+        raise
     remove_leftovers(out)
     return runs, evaluations
+
+
+def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Tell) -> Evaluation:
+    """The evaluation of one of the runs, trained alone or together with its companions."""
+    name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
+    group = companions(run, runs) if shares(run.config) else [run]
+    waiting = [each.config.method for each in group if each is not run and not each.trained]
+    done = "trained already" if run.trained else "training"
+    with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
+    tell(f"{name}: {done}{with_others}")
+    if len(group) > 1:
+        train_together(group, progress=progress)
+    else:
+        run.train(progress=progress)
+    return run.evaluate(tell=lambda text: tell(f"{name}: evaluating {text}"))
 
 
 def begun(task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None) -> list[Run]:

@@ -70,6 +70,7 @@ class Run:
         self.config = config
         self.load = load or LastData()
         self.beside = beside
+        self.fresh = False  # whether `begin` made the folder
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
@@ -102,6 +103,7 @@ class Run:
         if not path.is_file():
             made = provenance(self.device) | build.weights_digest(self.config, self.folders)
             write_text(path, toml(self.config.table() | {"provenance": made}))
+            self.fresh = True
             return
         check_same(self.folder, self.config, Run.open(self.folder).config)
         check_same_weights(self.folder, build.weights_digest(self.config, self.folders), self.provenance)

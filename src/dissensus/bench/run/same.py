@@ -1,4 +1,4 @@
-"""Whether a folder holds the run that is asked for: the same settings, from the same weights."""
+"""Whether a folder holds the run that is asked for: the same settings, from the same weights; or nothing that counts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def check_same(folder: Path, asked: RunConfig, there: RunConfig) -> None:
         return
     mine, other = _leaves(asked.table()), _leaves(there.table())
     key = next(k for k in {**mine, **other} if mine.get(k) != other.get(k))
+    asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
+    found = f"with {other[key]!r}" if key in other else "without it"
     raise ValueError(
-        f"expected {folder} to hold a run with {key} = {mine.get(key)!r}, got one with {other.get(key)!r}; "
-        "choose another --out, or delete that folder"
+        f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out, or delete that folder"
     )
 
 
@@ -29,6 +30,14 @@ def check_same_weights(folder: Path, digest: Mapping[str, str], provenance: Mapp
                 f"expected {folder} to hold a run from these network.weights, got one from other contents of that file; "
                 "choose another --out, or delete that folder"
             )
+
+
+def withdraw(folder: Path) -> None:
+    """Removes a run's folder that has a config alone: nothing came of it, and other settings may be tried in its place."""
+    path = folder / "config.toml"
+    if list(folder.iterdir()) == [path]:
+        path.unlink()
+        folder.rmdir()
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
