@@ -417,3 +417,21 @@ def test_a_report_says_what_methods_say_against_their_own_numbers(tmp_path, capl
     report({"batch_ensemble": found}, tmp_path)
     for name in ("report.md", "report.html"):
         assert "batch_ensemble: 4 members count as 1.0" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_data(count):
+    names = [f"method{i}" for i in range(count)]
+    palette = dict.fromkeys(names, "#000000")
+    points = {name: (10.0 + i, 0.9 + 0.01 * i, None) for i, name in enumerate(names)}
+    figure = plots.cost_scatter(points, cost="parameters", quality="accuracy", percent=True, palette=palette)
+    FigureCanvasAgg(figure).draw()
+    axes = figure.axes[0]
+    inside = axes.get_legend()
+    assert (inside is None) == (count == 8)
+    if count == 8:
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == names
+        label = axes.xaxis.get_label().get_window_extent()
+        assert legend.get_window_extent().y1 <= label.y0
+        assert legend.get_window_extent().y0 >= 0

@@ -21,6 +21,7 @@ INK = "#123456"
 PALETTE = (
     "#4c8bc9", "#e0803a", "#35a06f", "#a678d8", "#d4566b", "#29a3a8", "#ac7f52", "#d46eae", "#8f959e", "#a5a13a",
 )  # fmt: skip
+ROOM_INSIDE = 4  # names of methods in a legend among the data
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -156,7 +157,7 @@ def risk_coverage(
         axes.xaxis.set_major_formatter(PERCENT)
         if percent:
             axes.yaxis.set_major_formatter(PERCENT)
-        axes.legend(loc="best")
+        _legend(figure, axes)
     return figure
 
 
@@ -180,7 +181,7 @@ def corruption_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if percent:
             axes.yaxis.set_major_formatter(PERCENT)
-        axes.legend(loc="best")
+        _legend(figure, axes)
     return figure
 
 
@@ -211,7 +212,7 @@ def cost_scatter(
         if percent:
             axes.yaxis.set_major_formatter(PERCENT)
         axes.margins(y=0.25)
-        axes.legend(loc="best")
+        _legend(figure, axes)
     return figure
 
 
@@ -255,6 +256,24 @@ def _figure(rows: int = 1, columns: int = 1, *, height: float = HEIGHT, **keywor
     axes = figure.subplots(rows, columns, **keywords)
     figure.subplots_adjust(left=0.19, right=0.94, top=1 - 0.32 / height, bottom=0.52 / height, hspace=0.12)
     return figure, axes
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    """Names of the methods: where there is room among few, under the axes where many would lie on the data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) <= ROOM_INSIDE:
+        axes.legend(loc="best")
+        return
+    columns = 3
+    more = 0.19 * -(-len(labels) // columns)  # inches, for the rows of names
+    width, height = figure.get_size_inches()
+    top, bottom = (
+        (1 - figure.subplotpars.top) * height,
+        figure.subplotpars.bottom * height,
+    )  # inches above and below the axes
+    figure.set_size_inches(width, height + more)
+    figure.subplots_adjust(top=1 - top / (height + more), bottom=(bottom + more) / (height + more))
+    figure.legend(handles, labels, loc="lower center", ncols=columns, columnspacing=1.2, handletextpad=0.5)
 
 
 def _percent(axes: Any) -> None:

@@ -57,7 +57,7 @@ def _cautions(results: Results) -> list[str]:
                 found.setdefault(kind, []).append(text)
         for texts in found.values():
             of = "" if len(several) == 1 else f" ({len(texts)} of {len(several)} seeds)"
-            said.append(f"{name}{of}: {texts[0]}")
+            said.append(f"{name}{of}: {texts[0]}.")
     return said
 
 
