@@ -218,6 +218,17 @@ def test_weights_decay_and_have_momentum_and_latents_have_a_rate_of_their_own():
     assert build().parameter_groups(lr=0.1)[1]["lr"] == 0.1
 
 
+def test_weight_decay_on_latents_is_said(caplog):
+    x, y = tiny.points()
+    posterior = build()
+    groups = posterior.parameter_groups(lr=0.1, weight_decay=0.01)
+    ds.fit(posterior, [(x, y)], epochs=1, optimizer=torch.optim.AdamW(groups), progress=False)
+    assert not any("latents to 0" in line for line in caplog.messages)
+    optimizer = torch.optim.AdamW(posterior.parameters(), weight_decay=0.01)
+    ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
+    assert any("latents to 0" in line and "parameter_groups" in line for line in caplog.messages)
+
+
 # ---------------------------------------------------------------------------------------------------- functions
 
 

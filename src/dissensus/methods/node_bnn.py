@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -187,6 +188,15 @@ class NodeBNN(Posterior):
             if momentum is not None and group["params"] and {id(p) for p in group["params"]} <= mine:
                 group["momentum"] = momentum
         return groups
+
+    def mistakes(self, optimizer: Optimizer) -> list[str]:
+        found, mine = super().mistakes(optimizer), {id(p) for p in self.particles.template.latents.parameters()}
+        if any(g.get("weight_decay") and any(id(p) in mine for p in g["params"]) for g in optimizer.param_groups):
+            found.append(
+                "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
+                "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
+            )
+        return found
 
     # ------------------------------------------------------------------ functions
 
