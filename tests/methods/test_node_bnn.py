@@ -258,6 +258,20 @@ def test_samples_are_rounded_up_to_a_multiple_of_the_components_and_come_from_ea
     torch.testing.assert_close(drawn, posterior.mean.repeat(2, 1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_convolution_may_be_the_whole_network_or_hold_another_layer(inner):
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    network = nn.Conv2d(2, 3, 3)
+    if inner:
+        network.after = nn.Conv2d(3, 3, 1)
+        network.register_forward_hook(lambda layer, args, outputs: layer.after(outputs))
+    posterior = build(lambda: nn.Sequential(network) if inner else network, mode="both", bias_latent=True)
+    functions = posterior.draw()
+    outputs = functions(x)
+    for i in (0, 5):
+        torch.testing.assert_close(outputs[i], functions.member(i)(x))
+
+
 def test_functions_run_one_after_the_other_are_those_run_at_once():
     torch.manual_seed(0)
     posterior, (x, _) = build(mode="both").eval(), tiny.points()
