@@ -34,6 +34,7 @@ from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
+from dissensus.surgery.reads import noting_reads
 
 
 class NodeBNN(Posterior):
@@ -240,6 +241,9 @@ class NodeBNN(Posterior):
             with evaluation(self):
                 check_layers(self.particles, self.sites, x, like=self.mean, again=bool(self._checked))
             self._checked.add(shapes)
+
+    def _first_member(self, x: Inputs) -> Tensor:
+        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     # ------------------------------------------------------------------ state and files
 
