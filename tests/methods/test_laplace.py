@@ -64,6 +64,22 @@ def test_a_linear_network_gets_the_closed_form_of_bayesian_linear_regression(str
     torch.testing.assert_close(predictive.epistemic, expected[:, None].expand(6, 2), rtol=0, atol=error)
 
 
+def test_a_noise_that_nobody_has_trained_is_said(caplog):
+    x, y = data()
+    loader = [(x, y)]
+    trained = ds.MAP(tiny.mlp(outputs=2).double(), likelihood=ds.Regression())
+    ds.fit(trained, loader, epochs=2, progress=False)
+    network = trained.particles.template.network
+    for likelihood in (trained.likelihood, ds.Regression(noise=0.3)):
+        Laplace(network, likelihood=likelihood, samples=2).fit_posthoc(loader)
+    ds.fit(
+        Laplace(tiny.mlp(outputs=2).double(), likelihood=ds.Regression(), samples=2), loader, epochs=1, progress=False
+    )
+    assert not caplog.records
+    Laplace(network, likelihood=ds.Regression(), samples=2).fit_posthoc(loader)
+    assert "still 1, which nobody has trained" in caplog.text
+
+
 def test_the_curvature_of_a_network_is_that_of_its_features():
     posterior = fitted()
     features = posterior.network[:-1].eval()(tiny.points(24)[0]).detach()
