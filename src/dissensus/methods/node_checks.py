@@ -20,9 +20,9 @@ log = logging.getLogger("dissensus")
 def check_layers(particles: Particles, sites: Sequence[Site], x: Inputs, *, like: Tensor, again: bool) -> None:
     """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows.
 
-    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing, and a
-    collapsed network would have them. `again`: batches of other shapes were looked at before. Called in eval mode, which
-    the particles do not keep: whoever calls this puts it back.
+    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing.
+    `again`: batches of other shapes were looked at before. Called in eval mode, which the particles do not keep: whoever
+    calls this puts it back.
     """
     ones = like.new_ones(3, sum(site.width for site in sites))
 
@@ -66,8 +66,8 @@ def _check_passed(network: nn.Module, names: Sequence[str], passed: Collection[s
         )
     if unmet and not again:
         log.warning(
-            "latents do nothing in %s, which a batch does not pass in eval mode, but are in the weights of member() and "
-            "collapse(); if the forward reads the weights alone, leave these layers out with layers=[...]",
+            "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, leave "
+            "these layers out with layers=[...]",
             ", ".join(unmet[:3]) + (", …" if len(unmet) > 3 else ""),
         )
 

@@ -18,32 +18,35 @@ from dissensus.surgery.conversion import CONVERTIBLE, Cut
 
 
 def noting_reads(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    """run(), outputs of the network; cut layers of which it is not known learn whether others use their weights."""
+    """run(), outputs of the network; cut layers of which it is not known learn whether others use their weights.
+
+    All that were asked for a weight count where one of them is used: a layer that is left unfolded computes the same.
+    """
     with turn(network):
         outputs = run()
         unknown = [part for part in network.modules() if isinstance(part, Cut) and part.read_past is None]
         layers = [layer for layer in unknown if isinstance(layer, CONVERTIBLE)]
-        read = bool(layers) and not bool(outputs.isnan().any()) and _used(layers, run)
-        used = [layer for layer in layers if read and _used([layer], run)]
+        used = _used(layers, run) if layers and not bool(outputs.isnan().any()) else []
         for layer in unknown:
             layer.read_past = any(layer is each for each in used)
     return outputs
 
 
-def _used(layers: Sequence[nn.Module], run: Callable[[], Tensor]) -> bool:
-    """Whether outputs are NaN where all but the layers themselves get NaN for their weights and biases."""
-    with _withheld(layers):
+def _used(layers: Sequence[nn.Module], run: Callable[[], Tensor]) -> Sequence[nn.Module]:
+    """The layers that are asked for weights by others, who get NaN, where that is seen in the outputs; else none."""
+    asked: list[nn.Module] = []
+    with _withheld(layers, asked):
         try:
-            return bool(run().isnan().any())
-        except Exception:  # whoever looks at the numbers uses them
-            return True
+            return asked if bool(run().isnan().any()) else []
+        except Exception:  # whoever looks at the numbers uses them; of which layers, there is no telling
+            return layers
 
 
 @contextmanager
-def _withheld(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _withheld(layers: Sequence[nn.Module], asked: list[nn.Module]) -> Iterator[None]:
     kinds = [type(layer) for layer in layers]
     for layer, kind in zip(layers, kinds, strict=True):
-        layer.__class__ = _withholding(kind)
+        layer.__class__ = _withholding(kind, asked)
     try:
         yield
     finally:
@@ -52,7 +55,7 @@ def _withheld(layers: Sequence[nn.Module]) -> Iterator[None]:
             vars(layer).pop("inside", None)
 
 
-def _withholding(kind: type[nn.Module]) -> type[nn.Module]:
+def _withholding(kind: type[nn.Module], asked: list[nn.Module]) -> type[nn.Module]:
     """The class, whose instances give their weights to their own forward alone."""
 
     def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
@@ -62,9 +65,12 @@ def _withholding(kind: type[nn.Module]) -> type[nn.Module]:
         finally:
             vars(self)["inside"] = False
 
-    def asked(self: nn.Module, name: str) -> Any:
+    def noting(self: nn.Module, name: str) -> Any:
         found = kind.__getattr__(self, name)
         own = name not in ("weight", "bias") or vars(self).get("inside", False)
-        return found if own or not isinstance(found, Tensor) else torch.full_like(found, math.nan)
+        if own or not isinstance(found, Tensor):
+            return found
+        asked.append(self)
+        return torch.full_like(found, math.nan)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__getattr__": asked})
+    return type(kind.__name__, (kind,), {"forward": forward, "__getattr__": noting})
