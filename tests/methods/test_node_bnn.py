@@ -527,11 +527,13 @@ def test_other_bad_input_is_a_clear_error():
         build().collapse(-5)
     with pytest.raises(TypeError, match="expected a number as data_size, got '600'; pass the number of training"):
         build(data_size="600")
-    for odd in ("a", 1.0):
+    for odd in ("a", 1.0, True):
         with pytest.raises(ValueError, match=f"expected a component from 0 to 3, got {odd!r}"):
             build().collapse(odd)
     with pytest.raises(TypeError, match=r"expected components as a whole number, got 2\.5"):
         build(components=2.5)
+    with pytest.raises(TypeError, match="expected components as a whole number, got True"):
+        build(components=True)
 
 
 class TimeFirst(nn.Module):

@@ -225,7 +225,8 @@ class NodeBNN(Posterior):
         """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all."""
         if component is None:
             return collapsed(self.particles, self.sites, self.mean.mean(0))
-        if not isinstance(component, Integral) or not -self.components <= component < self.components:
+        whole = isinstance(component, Integral) and not isinstance(component, bool)
+        if not whole or not -self.components <= component < self.components:
             raise ValueError(
                 f"expected a component from 0 to {self.components - 1}, got {component!r}; this posterior has {self.components}"
             )
