@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
@@ -384,6 +385,23 @@ def ending(kind):
     torch.manual_seed(0)
     x, y = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
     return Laplace(Ending(kind).double(), prior_precision=1.0).fit_posthoc([(x, y)]).variance
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_batch_that_passes_the_last_layer_twice_or_not_at_all_is_seen(times):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 3), nn.Linear(4, 4)
+
+        def forward(self, x):
+            if len(x) > 5:
+                return self.last(self.first(x))
+            return self.last(F.pad(self.last(x), (0, 1))) if times else self.first(x)[:, :3]
+
+    x, y = tiny.points(24)
+    with pytest.raises(ValueError, match=f"that every batch passes once, got 'last' called {times} times"):
+        Laplace(Other().double(), samples=2).fit_posthoc([(x[:20], y[:20]), (x[20:], y[20:])])
 
 
 def test_something_done_to_the_outputs_in_place_is_seen():

@@ -179,7 +179,12 @@ class Laplace(SamplingPosterior):
         """Adds what one batch has to say."""
         with watching(last) as seen, batches.unchanged(x):
             outputs = batches.call(self.network, x)
-        features, made = seen[-1]
+        if len(seen) != 1:  # the layer was found with the first batch
+            raise ValueError(
+                f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
+                "outputs are then not linear in its weights: give the network one last layer"
+            )
+        features, made = seen[0]
         if not bool(outputs.isfinite().all()):
             raise ValueError("expected finite outputs, got NaN or infinity; fit a network that is whole")
         check_outputs(last, made, outputs)
