@@ -18,14 +18,9 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.node_checks import (
-    check_layers,
-    repeated,
-    repeated_inputs,
-    warn_of_blank_statistics,
-    warn_of_old_draw,
-)
+from dissensus.methods.node_checks import check_layers, warn_of_blank_statistics, warn_of_old_draw
 from dissensus.methods.node_functions import NodeFunctions, collapsed
+from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -126,6 +121,7 @@ class NodeBNN(Posterior):
         # μ when the draw was stored, or when training went on after it was read from a file
         self.register_buffer("stored_at", None, persistent=False)
         self._checked: set[tuple[torch.Size, ...]] = set()
+        self._whole: set[int] = set()  # numbers of inputs that have no row per example
         if batch_norm == "frozen":
             freeze_norms(particles.template)
             self.train(self.training)
@@ -136,7 +132,7 @@ class NodeBNN(Posterior):
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensors]:
         size = batches.size(x)
-        x = repeated_inputs(x, self.copies)
+        x = repeated_inputs(x, self.copies, whole=self._whole)
         y, weight = repeated(y, self.copies), None if weight is None else repeated(weight, self.copies)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
@@ -238,9 +234,13 @@ class NodeBNN(Posterior):
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
         if not self._checked and self.settings["batch_norm"] == "frozen":
             warn_of_blank_statistics(self.particles.template.network)
+        self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
             with evaluation(self):
-                check_layers(self.particles, self.sites, x, like=self.mean, again=bool(self._checked))
+                self._whole |= taken_whole(self.particles, x, self._whole)
+                check_layers(
+                    self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
+                )
             self._checked.add(shapes)
 
     def _first_member(self, x: Inputs) -> Tensor:

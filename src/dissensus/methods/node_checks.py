@@ -11,24 +11,27 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.core.statistics import statistics_layers
+from dissensus.methods.node_inputs import repeated_inputs
 from dissensus.numerics.randomness import same_random_state
 from dissensus.surgery.nodes import Noded, Site, by_layer, standing, watched, written_into
 
 log = logging.getLogger("dissensus")
 
 
-def check_layers(particles: Particles, sites: Sequence[Site], x: Inputs, *, like: Tensor, again: bool) -> None:
+def check_layers(
+    particles: Particles, sites: Sequence[Site], x: Inputs, *, whole: Collection[int], like: Tensor, again: bool
+) -> None:
     """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows.
 
     Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing.
-    `again`: batches of other shapes were looked at before. Called in eval mode, which the particles do not keep: whoever
-    calls this puts it back.
+    `whole`: tensors in x without rows of examples. `again`: batches of other shapes were looked at before. Called in eval
+    mode, which the particles do not keep: whoever calls this puts it back.
     """
     ones = like.new_ones(3, sum(site.width for site in sites))
 
     def look(rows: int) -> tuple[set[str], set[str]]:
         """(layers that so many rows pass, those of them whose outputs were written into)."""
-        some, nodes = repeated_inputs(x, rows, first=1), by_layer(sites, ones[:rows])
+        some, nodes = repeated_inputs(x, rows, first=1, whole=whole), by_layer(sites, ones[:rows])
 
         def run(member: Member) -> tuple[set[str], set[str]]:
             layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), Noded)}
@@ -91,14 +94,3 @@ def warn_of_old_draw() -> None:
         "the draw that is stored has latents from before the last steps and would run with the weights of now; call "
         "ds.refresh(posterior, loader) after training on"
     )
-
-
-def repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
-    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
-    size = batches.size(x)
-    return batches.apply(x, lambda t: repeated(t[:first], times) if t.ndim and len(t) == size else t)
-
-
-def repeated(tensor: Tensor, times: int) -> Tensor:
-    """(B · times, ...): each row so many times, in a row."""
-    return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
