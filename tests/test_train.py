@@ -347,6 +347,18 @@ def test_the_method_is_told_how_long_the_run_will_be():
     assert (posterior.steps_per_epoch, posterior.epochs) == (2, 5)
 
 
+def test_clipping_counts_a_step_of_several_batches_as_one_where_the_optimiser_holds_a_part_only():
+    x, y = tiny.points()
+    found = []
+    for batches in (1, 2):
+        torch.manual_seed(0)
+        posterior = ds.MAP(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+        optimizer = SGD(posterior.particles.template.network[2].parameters(), lr=0.5)
+        ds.fit(posterior, [(x, y)] * batches, epochs=1, accumulate=batches, clip=0.1, optimizer=optimizer, **QUIET)
+        found.append({name: tensor for name, tensor in tiny.state(posterior).items() if "steps" not in name})
+    assert tiny.largest_difference(*found) < 1e-12
+
+
 def test_sample_weights_reach_the_loss():
     x, y = tiny.points()
     weight = torch.ones(12)

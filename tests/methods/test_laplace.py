@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
@@ -62,6 +63,22 @@ def test_a_linear_network_gets_the_closed_form_of_bayesian_linear_regression(str
     torch.testing.assert_close(predictive.mean, new @ mode, rtol=0, atol=4 * float(expected.max().sqrt()) / 20_000**0.5)
     error = 4 * float(expected.max()) * (2 / 20_000) ** 0.5
     torch.testing.assert_close(predictive.epistemic, expected[:, None].expand(6, 2), rtol=0, atol=error)
+
+
+def test_a_noise_that_nobody_has_trained_is_said(caplog):
+    x, y = data()
+    loader = [(x, y)]
+    trained = ds.MAP(tiny.mlp(outputs=2).double(), likelihood=ds.Regression())
+    ds.fit(trained, loader, epochs=2, progress=False)
+    network = trained.particles.template.network
+    for likelihood in (trained.likelihood, ds.Regression(noise=0.3)):
+        Laplace(network, likelihood=likelihood, samples=2).fit_posthoc(loader)
+    ds.fit(
+        Laplace(tiny.mlp(outputs=2).double(), likelihood=ds.Regression(), samples=2), loader, epochs=1, progress=False
+    )
+    assert not caplog.records
+    Laplace(network, likelihood=ds.Regression(), samples=2).fit_posthoc(loader)
+    assert "still 1, which nobody has trained" in caplog.text
 
 
 def test_the_curvature_of_a_network_is_that_of_its_features():
@@ -368,6 +385,23 @@ def ending(kind):
     torch.manual_seed(0)
     x, y = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
     return Laplace(Ending(kind).double(), prior_precision=1.0).fit_posthoc([(x, y)]).variance
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_batch_that_passes_the_last_layer_twice_or_not_at_all_is_seen(times):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 3), nn.Linear(4, 4)
+
+        def forward(self, x):
+            if len(x) > 5:
+                return self.last(self.first(x))
+            return self.last(F.pad(self.last(x), (0, 1))) if times else self.first(x)[:, :3]
+
+    x, y = tiny.points(24)
+    with pytest.raises(ValueError, match=f"that every batch passes once, got 'last' called {times} times"):
+        Laplace(Other().double(), samples=2).fit_posthoc([(x[:20], y[:20]), (x[20:], y[20:])])
 
 
 def test_something_done_to_the_outputs_in_place_is_seen():

@@ -218,6 +218,17 @@ def test_weights_decay_and_have_momentum_and_latents_have_a_rate_of_their_own():
     assert build().parameter_groups(lr=0.1)[1]["lr"] == 0.1
 
 
+def test_weight_decay_on_latents_is_said(caplog):
+    x, y = tiny.points()
+    posterior = build()
+    groups = posterior.parameter_groups(lr=0.1, weight_decay=0.01)
+    ds.fit(posterior, [(x, y)], epochs=1, optimizer=torch.optim.AdamW(groups), progress=False)
+    assert not any("latents to 0" in line for line in caplog.messages)
+    optimizer = torch.optim.AdamW(posterior.parameters(), weight_decay=0.01)
+    ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
+    assert any("latents to 0" in line and "parameter_groups" in line for line in caplog.messages)
+
+
 # ---------------------------------------------------------------------------------------------------- functions
 
 
@@ -245,6 +256,20 @@ def test_samples_are_rounded_up_to_a_multiple_of_the_components_and_come_from_ea
         posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
     drawn = posterior.draw().latents
     torch.testing.assert_close(drawn, posterior.mean.repeat(2, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_convolution_may_be_the_whole_network_or_hold_another_layer(inner):
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    network = nn.Conv2d(2, 3, 3)
+    if inner:
+        network.after = nn.Conv2d(3, 3, 1)
+        network.register_forward_hook(lambda layer, args, outputs: layer.after(outputs))
+    posterior = build(lambda: nn.Sequential(network) if inner else network, mode="both", bias_latent=True)
+    functions = posterior.draw()
+    outputs = functions(x)
+    for i in (0, 5):
+        torch.testing.assert_close(outputs[i], functions.member(i)(x))
 
 
 def test_functions_run_one_after_the_other_are_those_run_at_once():
@@ -502,11 +527,13 @@ def test_other_bad_input_is_a_clear_error():
         build().collapse(-5)
     with pytest.raises(TypeError, match="expected a number as data_size, got '600'; pass the number of training"):
         build(data_size="600")
-    for odd in ("a", 1.0):
+    for odd in ("a", 1.0, True):
         with pytest.raises(ValueError, match=f"expected a component from 0 to 3, got {odd!r}"):
             build().collapse(odd)
     with pytest.raises(TypeError, match=r"expected components as a whole number, got 2\.5"):
         build(components=2.5)
+    with pytest.raises(TypeError, match="expected components as a whole number, got True"):
+        build(components=True)
 
 
 class TimeFirst(nn.Module):

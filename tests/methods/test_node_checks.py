@@ -70,6 +70,38 @@ def test_what_a_layer_returns_may_be_written_into(after, plain, mode):
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("write", [lambda x, on: F.dropout(x, 0.3, on, True), lambda x, on: x.add_(0.5) if on else x])
+def test_what_a_layer_returns_may_be_written_into_in_training_alone(write):
+    class Written(Net):
+        def forward(self, x):
+            outputs = self.conv(x)
+            return self.head(write(self.after(outputs), self.training).flatten(1))
+
+    (x, y), found = batch(), []
+    for after in (nn.Identity(), torch.clone):
+        torch.manual_seed(1)
+        posterior = build(Written(after), mode="both").train()
+        torch.manual_seed(2)
+        posterior.backward(x, y)
+        found.append({name: p.grad for name, p in posterior.named_parameters()})
+        assert all(part.training for part in posterior.particles.template.modules())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_network_that_wants_even_batches_in_training_is_looked_at_in_eval_mode_alone():
+    class Even(Net):
+        def forward(self, x):
+            first, second = x.chunk(2) if self.training else (x, x)
+            if len(first) != len(second):
+                raise ValueError("an even batch")
+            return super().forward(x)
+
+    x, y = batch()
+    posterior = build(Even(nn.Identity())).train()
+    posterior.backward(x, y)
+    assert posterior.particles.template.network.conv.rewritten  # nobody knows
+
+
 def test_outputs_that_nobody_writes_into_have_the_short_backward_pass():
     x, y = batch()
     posterior = build(Net(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True))))

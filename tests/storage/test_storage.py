@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -38,6 +39,25 @@ def either(request, folder):
     if request.param == "earlier":
         make_earlier(folder)
     return folder
+
+
+def test_settings_may_be_numpys_numbers(tmp_path):
+    settings = {
+        "data_size": np.int64(24),
+        "components": np.int64(2),
+        "prior_std": np.float32(0.5),
+        "samples": np.int64(4),
+    }
+    posterior = ds.NodeBNN(mlp(), bias_latent=np.bool_(True), **settings)
+    ds.save(posterior, tmp_path / "run")
+    read = ds.load(tmp_path / "run")
+    assert read.config() == posterior.config()
+    assert all(type(value).__module__ != "numpy" for value in read.config().values())
+    network = posterior.particles.template.network
+    network.config = {**network.config, "outputs": object()}
+    with pytest.raises(TypeError, match="expected settings of words, numbers and lists, got <object"):
+        ds.save(posterior, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- what is written

@@ -5,6 +5,7 @@ import logging
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,18 @@ def test_another_optimizers_checkpoint_is_refused(wrote, reads, reason, earlier_
     posterior = ensemble()
     optimizer = reads(posterior.parameters(), lr=0.02)
     refused(tmp_path / "c.pt", posterior, optimizer, earlier_reason if earlier else reason)
+
+
+def test_settings_that_are_numpys_numbers_tell_runs_apart_too(tmp_path):
+    def build(gamma):
+        return ds.NodeBNN(
+            nets(1)[0], data_size=np.int64(24), components=np.int64(2), prior_std=np.float32(0.5), gamma=gamma
+        )
+
+    fit(build(0.0), tmp_path / "c.pt", epochs=1)
+    posterior = build(5.0)
+    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), "gamma 0.0, not 5.0")
+    assert len(fit(build(0.0), tmp_path / "c.pt", epochs=2)) == 2
 
 
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path):

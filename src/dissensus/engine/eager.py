@@ -104,10 +104,11 @@ class EagerStep:
 
     def _take_mean(self) -> None:
         if self.pending > 1:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(self.pending)
+            for (
+                parameter
+            ) in self.posterior.parameters():  # of those that the optimiser does not hold too: clipping counts them
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.pending)
 
     def _update(self) -> None:
         if self.clip is not None:

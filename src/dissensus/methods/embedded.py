@@ -25,6 +25,7 @@ from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import folded, plain
+from dissensus.surgery.reads import noting_reads
 
 log = logging.getLogger("dissensus")
 
@@ -120,6 +121,9 @@ class EmbeddedPosterior(Posterior):
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles, ordinary=folded)
+
+    def _first_member(self, x: Inputs) -> Tensor:
+        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))

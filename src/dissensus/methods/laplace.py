@@ -5,6 +5,8 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 """
 
 import copy
+import logging
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, Self
 
@@ -29,6 +31,8 @@ from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, w
 from dissensus.methods.sampling import SamplingPosterior
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
+
+log = logging.getLogger("dissensus")
 
 Precision = float | Literal["marginal_likelihood"]
 
@@ -86,6 +90,7 @@ class Laplace(SamplingPosterior):
         """
         check_loader(loader)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
+        warn_of_untrained_noise(self.likelihood)
         with evaluation(self):
             curvature = self._gathered(loader)
         curvature.precision.fill_(chosen(self.prior_precision, curvature))
@@ -174,7 +179,12 @@ class Laplace(SamplingPosterior):
         """Adds what one batch has to say."""
         with watching(last) as seen, batches.unchanged(x):
             outputs = batches.call(self.network, x)
-        features, made = seen[-1]
+        if len(seen) != 1:  # the layer was found with the first batch
+            raise ValueError(
+                f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
+                "outputs are then not linear in its weights: give the network one last layer"
+            )
+        features, made = seen[0]
         if not bool(outputs.isfinite().all()):
             raise ValueError("expected finite outputs, got NaN or infinity; fit a network that is whole")
         check_outputs(last, made, outputs)
@@ -246,6 +256,18 @@ class Laplace(SamplingPosterior):
         elif held:
             self.curvature = Curvature({name: t.detach().clone().to(self.device) for name, t in held.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def warn_of_untrained_noise(likelihood: Likelihood) -> None:
+    """Says where a noise that should have been learned is still what it was built with: curvature and evidence rest on it."""
+    if not isinstance(likelihood, Regression) or likelihood.noise != "learned":
+        return
+    if math.isclose(float(likelihood.log_noise.detach().exp()), likelihood.initial, rel_tol=1e-6):
+        log.warning(
+            "the noise of this regression is still %g, which nobody has trained, and Laplace takes it as it is; pass "
+            "likelihood=posterior.likelihood of the posterior that the network was trained in, or Regression(noise=...)",
+            likelihood.initial,
+        )
 
 
 def check_precision(prior_precision: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -17,14 +18,9 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.node_checks import (
-    check_layers,
-    repeated,
-    repeated_inputs,
-    warn_of_blank_statistics,
-    warn_of_old_draw,
-)
+from dissensus.methods.node_checks import check_layers, warn_of_blank_statistics, warn_of_old_draw
 from dissensus.methods.node_functions import NodeFunctions, collapsed
+from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -33,6 +29,7 @@ from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
+from dissensus.surgery.reads import noting_reads
 
 
 class NodeBNN(Posterior):
@@ -124,6 +121,7 @@ class NodeBNN(Posterior):
         # μ when the draw was stored, or when training went on after it was read from a file
         self.register_buffer("stored_at", None, persistent=False)
         self._checked: set[tuple[torch.Size, ...]] = set()
+        self._whole: set[int] = set()  # numbers of inputs that have no row per example
         if batch_norm == "frozen":
             freeze_norms(particles.template)
             self.train(self.training)
@@ -134,7 +132,7 @@ class NodeBNN(Posterior):
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensors]:
         size = batches.size(x)
-        x = repeated_inputs(x, self.copies)
+        x = repeated_inputs(x, self.copies, whole=self._whole)
         y, weight = repeated(y, self.copies), None if weight is None else repeated(weight, self.copies)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
@@ -188,6 +186,15 @@ class NodeBNN(Posterior):
                 group["momentum"] = momentum
         return groups
 
+    def mistakes(self, optimizer: Optimizer) -> list[str]:
+        found, mine = super().mistakes(optimizer), {id(p) for p in self.particles.template.latents.parameters()}
+        if any(g.get("weight_decay") and any(id(p) in mine for p in g["params"]) for g in optimizer.param_groups):
+            found.append(
+                "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
+                "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
+            )
+        return found
+
     # ------------------------------------------------------------------ functions
 
     def draw(self) -> DrawnFunctions:
@@ -214,7 +221,8 @@ class NodeBNN(Posterior):
         """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all."""
         if component is None:
             return collapsed(self.particles, self.sites, self.mean.mean(0))
-        if not isinstance(component, Integral) or not -self.components <= component < self.components:
+        whole = isinstance(component, Integral) and not isinstance(component, bool)
+        if not whole or not -self.components <= component < self.components:
             raise ValueError(
                 f"expected a component from 0 to {self.components - 1}, got {component!r}; this posterior has {self.components}"
             )
@@ -226,10 +234,17 @@ class NodeBNN(Posterior):
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
         if not self._checked and self.settings["batch_norm"] == "frozen":
             warn_of_blank_statistics(self.particles.template.network)
+        self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
             with evaluation(self):
-                check_layers(self.particles, self.sites, x, like=self.mean, again=bool(self._checked))
+                self._whole |= taken_whole(self.particles, x, self._whole)
+                check_layers(
+                    self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
+                )
             self._checked.add(shapes)
+
+    def _first_member(self, x: Inputs) -> Tensor:
+        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     # ------------------------------------------------------------------ state and files
 

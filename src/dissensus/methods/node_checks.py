@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -11,53 +11,68 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.core.statistics import statistics_layers
-from dissensus.surgery.nodes import Noded, Nodes, Site, by_layer, standing, watched, written_into
+from dissensus.methods.node_inputs import repeated_inputs
+from dissensus.numerics.randomness import same_random_state
+from dissensus.surgery.nodes import Noded, Site, by_layer, standing, watched, written_into
 
 log = logging.getLogger("dissensus")
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-
-def check_layers(particles: Particles, sites: Sequence[Site], x: Inputs, *, like: Tensor, again: bool) -> None:
+def check_layers(
+    particles: Particles, sites: Sequence[Site], x: Inputs, *, whole: Collection[int], like: Tensor, again: bool
+) -> None:
     """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows.
 
-    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing, and a
-    collapsed network would have them. `again`: batches of other shapes were looked at before.
+    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing.
+    `whole`: tensors in x without rows of examples. `again`: batches of other shapes were looked at before. Called in eval
+    mode, which the particles do not keep: whoever calls this puts it back.
     """
     ones = like.new_ones(3, sum(site.width for site in sites))
-    for rows in (2, 3):
-        some, nodes = repeated_inputs(x, rows, first=1), by_layer(sites, ones[:rows])
 
-        def run(
-            member: Member, some: Inputs = some, nodes: Mapping[str, Nodes] = nodes, last: bool = rows == 3
-        ) -> None:
+    def look(rows: int) -> tuple[set[str], set[str]]:
+        """(layers that so many rows pass, those of them whose outputs were written into)."""
+        some, nodes = repeated_inputs(x, rows, first=1, whole=whole), by_layer(sites, ones[:rows])
+
+        def run(member: Member) -> tuple[set[str], set[str]]:
             layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), Noded)}
             with watched(list(layers.values())), standing(member.network, nodes):
                 batches.call(member.network, some)
-                if last:
-                    _settle(member.network, layers, again=again)
+                passed = {name for name, layer in layers.items() if layer.seen}
+                return passed, {name for name in passed if written_into(layers[name])}
 
-        particles.call(run, particles.shared_parameters(), particles.shared_buffers())
+        found: tuple[set[str], set[str]] = particles.call(
+            run, particles.shared_parameters(), particles.shared_buffers()
+        )[0]
+        return found
+
+    network, names = particles.template.network, list(by_layer(sites, ones))
+    look(2)
+    passed, written = look(3)
+    _check_passed(network, names, passed, again=again)
+    try:
+        with same_random_state(like.device):
+            particles.train()  # dropout, and noise of one's own, may write in training alone
+            passed, written = (before | now for before, now in zip((passed, written), look(3), strict=True))
+    except Exception:  # a network may want other batches in training; the batch itself will show whether it can
+        written = set(names)
+    for name in passed:
+        layer = network.get_submodule(name)
+        layer.rewritten = name in written or (again and layer.rewritten)  # type: ignore[assignment]
 
 
-def _settle(network: nn.Module, layers: Mapping[str, Noded], *, again: bool) -> None:
-    unmet = [name for name, layer in layers.items() if not layer.seen]
-    if len(unmet) == len(layers):
+def _check_passed(network: nn.Module, names: Sequence[str], passed: Collection[str], *, again: bool) -> None:
+    unmet = [name for name in names if name not in passed]
+    if len(unmet) == len(names):
         raise ValueError(
             f"expected a network that calls its layers, got {type(network).__name__}, which calls none of those with latents "
             "and at most reads their weights: latents would do nothing; call the layers, or name others with layers=[...]"
         )
     if unmet and not again:
         log.warning(
-            "latents do nothing in %s, which a batch does not pass in eval mode, but are in the weights of member() and "
-            "collapse(); if the forward reads the weights alone, leave these layers out with layers=[...]",
+            "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, leave "
+            "these layers out with layers=[...]",
             ", ".join(unmet[:3]) + (", …" if len(unmet) > 3 else ""),
         )
-    # Dropout writes in training only, where nobody looks.
-    everywhere = any(isinstance(part, DROPOUTS) and part.inplace for part in network.modules())
-    for layer in layers.values():
-        if layer.seen:
-            layer.rewritten = everywhere or written_into(layer) or (again and layer.rewritten)
 
 
 def warn_of_blank_statistics(network: nn.Module) -> None:
@@ -79,14 +94,3 @@ def warn_of_old_draw() -> None:
         "the draw that is stored has latents from before the last steps and would run with the weights of now; call "
         "ds.refresh(posterior, loader) after training on"
     )
-
-
-def repeated_inputs(x: Inputs, times: int, *, first: int | None = None) -> Inputs:
-    """x, or its first rows, with each row so many times; what has no row per example is left as it is."""
-    size = batches.size(x)
-    return batches.apply(x, lambda t: repeated(t[:first], times) if t.ndim and len(t) == size else t)
-
-
-def repeated(tensor: Tensor, times: int) -> Tensor:
-    """(B · times, ...): each row so many times, in a row."""
-    return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)

@@ -36,7 +36,8 @@ class NodeFunctions(DrawnFunctions):
         super().__init__()
         self.particles = particles
         self.sites = sites
-        # "latents" (S, D) and, where those are folded, "weight.LAYER" and "bias.LAYER" (S, ...)
+        # "latents" (S, D) and, where those are folded, "weight.NUMBER" and "bias.NUMBER" (S, ...) of layers: not by name, which
+        # is none where the network is itself the layer, and may go on in another's
         self.drawn = TensorTree()
         self.drawn.plant("latents", latents, persistent=False)
         self.members = len(latents)
@@ -68,11 +69,12 @@ class NodeFunctions(DrawnFunctions):
         layers = {name: layer for name, layer in layers.items() if takes_kernel(layer)}
         if self.members * sum(layer.weight.nbytes for layer in layers.values()) > MOST_KERNELS:  # type: ignore[misc]
             return
+        numbers = {name: number for number, name in enumerate(nodes[0])}
         for name, layer in layers.items():
             each = [folded_tensors(layer, layer.weight, layer.bias, mine[name]) for mine in nodes]  # type: ignore[arg-type]
             for part, tensors in zip(Kernel._fields, zip(*each, strict=True), strict=True):
                 if tensors[0] is not None:
-                    self.drawn.plant(f"{part}.{name}", torch.stack(tensors), persistent=False)
+                    self.drawn.plant(f"{part}.{numbers[name]}", torch.stack(tensors), persistent=False)
 
     @property
     def latents(self) -> Tensor:
@@ -84,13 +86,13 @@ class NodeFunctions(DrawnFunctions):
         """Of each function: layer -> what stands there."""
         if self._standing is None:
             kernels = {name: tensor for name, tensor in tensors_of(self.drawn).items() if name != "latents"}
-            layers = {name.removeprefix("weight.") for name in kernels if name.startswith("weight.")}
             self._standing = []
             for i, latents in enumerate(self.latents):
                 found: dict[str, Nodes | Kernel] = {**by_layer(self.sites, latents)}
-                for name in layers:
-                    bias = kernels.get(f"bias.{name}")
-                    found[name] = Kernel(kernels[f"weight.{name}"][i], None if bias is None else bias[i])
+                for number, name in enumerate(found):
+                    weight, bias = kernels.get(f"weight.{number}"), kernels.get(f"bias.{number}")
+                    if weight is not None:
+                        found[name] = Kernel(weight[i], None if bias is None else bias[i])
                 self._standing.append(found)
         return self._standing
 

@@ -69,5 +69,5 @@ def check_data_size(data_size: int | None, weight_prior_std: float | None) -> No
 
 def check_whole(keyword: str, value: object) -> None:
     """Raises where a count is no whole number."""
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"expected {keyword} as a whole number, got {value!r}; pass an int")

@@ -13,6 +13,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.nets import NETS
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
+from dissensus.numerics.plain import plain
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.sealed import CONFIG, FORMAT, TENSORS, Header, damaged, opened, sealed
 from dissensus.storage.skeletons import build, build_parts, kind_of, method_of, structure
@@ -43,7 +44,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         "tied": ties,
         "strides": strides_of(tensors),
     }
-    data, text = sealed(tensors, config)
+    data, text = sealed(tensors, plain(config))
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -38,9 +38,8 @@ class Cut(nn.Module):
 
     plain_class: ClassVar[type[nn.Module]]
     added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
-    read_past: bool = (
-        False  # whether the network uses its weight beside calling it: folded, that would be another weight
-    )
+    # Whether the network uses its weight beside calling it: folded, that would be another weight. None: not known yet.
+    read_past: bool | None = False
 
     def fold(self) -> None:
         """Puts into weight and bias, as new parameters, what the added tensors do; those stay, without effect any more.
@@ -137,6 +136,7 @@ def folded(network: nn.Module) -> nn.Module:
 def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
     """What the account adds of a layer that is not called, or whose weight is read past it, which is then never folded."""
     if followed is None:
+        layer.read_past = None  # `reads.noting_reads` finds out, with the first inputs
         return ""
     layer.read_past = name in followed.read
     if name not in followed.calls:

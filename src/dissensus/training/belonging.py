@@ -1,6 +1,5 @@
 """Whose a checkpoint is: what a run is described by, and whether a file fits the run at hand. Nothing here is changed."""
 
-import json
 import logging
 import math
 import re
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.plain import plain
 
 log = logging.getLogger("dissensus")
 
@@ -157,6 +157,6 @@ def _form(tensor: Tensor) -> str:
 def _json(config: Any) -> Any:
     """What config() gives, as JSON has it; an empty table where it gives none."""
     try:
-        return json.loads(json.dumps(config()))
+        return plain(config())
     except (TypeError, NotImplementedError):  # a method of one's own that is not saved
         return {}

@@ -1,0 +1,75 @@
+"""NodeBNN: inputs beside the examples, which are as many as those by chance."""
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+
+
+class Beside(nn.Module):
+    """(B, 4) and a table (T, 4) -> (B, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, table):
+        return self.layer(x + table.sum(0))
+
+
+class Both(Beside):
+    """Two tensors (B, 4), added up."""
+
+    def forward(self, x, other):
+        return self.layer(x + other)
+
+
+def loss(network, *inputs):
+    torch.manual_seed(0)
+    posterior = ds.NodeBNN(network, data_size=9, components=2, train_samples=3).double().train()
+    for each in inputs:
+        torch.manual_seed(1)
+        found = posterior.backward(each, torch.arange(len(each[0])) % 3)
+    return found
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_table_as_long_as_the_batch_is_not_repeated_with_the_examples(learned):
+    torch.manual_seed(2)
+    x, table = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    network = Beside().double()
+    longer = torch.cat([table, torch.zeros(3, 4, dtype=torch.float64)])  # the same sum, and no doubt
+    earlier = [(torch.cat([x, x]), table)] if learned else []
+    torch.testing.assert_close(loss(network, *earlier, (x, table)), loss(network, (x, longer)))
+
+
+class Pairs(Both):
+    """The same, pair by pair: one example beside many of the other tensor is no error."""
+
+    def forward(self, x, other):
+        return self.layer(torch.stack([one + another for one, another in zip(x, other, strict=False)]))
+
+
+class Indexed(Both):
+    """The same, with rows looked up by number, as transformers look up masks."""
+
+    def forward(self, x, other):
+        return self.layer(x + other[torch.arange(len(x))])
+
+
+@pytest.mark.parametrize("kind", [Both, Pairs, Indexed])
+@pytest.mark.parametrize("alike", [False, True])
+def test_rows_of_examples_in_several_tensors_are_repeated_together(kind, alike):
+    torch.manual_seed(2)
+    x, other = torch.randn(2, 4, 4, dtype=torch.float64)
+    other = other[:1].expand(4, 4) if alike else other
+    network = kind().double()
+
+    class One(kind):
+        def forward(self, x):
+            return super().forward(x, torch.zeros_like(x))
+
+    alone = One().double()
+    alone.load_state_dict(network.state_dict())
+    torch.testing.assert_close(loss(network, (x, other)), loss(alone, (x + other,)))
