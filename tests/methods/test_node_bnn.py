@@ -408,8 +408,20 @@ def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):
     assert len(caplog.records) == 1
     caplog.clear()
     seen(x)
-    ds.NodeBNN(seen, data_size=12, batch_norm="frozen").backward(x, y)
+    ds.NodeBNN(seen, data_size=12, batch_norm="frozen", init_std=0.1).backward(x, y)
     build(conv).backward(x, y)
+    assert not caplog.records
+
+
+def test_a_wide_start_on_a_trained_network_is_said_before_training_and_not_after(caplog):
+    x, y = tiny.points()
+    trained = conv().double()
+    trained(x)
+    posterior = ds.NodeBNN(trained, data_size=12, batch_norm="frozen")
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    assert [record.message[:39] for record in caplog.records] == ["latents start with a deviation of 0.3; "]
+    caplog.clear()
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     assert not caplog.records
 
 

@@ -18,7 +18,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.node_checks import check_layers, warn_of_blank_statistics, warn_of_old_draw
+from dissensus.methods.node_checks import check_layers, warn_of_old_draw, warn_of_start
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
@@ -233,7 +233,8 @@ class NodeBNN(Posterior):
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
         if not self._checked and self.settings["batch_norm"] == "frozen":
-            warn_of_blank_statistics(self.particles.template.network)
+            started_at = float(self.std.detach().mean()) if self.stored is None else None
+            warn_of_start(self.particles.template.network, started_at)
         self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
             with evaluation(self):
