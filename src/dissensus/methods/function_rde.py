@@ -19,6 +19,7 @@ from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
@@ -64,6 +65,7 @@ class FunctionRDE(RepulsivePosterior):
                 f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
             )
         points = None if isinstance(repel_at, str) else InputBuffers(repel_at)
+        check_number("noise", noise)
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):
