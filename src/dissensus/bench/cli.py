@@ -141,6 +141,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Evaluate a trained run and print its metrics."""
+    jobs.check_no_posterior(run)
     opened = Run.open(run, source=data)
     if again:
         opened.posterior()  # a damaged one is an error before anything good is removed

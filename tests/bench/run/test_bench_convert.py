@@ -212,3 +212,11 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
     code, said = run("--method", "map", *sets)
     assert code == 2
     assert "--out" in said.err
+
+
+def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
+    convert(weights[0], "map", tmp_path / "saved", overrides=NET)
+    with pytest.raises(IsADirectoryError, match=r"got the folder .*saved; ds\.load\('.*saved'\) reads it"):
+        convert(tmp_path / "saved", "map", tmp_path / "out", overrides=NET)
+    with pytest.raises(IsADirectoryError, match=r"got the folder .*; name the file in it"):
+        convert(tmp_path, "map", tmp_path / "out", overrides=NET)

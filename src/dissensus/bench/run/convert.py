@@ -25,6 +25,7 @@ from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage import save
+from dissensus.storage.sealed import is_posterior
 
 SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion reads
 # Sections that a task must have and a conversion does not read.
@@ -40,6 +41,9 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
+    if weights.is_dir():
+        known = f"ds.load({str(weights)!r}) reads it" if is_posterior(weights) else "name the file in it"
+        raise IsADirectoryError(f"expected a file of weights, got the folder {weights}; {known}")
     if not weights.is_file():
         raise FileNotFoundError(f"expected a file of weights, got nothing at {weights}; correct the path")
     config = converted_config(method, overrides)
