@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -177,7 +180,8 @@ def convert(
 
     A network of your own, network.name=package.module:name, is given to ds.load as well.
     """
-    convert_weights(weights, method, out, overrides=set_, seed=seed)
+    with _remarks():
+        convert_weights(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
 
@@ -232,6 +236,21 @@ def _fail(text: str, *, code: int = 2) -> None:
 
 def _tell(text: str) -> None:
     Console(stderr=True, highlight=False).print(f"[bold]{escape(text)}[/bold]")
+
+
+@contextmanager
+def _remarks() -> Iterator[None]:
+    """What is logged meanwhile is printed to stderr."""
+    log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
+    level = log.level
+    log.addHandler(shown)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(shown)
+        log.setLevel(level)
 
 
 def _silent(text: str) -> None:

@@ -25,7 +25,9 @@ from dissensus.numerics.tree import Tensors
 
 
 class FunctionRDE(RepulsivePosterior):
-    """Members that repel each other by their outputs. With F_i the outputs of member i on the batch,
+    """Members that repel each other by their outputs, so that together they approach the posterior over functions.
+
+    With F_i the outputs of member i on the batch,
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
 

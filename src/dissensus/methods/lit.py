@@ -17,7 +17,7 @@ from dissensus.numerics.kernels import directions, working
 
 
 class LIT(InputGradientPosterior):
-    """Members penalised for input gradients that are parallel, whichever way they point:
+    """Members penalised for input gradients that are parallel, whichever way they point.
 
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
 
