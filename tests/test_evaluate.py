@@ -228,6 +228,8 @@ def test_standardised_images_are_corrupted_as_pixels():
         Batches(standardiser(x), y, batch_size=6),
         corrupt=Corruptions(["snow"], [3], standardiser=standardiser),
     )
+    with pytest.raises(ValueError, match=r"ds\.Corruptions\(\[\.\.\.\], standardiser=\.\.\.\)"):
+        evaluate(on_standardised, Batches(standardiser(x), y, batch_size=6), corrupt=["snow"])
     assert moved.metrics["corrupt/nll"] == pytest.approx(plain.metrics["corrupt/nll"], abs=1e-4)
     shown = moved.arrays["examples/least/inputs"]
     assert shown.min() >= -1e-6

@@ -27,7 +27,7 @@ from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.training.checks import check_ranks, check_settings, say_data_size, say_remarks
+from dissensus.training.checks import check_extras, check_ranks, check_settings, say_data_size, say_remarks
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.progress import Progress
@@ -89,12 +89,11 @@ def fit(
     """
     check_loader(loader, validation)
     check_ranks(ranks)
+    check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
     check_settings(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
     posterior.to(_device(device, posterior))
     default = optimizer is None
     if optimizer is None:
-        if scheduler is not None:
-            raise ValueError("expected an optimizer with the scheduler, got none; pass both")
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     check_optimizer(posterior, optimizer)

@@ -13,6 +13,7 @@ import dissensus as ds
 from dissensus.bench import cli
 from dissensus.bench.run.build import check_complete
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,10 +80,18 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
         assert name in out
 
 
+def test_what_a_method_is_said_to_be_is_a_whole_sentence():
+    said = {name: method.__doc__.strip().split("\n")[0] for name, method in METHODS.items()}
+    assert [line for line in said.values() if not line.endswith(".")] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("bench", "mons"), "did you mean 'moons'"),
+        (("bench", "mytask.tml"), "got no such file, 'mytask.tml'; correct the path"),
+        (("bench", "tasks/moons"), "got no such file, 'tasks/moons'; correct the path"),
+        (("bench", "taken.txt"), "got one that ends otherwise, 'taken.txt'; correct the path"),
         (("bench", "moons", "--methods", "map,deep_ensembel"), "did you mean 'deep_ensemble'"),
         (("bench", "moons", "--set", "training.epoch=1"), "did you mean 'training.epochs'"),
         (("bench", "moons", "--set", "data.ood=fashion"), "as in the training set, got (1, 28, 28)"),
@@ -107,6 +116,7 @@ def test_list_names_tasks_methods_and_data_sets(dissensus):
 )
 def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(dissensus, tmp_path, arguments, message):
     (tmp_path / "taken").write_text("")
+    (tmp_path / "taken.txt").write_text("")
     code, out, err = dissensus(*arguments)
     assert code == 2
     assert message in err

@@ -1,5 +1,6 @@
 """Batches as they come from loaders."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,6 +110,11 @@ def test_inputs_are_mapped_in_place_of_their_tensors():
     assert batches.size((torch.zeros(7, 2), torch.zeros(3))) == 7
     with pytest.raises(ValueError, match="expected inputs with a batch axis first"):
         batches.size(torch.zeros(()))
+    for x, kind in ((np.zeros((3, 2)), "ndarray"), ([1.0], "list of float"), ({"a": np.zeros(3)}, "dict of ndarray")):
+        with pytest.raises(
+            TypeError, match=f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; convert"
+        ):
+            batches.size(x)
 
 
 def test_a_loader_knows_its_length_or_not():

@@ -251,6 +251,8 @@ def test_a_report_says_what_its_intervals_count_and_how_many_seeds_each_method_h
 
 
 def test_bad_input_is_one_clear_error(tmp_path):
+    with pytest.raises(TypeError, match=r"expected a dict of name -> Evaluation, got Evaluation; pass"):
+        report(regression(), tmp_path)
     with pytest.raises(ValueError, match="expected a dict of name -> Evaluation"):
         report({}, tmp_path)
     with pytest.raises(TypeError, match="expected an Evaluation for 'a', got int"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -147,6 +150,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Evaluate a trained run and print its metrics."""
+    jobs.check_no_posterior(run)
     opened = Run.open(run, source=data)
     if again:
         opened.posterior()  # a damaged one is an error before anything good is removed
@@ -182,7 +186,8 @@ def convert(
 
     A network of your own, network.name=package.module:name, is given to ds.load as well.
     """
-    convert_weights(weights, method, out, overrides=set_, seed=seed)
+    with _remarks():
+        convert_weights(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
 
@@ -237,6 +242,21 @@ def _fail(text: str, *, code: int = 2) -> None:
 
 def _tell(text: str) -> None:
     Console(stderr=True, highlight=False).print(f"[bold]{escape(text)}[/bold]")
+
+
+@contextmanager
+def _remarks() -> Iterator[None]:
+    """What is logged meanwhile is printed to stderr."""
+    log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
+    level = log.level
+    log.addHandler(shown)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(shown)
+        log.setLevel(level)
 
 
 def _silent(text: str) -> None:

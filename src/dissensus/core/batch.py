@@ -64,9 +64,20 @@ def to(x: Inputs, device: torch.device) -> Inputs:
 def size(x: Inputs) -> int:
     """Number of examples: the length of the first tensor's first axis."""
     found = tensors(x)
-    if not found or found[0].ndim == 0:
-        raise ValueError("expected inputs with a batch axis first, got none; pass tensors of shape (B, ...)")
+    if not found:
+        raise TypeError(
+            f"expected inputs as a tensor, tuple or dict of tensors, got {_described(x)}; convert x with torch.as_tensor"
+        )
+    if found[0].ndim == 0:
+        raise ValueError("expected inputs with a batch axis first, got a scalar; pass tensors of shape (B, ...)")
     return found[0].shape[0]
+
+
+def _described(x: object) -> str:
+    """The kind of inputs without a tensor, and what a tuple or dict holds in place of them."""
+    held = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
+    kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in held))
+    return f"{type(x).__name__} of {kinds}" if kinds else type(x).__name__
 
 
 @contextmanager
@@ -92,8 +103,7 @@ def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
         raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
     if not tensors(x):
         raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {type(x).__name__}; "
-            "convert x with torch.as_tensor"
+            f"expected inputs as a tensor, tuple or dict of tensors, got {_described(x)}; convert x with torch.as_tensor"
         )
     return x, y, weight
 

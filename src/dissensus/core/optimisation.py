@@ -77,6 +77,11 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
     """Raises where the posterior does not accept this kind of optimiser, or the optimiser holds none of its parameters."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"expected an optimizer, got {optimizer!r}; build one, as torch.optim.Adam(posterior.parameters(), lr=1e-3), or "
+            "leave it out"
+        )
     if (refused := refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or take posterior.default_optimizer()")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -185,7 +185,8 @@ class Posterior(TrainingRules, ABC):
         """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
         if not batches.tensors(x):
             raise TypeError(
-                f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; for loaders use ds.predict"
+                f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; convert arrays with "
+                "torch.as_tensor, for loaders use ds.predict"
             )
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)

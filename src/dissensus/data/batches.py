@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import check_whole
+
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
@@ -37,6 +39,7 @@ class Batches:
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
             raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass matching rows")
+        check_whole("batch_size", batch_size)
         if batch_size < 1:
             raise ValueError(f"expected batch_size of 1 or more, got {batch_size}; choose a positive number")
         if seed is not None and not shuffle:

@@ -198,7 +198,8 @@ def _check_images(images: Tensor) -> None:
         if not (low >= 0 and high <= 1):
             raise ValueError(
                 f"expected floating images in [0, 1], got values from {low:.4g} to {high:.4g}; "
-                "corrupt before normalising, or divide levels by 255"
+                "corrupt before normalising (to evaluate on standardised images pass "
+                "corrupt=ds.Corruptions([...], standardiser=...)), or divide levels by 255"
             )
 
 

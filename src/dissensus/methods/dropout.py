@@ -14,6 +14,7 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
 from dissensus.core.turns import turn
+from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.randomness import next_seed
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
@@ -42,6 +43,9 @@ class MCDropout(Posterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_whole("samples", samples)
+        if rate is not None:
+            check_number("rate", rate)
         if rate is not None and not 0 < rate < 1:
             raise ValueError(f"expected a dropout rate between 0 and 1, got {rate}; 0.1 is a usual one")
         if samples < 1:

@@ -20,6 +20,7 @@ from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
 from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
 from dissensus.numerics.tree import Tensors
@@ -65,6 +66,8 @@ class FeatureRDE(RepulsivePosterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_whole("projection", projection)
+        check_number("prior_scale", prior_scale)
         if projection < 1:
             raise ValueError(f"expected a projection to at least one direction, got {projection}; 5 is the paper's")
         if prior not in PRIORS:

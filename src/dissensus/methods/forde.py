@@ -14,8 +14,8 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradientPosterior
-from dissensus.methods.repulsive import check_whole
 from dissensus.methods.strength import Repulsion, Strength
+from dissensus.numerics.checks import check_whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales
 

@@ -19,12 +19,15 @@ from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
 class FunctionRDE(RepulsivePosterior):
-    """Members that repel each other by their outputs. With F_i the outputs of member i on the batch,
+    """Members that repel each other by their outputs, so that together they approach the posterior over functions.
+
+    With F_i the outputs of member i on the batch,
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
 
@@ -64,6 +67,7 @@ class FunctionRDE(RepulsivePosterior):
                 f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
             )
         points = None if isinstance(repel_at, str) else InputBuffers(repel_at)
+        check_number("noise", noise)
         if not noise > 0:
             raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
         if outputs not in ("logits", "probabilities"):

@@ -14,7 +14,8 @@ from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.methods.repulsive import RepulsivePosterior, check_whole
+from dissensus.methods.repulsive import RepulsivePosterior
+from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 

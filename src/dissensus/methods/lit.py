@@ -12,11 +12,12 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradientPosterior
+from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import directions, working
 
 
 class LIT(InputGradientPosterior):
-    """Members penalised for input gradients that are parallel, whichever way they point:
+    """Members penalised for input gradients that are parallel, whichever way they point.
 
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
 
@@ -38,6 +39,7 @@ class LIT(InputGradientPosterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_number("strength", strength)
         if not strength >= 0:
             raise ValueError(f"expected a strength of at least 0, got {strength}; 0 is a deep ensemble")
         super().__init__(

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from dissensus.core.prior import check_prior
-from dissensus.methods.repulsive import check_whole
+from dissensus.numerics.checks import check_whole
 
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]

@@ -8,6 +8,7 @@ from torch import nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import norm_parameters
 from dissensus.methods.sampling import SamplingPosterior
+from dissensus.numerics.checks import check_number
 from dissensus.numerics.tree import Tensors
 
 
@@ -31,6 +32,7 @@ class GaussianPerturbation(SamplingPosterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_number("noise", noise)
         if not noise >= 0:
             raise ValueError(f"expected noise of 0 or more, got {noise}; it is relative to each tensor's rms")
         super().__init__(

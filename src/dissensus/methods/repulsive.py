@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from numbers import Integral
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -65,9 +64,3 @@ def check_data_size(data_size: int | None, weight_prior_std: float | None) -> No
     """Raises where a method whose repulsion is measured against N data points is not told N."""
     if data_size is None and weight_prior_std is None:  # with a prior, the prior asks for it
         raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
-
-
-def check_whole(keyword: str, value: object) -> None:
-    """Raises where a count is no whole number."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"expected {keyword} as a whole number, got {value!r}; pass an int")

@@ -16,6 +16,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics, statistics_names
@@ -44,6 +45,7 @@ class SamplingPosterior(Posterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_whole("samples", samples)
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
         particles = Particles.hold(module, likelihood or Classification(), latents)

@@ -12,6 +12,7 @@ from torch import nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.methods.recording import RecordingPosterior, nothing_recorded
 from dissensus.methods.trajectory import Snapshots, cosine_cycles
+from dissensus.numerics.checks import check_whole
 from dissensus.numerics.tree import Tensors, TensorTree
 
 
@@ -37,6 +38,7 @@ class SnapshotEnsemble(RecordingPosterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_whole("members", members)
         if members < 1:
             raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
         super().__init__(

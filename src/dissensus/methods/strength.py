@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dissensus.methods.repulsive import check_whole
+from dissensus.numerics.checks import check_whole
 
 Repulsion = Literal["1/B", "1/N"] | float
 

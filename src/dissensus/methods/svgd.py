@@ -22,7 +22,7 @@ from dissensus.numerics.tree import Tensors
 
 
 class SVGD(RepulsivePosterior):
-    """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope:
+    """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope.
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 

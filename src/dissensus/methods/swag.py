@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.methods.recording import RecordingPosterior, nothing_recorded
 from dissensus.methods.trajectory import Snapshots, constant_tail
+from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.flat import flatten, unflatten
 from dissensus.numerics.tree import Tensors
 
@@ -45,6 +46,8 @@ class SWAG(RecordingPosterior):
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
+        check_whole("rank", rank)
+        check_number("scale", scale)
         if rank < 1:
             raise ValueError(f"expected a rank of 1 or more, got {rank}; 20 is a usual number")
         if not scale >= 0:

@@ -18,6 +18,7 @@ from dissensus.core.prior import norm_parameters
 from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.sampling import SampledFunctions, SamplingPosterior
 from dissensus.methods.trajectory import constant_tail, spread
+from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
@@ -72,6 +73,8 @@ class TRADI(SamplingPosterior):
         _check_choice("init", init, ("current", "he"))
         _check_variances("state_noise", state_noise, zero=True)
         _check_variances("measurement_noise", measurement_noise, zero=False)
+        check_whole("features", features)
+        check_number("bandwidth", bandwidth)
         if features < 1:
             raise ValueError(f"expected at least one random feature, got {features}; 10 is the paper's number")
         if not bandwidth >= 0:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dissensus.numerics.checks import check_whole
+
 TAIL = 0.75  # recording starts after this share of a run, where the trajectory has settled
 
 
@@ -52,6 +54,9 @@ class Snapshots(nn.Module):
 
     def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
         super().__init__()
+        for keyword, value in (("start", start), ("every", every)):
+            if value is not None:
+                check_whole(keyword, value)
         if start is not None and start < 0:
             raise ValueError(f"expected start of 0 or more, got {start}; it counts observe calls from 0")
         if every is not None and every < 1:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import check_number, check_whole
+
 SCHEDULES = ("constant", "linear", "hyper", "cyclic")
 
 
@@ -34,6 +36,10 @@ class Annealing:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {self.schedule!r}; name one of them")
+        for keyword in ("steps", "cycles"):
+            if getattr(self, keyword) is not None:
+                check_whole(keyword, getattr(self, keyword))
+        check_number("weight", self.weight)
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least one step to anneal over, got {self.steps}; None takes the whole run")
         if not self.weight > 0:

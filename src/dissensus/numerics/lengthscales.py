@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import check_whole
+
 LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
 EXTRA = 10  # directions beyond the rank that the randomised range finder carries (Halko, Martinsson & Tropp 2011)
 
@@ -97,6 +99,9 @@ def pca_lengthscales(
         )
     if form not in ("poster", "paper"):
         raise ValueError(f'expected form "poster" or "paper", got {form!r}; name one of them')
+    for keyword, value in (("rank", rank), ("passes", passes)):
+        if value is not None:
+            check_whole(keyword, value)
     if rank is not None and rank < 1:
         raise ValueError(f"expected a rank of at least 1, got {rank}; None chooses one")
     if passes < 1:

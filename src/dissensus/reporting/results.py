@@ -51,8 +51,12 @@ class Results:
 
 def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:
     """Results of evaluations by name, each one or several (seeds)."""
-    if not isinstance(evaluations, Mapping) or not evaluations:
-        raise ValueError("expected a dict of name -> Evaluation, got none; pass {'map': evaluate(...), ...}")
+    if not isinstance(evaluations, Mapping):
+        raise TypeError(
+            f"expected a dict of name -> Evaluation, got {type(evaluations).__name__}; pass {{'map': evaluate(...), ...}}"
+        )
+    if not evaluations:
+        raise ValueError("expected a dict of name -> Evaluation, got an empty one; pass {'map': evaluate(...), ...}")
     methods: dict[str, list[Evaluation]] = {}
     for name, value in evaluations.items():
         several = [value] if not isinstance(value, Sequence) else list(value)

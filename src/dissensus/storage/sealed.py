@@ -50,6 +50,11 @@ class Header:
     start: int  # of the tensors' bytes
 
 
+def is_posterior(folder: Path) -> bool:
+    """Whether a posterior was saved in the folder; nothing of it is read."""
+    return (folder / TENSORS).is_file()
+
+
 def sealed(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[bytes, str]:
     """(bytes of posterior.safetensors, text of config.json): the same config in both."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}

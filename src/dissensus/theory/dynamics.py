@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import check_whole
 from dissensus.theory.descent import Descent, Mode, as_times
 from dissensus.theory.embedded import EmbeddedKernels
 
@@ -118,6 +119,7 @@ def ensemble_dynamics(
     `kernels(x1, x2)` gives `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …). `gamma`: M trains shared
     weights with the sum of the members' gradients (independent regime), 1 with their mean (collective regime).
     """
+    check_whole("members", members)
     if members < 1:
         raise ValueError(f"expected at least one member, got {members}; 4 is a usual number")
     if not gamma > 0:

@@ -1,12 +1,14 @@
 """What `fit` refuses, or remarks on, before anything is trained."""
 
 import logging
+import os
 from weakref import WeakSet
 
 import torch.distributed as distributed
 from torch.optim import Optimizer
 
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.checks import check_number, check_whole
 
 log = logging.getLogger("dissensus")
 
@@ -21,6 +23,12 @@ def check_settings(
         raise TypeError(
             f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
         )
+    check_whole("epochs", epochs)
+    check_whole("accumulate", accumulate)
+    if patience is not None:
+        check_whole("patience", patience)
+    if clip is not None:
+        check_number("clip", clip)
     if epochs < 1:
         raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
     if accumulate < 1:
@@ -34,6 +42,25 @@ def check_settings(
         )
     if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def check_extras(optimizer: object, scheduler: object, checkpoint: object, checkpoint_seconds: float) -> None:
+    """Raises where the scheduler cannot be stepped or the checkpoint not be written: it would be found out after an epoch."""
+    if scheduler is not None and optimizer is None:
+        raise ValueError("expected an optimizer with the scheduler, got none; pass both")
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"expected a scheduler of the optimizer, got {scheduler!r}; build one, as "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)"
+        )
+    check_number("checkpoint_seconds", checkpoint_seconds)
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(f"expected checkpoint as a path, got {checkpoint!r}; name a file, as checkpoint='run.pt'")
+    if checkpoint is not None and os.path.isdir(checkpoint):
+        raise IsADirectoryError(
+            f"expected a file as checkpoint, got the folder {checkpoint}; name a file in it, as "
+            f"checkpoint={os.path.join(checkpoint, 'run.pt')!r}"
+        )
 
 
 def check_ranks(ranks: str | None) -> None:

@@ -47,6 +47,50 @@ def test_ones_own_images_are_read_from_npz_files(tmp_path):
     assert data.ood["odd"].x.shape == data.shift["odd"].x.shape == (6, 1, 8, 8)
 
 
+def write_images(folder, **files):
+    """name=(side, labels): images of random pixels in .npz files."""
+    generator = np.random.default_rng(0)
+    for name, (side, labels) in files.items():
+        images = generator.integers(0, 256, (len(labels), side, side), dtype=np.uint8)
+        np.savez(folder / f"{name}.npz", images=images, labels=np.array(labels, dtype=np.int64))
+
+
+FOUR = [0, 1, 2, 3] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"test_file": "small.npz"}, r"expected inputs of shape \(1, 8, 8\) in 'small.npz'.* got \(1, 6, 6\)"),
+        ({"test_file": "five.npz"}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+        ({"shift": ["five.npz"]}, r"expected labels from 0 to 3 in 'five.npz'.* got 4 in row 2; "),
+        ({"train_file": "negative.npz"}, r"expected labels from 0 to 3 in 'negative.npz'.* got -1 in row 20; "),
+        ({"train_file": "empty.npz"}, "expected images in 'empty.npz', got none"),
+        ({"test_file": "missing.npz"}, r"expected an .npz file of images and labels at .*missing.npz, got none; "),
+        ({"ood": ["missing.npz"]}, r"expected an .npz file of images and labels at .*missing.npz, got none; "),
+    ],
+)
+def test_files_of_images_that_do_not_fit_are_named_before_anything_trains(tmp_path, settings, message):
+    write_images(
+        tmp_path,
+        train=(8, FOUR),
+        test=(8, FOUR),
+        small=(6, FOUR),
+        five=(8, [0, 1, 4]),
+        negative=(8, [*FOUR, -1]),
+        empty=(8, []),
+    )
+    files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        task_data(files | settings, str(tmp_path))
+
+
+def test_a_task_may_say_how_many_classes_there_are_where_the_training_rows_lack_some(tmp_path):
+    write_images(tmp_path, train=(8, FOUR), test=(8, [0, 4]))
+    files = {"name": "npz", "train_file": "train.npz", "test_file": "test.npz", "validation": 0.2}
+    assert task_data(files | {"classes": 5}, str(tmp_path)).classes == ("0", "1", "2", "3", "4")
+
+
 def test_the_gap_of_the_regression_is_between_its_clusters():
     x, y = shifted("gap", None, {"noise": 0.25})
     assert float(x.min()) >= 2.5

@@ -212,3 +212,33 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
     code, said = run("--method", "map", *sets)
     assert code == 2
     assert "--out" in said.err
+
+
+def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
+    convert(weights[0], "map", tmp_path / "saved", overrides=NET)
+    with pytest.raises(IsADirectoryError, match=r"got the folder .*saved; ds\.load\('.*saved'\) reads it"):
+        convert(tmp_path / "saved", "map", tmp_path / "out", overrides=NET)
+    with pytest.raises(IsADirectoryError, match=r"got the folder .*; name the file in it"):
+        convert(tmp_path, "map", tmp_path / "out", overrides=NET)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("laplace", "fit_posthoc(loader)"), ("swag", "ds.fit(posterior"), ("tradi", "ds.fit(posterior"), ("map", None)],
+)
+def test_the_command_says_what_it_took_off_and_what_is_still_to_be_done(
+    weights, tmp_path, monkeypatch, capsys, method, words
+):
+    torch.save(torch.nn.DataParallel(weights[1]).state_dict(), weights[0])
+    sets = [part for each in NET for part in ("--set", each)]
+    arguments = ["convert", str(weights[0]), "--method", method, *sets, "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["dissensus", *arguments])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    said = capsys.readouterr()
+    assert done.value.code == 0
+    assert said.out.strip() == str(tmp_path / "out")
+    first, *others = said.err.splitlines()
+    assert first == f"dissensus: 'module.' is taken off all names in {weights[0]}"
+    assert len(others) == (words is not None)
+    assert all(line.startswith(f"dissensus: {method} has seen no data yet: ") and words in line for line in others)

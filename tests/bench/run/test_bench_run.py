@@ -2,12 +2,15 @@
 
 import csv
 import json
+import shutil
+import sys
 import tomllib
 
 import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench import cli
 from dissensus.bench.run import jobs
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
@@ -323,3 +326,28 @@ def test_a_folder_with_more_than_settings_is_never_withdrawn(tmp_path):
         (tmp_path / name).write_text("")
     withdraw(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "log.jsonl"]
+
+
+def test_a_run_that_is_reported_twice_is_named_and_leaves_no_folder(benched, tmp_path):
+    run = benched[0] / "map-seed0"
+    shutil.copytree(run, tmp_path / "again" / "map-seed0")
+    with pytest.raises(
+        ValueError, match=r"got map with seed 0 in .*map-seed0 and in .*again/map-seed0; name one"
+    ) as error:
+        jobs.report_runs([run, tmp_path / "again"], tmp_path / "out")
+    assert str(run) in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "report"])
+def test_a_saved_posterior_in_place_of_a_run_is_called_one(benched, tmp_path, command, monkeypatch, capsys):
+    shutil.copytree(benched[0] / "map-seed0" / "posterior", tmp_path / "saved")
+    for folder, words in (
+        (tmp_path / "saved", f"ds.evaluate(ds.load('{tmp_path / 'saved'}'), loader)"),
+        (benched[0] / "map-seed0" / "posterior", f"pass {benched[0] / 'map-seed0'}"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["dissensus", command, str(folder)])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert done.value.code == 2
+        assert words in capsys.readouterr().err

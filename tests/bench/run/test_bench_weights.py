@@ -113,22 +113,24 @@ def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_pat
 
 
 def test_a_checkpoint_that_holds_more_than_a_state_dict_says_what_it_holds(tmp_path):
-    torch.save({"model": net().state_dict(), "epoch": 3}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=r"expected a state dict of tensors in .* got the entries model, epoch"):
+    torch.save({"net": net().state_dict(), "epoch": 3}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"expected a state dict of tensors in .* got the entries net, epoch"):
         load_weights(net(), tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_the_checkpoint_of_a_wrapped_network_is_read_and_that_is_logged(tmp_path, caplog, new):
+@pytest.mark.parametrize("entry", ["state_dict", "model"])
+def test_the_checkpoint_of_a_wrapped_network_is_read_and_that_is_logged(tmp_path, caplog, new, entry):
     saved = torch.nn.DataParallel(net())
     optimizer = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
-    whole = {"state_dict": saved.state_dict(), "optimizer": optimizer.state_dict(), "best_prec1": 91.7}
+    whole = {entry: saved.state_dict(), "optimizer": optimizer.state_dict(), "best_prec1": 91.7}
     torch.save(whole, tmp_path / "w.th", _use_new_zipfile_serialization=new)
     network = net()
     with caplog.at_level("INFO", logger="dissensus"):
         load_weights(network, tmp_path / "w.th")
     assert same(network, saved.module.state_dict())
-    assert "of the entries state_dict, optimizer, best_prec1 in" in caplog.text
+    assert f"of the entries {entry}, optimizer, best_prec1 in" in caplog.text
+    assert f"{entry} is read" in caplog.text
     assert "'module.' is taken off all names in" in caplog.text
 
 

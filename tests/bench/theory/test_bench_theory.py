@@ -37,6 +37,18 @@ def test_wrong_widths_are_one_line(monkeypatch, capsys):
     assert "expected whole numbers with commas between, got '64,wide'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["kernels", "dynamics", "width", "regimes"])
+def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    for work in ("kernel_rows", "course", "width_rows", "regime_map"):
+        monkeypatch.setattr(theory_runs, work, lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", command, "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    assert "expected a folder to write to, got a file at" in capsys.readouterr().err
+
+
 def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():
     rows = theory_runs.kernel_rows((32, 128, 512), seeds=20)
     (widths, found) = theory_runs.deviations(rows, "common_cross")["independent: u = ±1, γ = M"]

@@ -70,6 +70,8 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     source = SETS[name]
     with fitting(f"the data set {name}"):
         everything, test, classes = source.make(folder, **options)
+    _in_classes(classes, everything, options.get("train_file", f"the training rows of {name}"))
+    test = _labelled_like(everything, test, classes, options.get("test_file", f"the test rows of {name}"))
     everything = everything.first(train_rows, seed=seed)
     labels = everything.y if source.kind == "classification" else None
     train, held = torch.arange(len(everything.y)), torch.arange(0)
@@ -85,7 +87,7 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
         calibration=held_test,
         test=test,
         ood={_stem(each): _like(training, foreign(each, folder), each).first(ood_rows, seed=seed) for each in ood},
-        shift={_stem(each): _like(training, shifted(each, folder, options), each) for each in shift},
+        shift={_stem(each): _labelled_like(training, shifted(each, folder, options), classes, each) for each in shift},
         standardiser=_of_inputs(training, standardise),
         targets=_of_targets(training, targets, source.kind),
     )
@@ -137,6 +139,25 @@ def _like(training: Rows, rows: Rows, name: str) -> Rows:
             f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
         )
     return rows
+
+
+def _labelled_like(training: Rows, rows: Rows, classes: tuple[str, ...], name: str) -> Rows:
+    """The rows, whose inputs have the shape of the training ones and whose labels are classes of theirs."""
+    _in_classes(classes, rows, name)
+    return _like(training, rows, name)
+
+
+def _in_classes(classes: tuple[str, ...], rows: Rows, name: str) -> None:
+    """Raises where a label stands for no class; a regression has none."""
+    if not classes:
+        return
+    outside = ((rows.y < 0) | (rows.y >= len(classes))).nonzero()
+    if len(outside):
+        row = int(outside[0, 0])
+        raise ValueError(
+            f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
+            f"{int(rows.y[row])} in row {row}; number classes alike in all files (data.classes: how many, of an npz task)"
+        )
 
 
 def _stem(name: str) -> str:

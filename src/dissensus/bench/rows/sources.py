@@ -112,9 +112,12 @@ def _image_folder(name: str, folder: Folder) -> Path:
     return locate(name, "test", folder=folder)[1][0].parent
 
 
-def _own_images(folder: Folder, train_file: str, test_file: str) -> Made:
+def _own_images(folder: Folder, train_file: str, test_file: str, classes: int | None = None) -> Made:
+    """classes: their number, where the training rows lack the last of them."""
     train, test = _rows(_npz(train_file, folder)), _rows(_npz(test_file, folder))
-    return train, test, tuple(str(i) for i in range(int(train.y.max()) + 1))
+    if not len(train.y):
+        raise ValueError(f"expected images in {train_file!r}, got none; write at least one for each class")
+    return train, test, tuple(str(i) for i in range(int(train.y.max()) + 1 if classes is None else classes))
 
 
 def _test_images(name: str, folder: Folder) -> Rows:
@@ -127,7 +130,13 @@ def _rows(images: ImageSet | tuple[Tensor, Tensor]) -> Rows:
 
 def _npz(name: str, folder: Folder) -> tuple[Tensor, Tensor]:
     root = data_folder(folder)
-    images, labels = read_npz(Path(name) if root is None else root / name)
+    path = Path(name) if root is None else root / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"expected an .npz file of images and labels at {path}, got none; correct its name in the task, or name the "
+            "folder it is in by --data or DISSENSUS_DATA"
+        )
+    images, labels = read_npz(path)
     return torch.from_numpy(images), torch.from_numpy(labels)
 
 

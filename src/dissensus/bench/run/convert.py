@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from dissensus.bench.task.schema import check_task, takes_several
 from dissensus.bench.task.variants import base_name
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
+from dissensus.methods.laplace import Laplace
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage import save
+from dissensus.storage.sealed import is_posterior
+
+log = logging.getLogger("dissensus")
 
 SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion reads
 # Sections that a task must have and a conversion does not read.
@@ -40,6 +45,9 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
+    if weights.is_dir():
+        known = f"ds.load({str(weights)!r}) reads it" if is_posterior(weights) else "name the file in it"
+        raise IsADirectoryError(f"expected a file of weights, got the folder {weights}; {known}")
     if not weights.is_file():
         raise FileNotFoundError(f"expected a file of weights, got nothing at {weights}; correct the path")
     config = converted_config(method, overrides)
@@ -49,7 +57,16 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
         load_weights(made, weights)
         converted = posterior(config, made)
         save(converted, out)
+    if (missing := to_do(converted)) is not None:
+        log.info("%s has seen no data yet: %s", method, missing)
     return converted
+
+
+def to_do(posterior: Posterior) -> str | None:
+    """What a posterior waits for before it can predict; None where it can."""
+    if isinstance(posterior, Laplace) and posterior.curvature is None:
+        return "load it and call fit_posthoc(loader) with the training data of the network"
+    return None if posterior.ready else "load it and train it with ds.fit(posterior, loader, ...)"
 
 
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:

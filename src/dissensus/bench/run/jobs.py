@@ -19,6 +19,7 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.reporting.results import Results
 from dissensus.storage.atomic import remove_strays, temporary_name
+from dissensus.storage.sealed import is_posterior
 
 
 def default_folder(task: Task) -> Path:
@@ -169,9 +170,22 @@ def found_runs(folders: Sequence[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
         if not inside:
+            check_no_posterior(folder)
             raise FileNotFoundError(f"expected run folders in {folder}, got none; pass what `dissensus bench` wrote")
         found += [path.parent if path.name == "config.toml" else path for path in inside]
     return list(dict.fromkeys(found))
+
+
+def check_no_posterior(folder: Path) -> None:
+    """Raises where the folder is that of a saved posterior, which says nothing of the data it is to be measured on."""
+    if not is_posterior(folder) or (folder / "config.toml").is_file():
+        return
+    if (folder.absolute().parent / "config.toml").is_file():
+        raise FileNotFoundError(f"expected a run folder, got the posterior inside one, {folder}; pass {folder.parent}")
+    raise FileNotFoundError(
+        f"expected a run folder, got a saved posterior in {folder}; measure it by ds.evaluate(ds.load({str(folder)!r}), "
+        "loader)"
+    )
 
 
 def checked_folder(folder: Path) -> Path:

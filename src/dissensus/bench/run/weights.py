@@ -25,6 +25,7 @@ from dissensus.data.locate import FOLDER_VARIABLE
 
 log = logging.getLogger("dissensus")
 
+ENTRIES = ("state_dict", "model")  # under which a checkpoint holds the state dict, the first that there is
 WRAPPER = "module."  # what nn.DataParallel puts before every name
 # torch.save's form before 1.6: a number, the version, sizes, the object and its storages' names, a pickle each; then numbers.
 MAGIC, OLD_PICKLES = 0x1950A86A20F9469CFC6C, 4
@@ -153,9 +154,10 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
             for _ in range(OLD_PICKLES):  # each begins where the last one ended
                 _check_pickle(whole, path)
     loaded = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
-        log.info("of the entries %s in %s state_dict is read", _names(list(map(str, loaded))), path)
-        loaded = loaded["state_dict"]
+    inner = [key for key in ENTRIES if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
+    if inner:
+        log.info("of the entries %s in %s %s is read", _names(list(map(str, loaded))), path, inner[0])
+        loaded = loaded[inner[0]]
     if not isinstance(loaded, Mapping) or not all(isinstance(each, Tensor) for each in loaded.values()):
         inside = (
             f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__

@@ -106,6 +106,11 @@ def read_task(name: str) -> Settings:
         raw = Path(name).read_bytes()
     elif name in task_names():
         raw = (_folder() / f"{name}.toml").read_bytes()
+    elif {".", "/", "\\"} & set(name):  # of a path: no task of ours has one
+        found = "one that ends otherwise" if Path(name).is_file() else "no such file"
+        raise FileNotFoundError(
+            f"expected a task of `dissensus list` or a .toml file, got {found}, {name!r}; correct the path"
+        )
     else:
         raise unknown("a task", name, task_names())
     try:

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from dissensus.bench.names import listed
+from dissensus.bench.run.jobs import checked_folder
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.theory import runs as runs
 
@@ -27,10 +28,12 @@ def kernels(widths: Widths = "64,128,256,512,1024", seeds: Seeds = 20, out: Out 
     """Analytic against empirical kernels as the width grows."""
     from dissensus.bench.theory.figures import kernel_figure
 
-    rows = runs.kernel_rows(_numbers(widths), seeds=seeds)
+    sizes = _numbers(widths)
+    checked_folder(out)
+    rows = runs.kernel_rows(sizes, seeds=seeds)
     _write(out, "kernels", rows)
-    for name, (sizes, found) in runs.deviations(rows, "common_cross").items():
-        print(f"{name}: Θ_o deviates by {found[0]:.3g} at N = {sizes[0]}, by {found[-1]:.3g} at N = {sizes[-1]}")
+    for name, (seen, found) in runs.deviations(rows, "common_cross").items():
+        print(f"{name}: Θ_o deviates by {found[0]:.3g} at N = {seen[0]}, by {found[-1]:.3g} at N = {seen[-1]}")
     _save(kernel_figure(rows), out, "kernels")
 
 
@@ -45,6 +48,7 @@ def dynamics(
     """Training curves of the two regimes against their prediction."""
     from dissensus.bench.theory.figures import dynamics_figure
 
+    checked_folder(out)
     courses = {
         name: runs.course(setting, width=width, members=members, steps=steps, seed=seed, dtype=torch.float32)
         for name, setting in runs.SETTINGS.items()
@@ -59,7 +63,9 @@ def width(widths: Widths = "375,750,1500", seeds: Seeds = 10, members: Members =
     """How the error of predicted training falls with the width."""
     from dissensus.bench.theory.figures import width_figure
 
-    rows = runs.width_rows(_numbers(widths), seeds=seeds, members=members)
+    sizes = _numbers(widths)
+    checked_folder(out)
+    rows = runs.width_rows(sizes, seeds=seeds, members=members)
     _write(out, "width", rows)
     for name in runs.SETTINGS:
         found, lower, upper = runs.slope([row for row in rows if row["setting"] == name])
@@ -72,6 +78,7 @@ def regimes(out: Out = Path("theory")) -> None:
     """The map of collectivity × members: stable rates and speeds."""
     from dissensus.bench.theory.figures import regime_figure
 
+    checked_folder(out)
     collectivities, members = [i / 40 for i in range(41)], [2, 4, 8, 16, 32, 64, 128]
     rate, speed = runs.regime_map(collectivities, members)
     for i in (0, 20, 40):
