@@ -19,7 +19,6 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
@@ -27,7 +26,7 @@ from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.training.checks import check_ranks, check_settings, say_data_size, say_remarks
+from dissensus.training.checks import check_ranks, check_settings, check_stepping, say_data_size, say_remarks
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.progress import Progress
@@ -97,7 +96,7 @@ def fit(
             raise ValueError("expected an optimizer with the scheduler, got none; pass both")
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    check_optimizer(posterior, optimizer)
+    check_stepping(posterior, optimizer)
     say_remarks(posterior, optimizer)
 
     history, best, told = Resumed(History(), Best(), {})

@@ -4,8 +4,9 @@ import logging
 from weakref import WeakSet
 
 import torch.distributed as distributed
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior
 
 log = logging.getLogger("dissensus")
@@ -34,6 +35,16 @@ def check_settings(
         )
     if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Raises where this optimiser cannot train the posterior, or asks for losses itself."""
+    check_optimizer(posterior, optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "expected an optimizer that steps by gradients at hand, got LBFGS, which asks for losses again and again; use SGD "
+            "or Adam, or a loop of your own with posterior.loss"
+        )
 
 
 def check_ranks(ranks: str | None) -> None:
