@@ -256,7 +256,7 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctio
             w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
             if counted is not None:
                 w = w * counted
-            total += float((w * log_prob).sum())
+            total += float((w * log_prob.where(w > 0, 0.0)).sum())  # a class ruled out, −∞, where nothing counts
             count += float(w.sum())
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
