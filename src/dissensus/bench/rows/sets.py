@@ -65,7 +65,7 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     name, seed = options.pop("name"), options.pop("seed", 0)
     validation, calibration = options.pop("validation", 0.1), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
-    ood, shift = (listed(options.pop(key, [])) for key in ("ood", "shift"))
+    ood, shift = (_apart_by_name(listed(options.pop(key, [])), key) for key in ("ood", "shift"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
     source = SETS[name]
     with fitting(f"the data set {name}"):
@@ -137,6 +137,18 @@ def _like(training: Rows, rows: Rows, name: str) -> Rows:
             f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
         )
     return rows
+
+
+def _apart_by_name(names: list[str], key: str) -> list[str]:
+    """The sets, no two of which would be reported under one name."""
+    first: dict[str, str] = {}
+    for name in names:
+        if (other := first.setdefault(_stem(name), name)) != name:
+            raise ValueError(
+                f"expected sets of different names in data.{key}, got {other!r} and {name!r}, both of which would be called "
+                f"{_stem(name)!r}; rename a file"
+            )
+    return names
 
 
 def _stem(name: str) -> str:
