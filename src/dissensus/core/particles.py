@@ -20,7 +20,7 @@ from dissensus.core.member import Member, check_initialised, check_likelihood, e
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
-from dissensus.core.turns import turn
+from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
@@ -118,6 +118,9 @@ class Particles(nn.Module):
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
         return turn(self.template.network)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
+        return copied(self, memo, self.template.network)
 
     def apart(self) -> "Particles":
         """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
