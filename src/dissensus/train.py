@@ -97,7 +97,7 @@ def fit(
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
     check_stepping(posterior, optimizer)
-    say_remarks(posterior, optimizer)
+    say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
