@@ -75,3 +75,9 @@ def test_a_schedule_over_batches_is_said_to_be_stepped_each_epoch(name, caplog):
             scheduler = SCHEDULES[name](optimizer, steps)
             ds.fit(posterior, batches, epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
         assert ("was laid out for 6 steps and is stepped once an epoch, 2 times" in caplog.text) is said
+
+
+def test_a_posterior_that_is_frozen_throughout_is_said_to_be():
+    posterior = ds.MAP(tiny.mlp().double()).requires_grad_(False)
+    with pytest.raises(ValueError, match="expected a posterior with parameters to train, got all of them frozen"):
+        ds.fit(posterior, [tiny.points()], epochs=1, progress=False)

@@ -39,7 +39,12 @@ def check_settings(
 
 
 def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
-    """Raises where this optimiser cannot train the posterior, or asks for losses itself."""
+    """Raises where there is nothing to train, or this optimiser cannot train it, or asks for losses itself."""
+    if not any(parameter.requires_grad for parameter in posterior.parameters()):
+        raise ValueError(
+            "expected a posterior with parameters to train, got all of them frozen; set requires_grad on those that should "
+            "train (a posterior that was saved frozen is loaded frozen)"
+        )
     check_optimizer(posterior, optimizer)
     if isinstance(optimizer, LBFGS):
         raise TypeError(
