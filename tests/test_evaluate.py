@@ -445,3 +445,21 @@ def test_severities_stand_in_the_order_given():
     assert both.severities == (5, 1)
     assert both.arrays["corrupt/nll"][0, 0] == hard.arrays["corrupt/nll"][0, 0]
     assert both.arrays["corrupt/nll"][0, 0] != both.arrays["corrupt/nll"][0, 1]
+
+
+def test_weights_that_metrics_leave_out_are_said_to_be(caplog):
+    posterior = ensemble()
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    padded = torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 0])
+    with caplog.at_level("WARNING", logger="dissensus"):
+        evaluate(posterior, [(x, y, torch.ones(8))])
+        assert not caplog.records
+        evaluate(posterior, [(x, y, torch.ones(8)), (x, y, padded), (x, y, padded)])
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "the weights in 'test' are left out"
+    ]
+    caplog.clear()
+    model, pictures, labels = segmentation()
+    with caplog.at_level("WARNING", logger="dissensus"):
+        evaluate(model, [(pictures, labels, torch.zeros(len(labels)))])
+    assert "the weights in 'test' are left out" in caplog.text

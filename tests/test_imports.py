@@ -48,6 +48,7 @@ HEAVY_ALLOWED = {
     ("metrics/modular.py", "torchmetrics"),
     ("bench/cli.py", "typer"),
     ("bench/cli.py", "rich"),
+    ("bench/printing.py", "rich"),
     ("bench/theory/cli.py", "typer"),
     ("bench/theory/figures.py", "matplotlib"),
     ("bench/width/figures.py", "matplotlib"),
@@ -62,7 +63,7 @@ FLOORS = {
         "plots curves panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting", "rows", "task", "run", "theory width", "cli"],
+    "bench": ["names fitting printing", "rows", "task", "run", "theory width", "cli"],
     "bench/rows": ["sources geometry", "sets loaders grid units"],
     "bench/task": ["toml objects variants networks", "arguments hints", "schema", "config"],
     "bench/run": [

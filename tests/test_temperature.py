@@ -152,3 +152,24 @@ def test_a_temperature_of_held_out_data_is_not_suspected(caplog):
         soft = torch.nn.functional.one_hot(y, 3).double()
         ds.temperature_scale(ds.MAP(Scaled(1.0)).double(), [(x, soft)])
     assert not caplog.messages
+
+
+def test_a_weight_of_two_is_the_example_twice():
+    x, y = calibrated(200)
+    weight = torch.randint(0, 3, (200,), generator=torch.Generator().manual_seed(0))
+    weighted, repeated = (ds.DeepEnsemble([Scaled(2.0), Scaled(5.0)]).double() for _ in range(2))
+    batches = [(x[:120], y[:120], weight[:120].double()), (x[120:], y[120:], weight[120:].double())]
+    rows = torch.arange(200).repeat_interleave(weight)
+    expected = ds.temperature_scale(repeated, [(x[rows], y[rows])])
+    assert ds.temperature_scale(weighted, batches) == pytest.approx(expected, rel=1e-4)
+    assert ds.temperature_scale(weighted, [batch[:2] for batch in batches]) != pytest.approx(expected, rel=1e-3)
+
+
+def test_weights_that_leave_nothing_or_stand_in_some_batches_alone_are_refused():
+    (x, y), posterior = calibrated(8), ds.MAP(Scaled(2.0)).double()
+    posterior.temperature.fill_(1.5)
+    with pytest.raises(ValueError, match="expected an example with a weight above 0, got none"):
+        ds.temperature_scale(posterior, [(x, y, torch.zeros(8))])
+    with pytest.raises(ValueError, match="expected weights in every batch or in none"):
+        ds.temperature_scale(posterior, [(x, y, torch.ones(8)), (x, y)])
+    assert float(posterior.temperature) == 1.5

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -310,3 +311,41 @@ def test_locks_go_with_their_networks_and_are_not_copied():
     key = id(network)
     del network
     assert key not in turns._turns
+
+
+INSIDE = threading.Event()  # not of the network, which is copied
+
+
+class Slow(nn.Module):
+    """A network that is long in the middle of its run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        INSIDE.set()
+        time.sleep(0.05)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ds.DeepEnsemble([Slow().double() for _ in range(2)]), lambda: ds.MAP(Slow().double())],
+    ids=["stacked", "held"],
+)
+def test_a_copy_made_while_another_thread_predicts_is_whole(make):
+    x, y = tiny.points()
+    posterior = make()
+    mode, expected = posterior.training, posterior.predict(x).mean
+    INSIDE.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: posterior.predict(x).mean)
+        assert INSIDE.wait(10)
+        copied = copy.deepcopy(posterior)
+        assert torch.equal(answer.result(), expected)
+    assert copied.training is mode
+    assert copied.state_dict().keys() == posterior.state_dict().keys()
+    assert torch.equal(copied.predict(x).mean, expected)
+    copied.train().backward(x, y)
+    assert len(tiny.gradients(copied)) == 2

@@ -19,15 +19,14 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.engine.strategies import fallen_back
 from dissensus.surgery.normalization import enough_examples
+from dissensus.training import checks
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
-from dissensus.training.checks import check_extras, check_ranks, check_settings, say_data_size, say_remarks
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.progress import Progress
@@ -88,16 +87,18 @@ def fit(
     of a distributed group train a model of its own; else several are refused.
     """
     check_loader(loader, validation)
-    check_ranks(ranks)
-    check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
-    check_settings(posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation)
+    checks.check_ranks(ranks)
+    checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
+    checks.check_settings(
+        posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
+    )
     posterior.to(_device(device, posterior))
     default = optimizer is None
     if optimizer is None:
         optimizer = posterior.default_optimizer()
         scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    check_optimizer(posterior, optimizer)
-    say_remarks(posterior, optimizer)
+    checks.check_stepping(posterior, optimizer)
+    checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
     history, best, told = Resumed(History(), Best(), {})
     if checkpoint is not None and Path(checkpoint).exists():
@@ -195,7 +196,7 @@ class _Run:
             )
         self.step.finish()
         self.step.check()
-        say_data_size(posterior, sum(sizes))
+        checks.say_data_size(posterior, sum(sizes))
         return (total / len(sizes)).double().cpu()
 
     def ran(self) -> Plan | None:
@@ -256,7 +257,7 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctio
             w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
             if counted is not None:
                 w = w * counted
-            total += float((w * log_prob).sum())
+            total += float((w * log_prob.where(w > 0, 0.0)).sum())  # a class ruled out, −∞, where nothing counts
             count += float(w.sum())
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")

@@ -145,3 +145,15 @@ def test_a_state_of_either_form_is_taken():
     several = ds.DeepEnsemble(networks)  # that kernel is own here
     several.load_state_dict(state)
     assert torch.equal(several.member(1)[0][0].weight, posterior.member(1)[0][0].weight)
+
+
+def test_a_shared_head_does_not_hide_that_a_frozen_backbone_is_trained():
+    posterior = ds.FeatureRDE(trained_twice(on_one_backbone()), layer="1", head="2")
+    posterior.particles.shared_parameters()["network.0.0.weight"].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'network.0.0.weight' trained since, of which there is one for all members"):
+        posterior.backward(x, y)
+
+
+def trained_twice(networks):
+    """A layer between backbone and head that is each member's own."""
+    return [nn.Sequential(network[0], nn.Linear(36, 8).double(), nn.Linear(8, 3).double()) for network in networks]

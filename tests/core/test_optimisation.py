@@ -165,3 +165,31 @@ def test_the_bench_takes_the_methods_own_optimizer_where_adamw_is_not_accepted(m
     with pytest.raises(ValueError, match=f'{REFUSED}; write optimizer = "default"'):
         build.optimizer(posterior, {"epochs": 2, "optimizer": "adam"})
     assert isinstance(build.optimizer(ds.MAP(tiny.mlp()), {"epochs": 2})[0], AdamW)
+
+
+def factored(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+def test_an_optimizer_that_mixes_stacked_members_is_said_to(caplog):
+    ensemble, data = ds.DeepEnsemble([tiny.mlp().double() for _ in range(2)]), [tiny.points()]
+    with caplog.at_level("WARNING", logger="dissensus"):
+        ds.fit(ensemble, data, epochs=1, optimizer=factored(ensemble.parameters()), progress=False)
+    assert "Adafactor mixes the numbers of each tensor" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda: ds.MAP(tiny.mlp().double()), lambda: ds.DeepEnsemble([tiny.mlp().double()])])
+def test_one_member_may_be_trained_by_any_optimizer(make, caplog):
+    posterior = make()
+    with caplog.at_level("WARNING", logger="dissensus"):
+        ds.fit(posterior, [tiny.points()], epochs=1, optimizer=factored(posterior.parameters()), progress=False)
+    assert "mixes" not in caplog.text
+
+
+def test_fit_refuses_an_optimizer_that_wants_a_closure_and_a_loop_of_ones_own_does_not():
+    posterior = ds.MAP(tiny.mlp().double())
+    optimizer = torch.optim.LBFGS(posterior.parameters())
+    with pytest.raises(TypeError, match="expected an optimizer that steps by gradients at hand, got LBFGS"):
+        ds.fit(posterior, [tiny.points()], epochs=1, optimizer=optimizer, progress=False)
+    posterior.observe(optimizer)
+    assert int(posterior.steps) == 1

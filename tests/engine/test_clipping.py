@@ -82,3 +82,19 @@ def test_gradients_in_half_precision_are_clipped_and_not_wiped_out(scale):
     for parameter, old in zip(posterior.parameters(), before, strict=True):
         expected = old.double() * factor.reshape(-1, *[1] * (old.ndim - 1))
         torch.testing.assert_close(parameter.grad.double(), expected, rtol=2e-3, atol=1e-7)
+
+
+def test_gathered_gradients_that_the_optimizer_does_not_hold_count_once_in_the_norm():
+    x, y = tiny.points()
+    heads = []
+    for batches, gathered in (
+        ([(x, y)], 1),
+        ([(x, y)] * 3, 3),
+    ):  # three times the same batch is one step with its gradient
+        torch.manual_seed(0)
+        network = tiny.mlp().double()
+        head = list(network.children())[-1]
+        posterior, optimizer = ds.MAP(network), torch.optim.SGD(head.parameters(), lr=1.0)
+        ds.fit(posterior, batches, epochs=1, optimizer=optimizer, clip=0.01, accumulate=gathered, progress=False)
+        heads.append(head.weight.detach())
+    torch.testing.assert_close(heads[1], heads[0], rtol=0, atol=1e-15)

@@ -116,6 +116,13 @@ def test_severities_are_grouped_as_far_as_they_were_measured():
     }
 
 
+def test_clean_accuracy_beside_severities_is_of_the_rows_that_were_damaged():
+    metrics = {"accuracy": 0.9, "corrupt/severity1/accuracy": 0.8}
+    arrays = {"corrupt/clean/accuracy": torch.tensor(0.85, dtype=torch.float64)}
+    found = accuracies(Evaluation("classification", metrics, arrays, "entropy"))
+    assert found == {"clean": 0.85, "severities 1–3": 0.8}
+
+
 def test_what_is_chosen_by_is_measured_on_validation_rows():
     bins = torch.zeros(1, 1, 15, dtype=torch.float64)
     bins[0, 0, 14] = 4.0

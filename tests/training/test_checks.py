@@ -1,9 +1,10 @@
-"""fit in a distributed group: several ranks are refused unless each is to have a model of its own."""
+"""What fit refuses or warns of: several ranks unless each is to have a model of its own, schedules over batches."""
 
 import pytest
 import torch
 import torch.distributed as distributed
 import torch.multiprocessing as multiprocessing
+from torch.optim import lr_scheduler
 
 import dissensus as ds
 import tiny
@@ -77,3 +78,33 @@ def test_a_folder_is_no_checkpoint(tmp_path):
         IsADirectoryError, match=r"^expected a file as checkpoint, got the folder .*; name a file in it"
     ):
         ds.fit(ds.MAP(tiny.mlp().double()), [tiny.points()], epochs=1, progress=False, checkpoint=tmp_path)
+
+
+SCHEDULES = {
+    "one cycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps),
+    "cosine": lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    "in a sequence": lambda optimizer, steps: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, total_iters=1), lr_scheduler.PolynomialLR(optimizer, total_iters=steps)],
+        milestones=[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_over_batches_is_said_to_be_stepped_each_epoch(name, caplog):
+    batches = [tiny.points()] * 3
+    for steps, said in ((6, True), (2, False)):  # two epochs of three batches
+        posterior = ds.MAP(tiny.mlp().double())
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="dissensus"):
+            scheduler = SCHEDULES[name](optimizer, steps)
+            ds.fit(posterior, batches, epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
+        assert ("was laid out for 6 steps and is stepped once an epoch, 2 times" in caplog.text) is said
+
+
+def test_a_posterior_that_is_frozen_throughout_is_said_to_be():
+    posterior = ds.MAP(tiny.mlp().double()).requires_grad_(False)
+    with pytest.raises(ValueError, match="expected a posterior with parameters to train, got all of them frozen"):
+        ds.fit(posterior, [tiny.points()], epochs=1, progress=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
-from rich.text import Text
 
 from dissensus.bench.names import listed
+from dissensus.bench.printing import print_results, wide_console
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
@@ -29,9 +28,6 @@ from dissensus.bench.task.hints import check_read
 from dissensus.bench.theory.cli import app as theory
 from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
-from dissensus.reporting.claims import claims
-from dissensus.reporting.results import Results
-from dissensus.reporting.tables import Table, draws_of, main_table
 from dissensus.version import __version__
 
 app = typer.Typer(
@@ -111,7 +107,7 @@ def bench(
         jobs=jobs_,
         tell=tell,
     )
-    _print_results(results)
+    print_results(results)
     _print_written(written)
 
 
@@ -168,7 +164,7 @@ def report(
     """Write results.csv, report.md and report.html of evaluated runs."""
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
-    _print_results(results)
+    print_results(results)
     _print_written(written)
 
 
@@ -206,7 +202,7 @@ def list_(data: Data = None) -> None:
     known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
     for name, source in SETS.items():
         known.add_row(name, escape(source.about), escape(present(name, data)))
-    console = _console()
+    console = wide_console()
     for grid in (tasks, methods, known):
         console.print(grid)
 
@@ -261,37 +257,6 @@ def _remarks() -> Iterator[None]:
 
 def _silent(text: str) -> None:
     """Says nothing."""
-
-
-def _console() -> Console:
-    """A console that does not cut tables where there is no terminal to know the width of."""
-    wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
-    return Console(width=wide, highlight=False)
-
-
-def _print_results(results: Results) -> None:
-    found, draws = draws_of(results)
-    table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(escape, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
-    group = ""
-    for row in table.rows:
-        if row.group != group:
-            group = row.group
-            grid.add_section()
-            grid.add_row(f"[dim]{escape(group)}[/dim]", *[""] * len(row.cells))
-        label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
-        cells = [
-            f"[bold]{escape(cell.text)}[/bold]" if cell.best else f"{escape(cell.text)}{' ≈' if cell.equal else ''}"
-            for cell in row.cells
-        ]
-        grid.add_row(escape(label), *cells)
-    console = _console()
-    console.print(grid)
-    console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
-    if all(len(several) == 1 for several in results.methods.values()):
-        console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
-    for sentence in claims(results):
-        console.print(escape(sentence))
 
 
 def _print_lines(lines: list[str]) -> None:

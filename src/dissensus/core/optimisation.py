@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 # Posterior -> the optimiser it was last checked against. No attribute: copies and pickles of a posterior would carry it.
 _checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+# Optimisers, by the name of a class or of one that it derives from, that mix the numbers of a tensor.
+MIXING = frozenset(("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "SOAP", "Shampoo"))
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
             kinds = " or ".join(one.__name__ for one in accepted)
             return f"expected an optimizer of kind {kinds} for {type(each).__name__}, got {kind.__name__}"
     return None
+
+
+def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> str | None:
+    """What is wrong with an optimiser that would mix the rows of stacked tensors, one a member's; None where nothing is."""
+    rows = {id(each) for each in stacked if each.requires_grad and len(each) > 1}
+    held = any(id(each) in rows for group in optimizer.param_groups for each in group["params"])
+    if not held or MIXING.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        return None
+    return (
+        f"{type(optimizer).__name__} mixes the numbers of each tensor, and the members' tensors are stacked: members do not "
+        "train as they would alone; use SGD or Adam, or train the members one by one, each in a MAP"
+    )
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:

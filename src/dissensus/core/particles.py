@@ -20,7 +20,7 @@ from dissensus.core.member import Member, check_initialised, check_likelihood, e
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
-from dissensus.core.turns import turn
+from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
@@ -83,8 +83,7 @@ class Particles(nn.Module):
         alike = frozen_alike(members[0], rows) if own is None else set()
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        particles = cls.split(emptied(members[0]), rows, own=rule, kept=kept, members=len(members))
-        particles._frozen = alike
+        particles = cls.split(emptied(members[0]), rows, own=rule, kept=kept, members=len(members), frozen=alike)
         return particles.train(particles.training)
 
     @classmethod
@@ -96,14 +95,17 @@ class Particles(nn.Module):
         own: Callable[[str], bool],
         kept: Collection[str],
         members: int,
+        frozen: Collection[str] = (),
     ) -> "Particles":
         """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
 
         Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
-        the names of buffers that a state dict holds.
+        the names of buffers that a state dict holds; `frozen`: of tensors that are stored once since no member trains them.
         """
         mine, common = split_trees(rows, own=own, kept=kept)
-        return cls(template, own=mine, shared=common, members=members)
+        particles = cls(template, own=mine, shared=common, members=members)
+        particles._frozen = {*frozen}
+        return particles
 
     @property
     def template(self) -> Member:
@@ -116,6 +118,9 @@ class Particles(nn.Module):
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
         return turn(self.template.network)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
+        return copied(self, memo, self.template.network)
 
     def apart(self) -> "Particles":
         """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""

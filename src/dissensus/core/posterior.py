@@ -25,6 +25,7 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.training_rules import TrainingRules
+from dissensus.core.turns import copied
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
 from dissensus.numerics.tree import Tensors
 
@@ -221,6 +222,9 @@ class Posterior(TrainingRules, ABC):
     def member(self, index: int) -> nn.Module:
         """One drawn function as an ordinary module that shares nothing with the posterior."""
         return self.draw().member(index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
+        return copied(self, memo, self.particles.template.network)
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dissensus.core.batch import Inputs
 from dissensus.core.clock import Clock
 from dissensus.core.empcov import EmpCov
-from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
+from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 from dissensus.numerics.tree import Tensors
@@ -118,7 +118,8 @@ class TrainingRules(Clock):
 
     def mistakes(self, optimizer: Optimizer) -> list[str]:
         """What `fit` warns of: settings of the optimiser that nobody can want."""
-        return []
+        mixed = mixed_members(optimizer, self.particles.own_parameters().values())
+        return [] if mixed is None else [mixed]
 
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.

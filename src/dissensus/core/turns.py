@@ -5,11 +5,13 @@ one template would see each other's weights. So every run of a network takes tha
 the networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
 """
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -91,6 +93,18 @@ def turn(*networks: nn.Module) -> AbstractContextManager[object]:
     for network in networks:
         stack.enter_context(_turn_of(network))
     return stack
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copied(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
+    """What `copy.deepcopy` gives of a module that runs this network: not in the middle of another thread's run."""
+    with turn(network):
+        made = type(module).__new__(type(module))
+        memo[id(module)] = made
+        made.__setstate__(copy.deepcopy(module.__dict__, memo))  # type: ignore[no-untyped-call]
+    return made
 
 
 @contextmanager

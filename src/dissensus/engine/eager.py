@@ -104,9 +104,9 @@ class EagerStep:
 
     def _take_mean(self) -> None:
         if self.pending > 1:
-            for (
-                parameter
-            ) in self.posterior.parameters():  # of those that the optimiser does not hold too: clipping counts them
+            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            # All of the posterior's, since those that the optimiser does not hold count in the norm for clipping too.
+            for parameter in {id(each): each for each in (*self.posterior.parameters(), *held)}.values():
                 if parameter.grad is not None:
                     parameter.grad.div_(self.pending)
 

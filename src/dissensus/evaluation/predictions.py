@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
 from dissensus.metrics import max_probability_score
+
+log = logging.getLogger("dissensus")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -55,8 +58,10 @@ def predictions(
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen = Extremes(), like, 0
+    uncounted = Unweighted(name)
     for batch in loader:
-        x, y, _ = batches.unpack(batch)
+        x, y, weight = batches.unpack(batch)
+        uncounted.look(weight)
         batches.check_finite(x)
         shapes = checked_shapes(x, shapes, name)
         if labelled:
@@ -91,6 +96,22 @@ def predictions(
         shapes=shapes or (),
         milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
     )
+
+
+class Unweighted:
+    """Says, once for a set, that metrics count every example once, where a loader brings weights that say otherwise."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.said = False
+
+    def look(self, weight: Tensor | None) -> None:
+        if weight is not None and not self.said and bool((weight != 1).any()):
+            self.said = True
+            log.warning(
+                "the weights in %r are left out: metrics count every example once; leave out examples that do not count",
+                self.name,
+            )
 
 
 def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:

@@ -17,7 +17,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.evaluation.functions import Answer, Functions
-from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now
+from dissensus.evaluation.predictions import Shapes, Unweighted, check_hard, checked_shapes, now
 from dissensus.metrics import CalibrationBins, ConfusionCounts, ScoreHistogram
 from dissensus.metrics.checks import labelled
 
@@ -109,9 +109,10 @@ class PixelSums:
 
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
     """(PixelSums, shapes of one input, images seen) of a labelled loader."""
-    sums, shapes, images = PixelSums(), like, 0
+    sums, shapes, images, uncounted = PixelSums(), like, 0, Unweighted(name)
     for batch in loader:
-        x, y, _ = batches.unpack(batch)
+        x, y, weight = batches.unpack(batch)
+        uncounted.look(weight)
         batches.check_finite(x)
         shapes = checked_shapes(x, shapes, name)
         functions.posterior.check_batch(batches.to(x, functions.device), y)

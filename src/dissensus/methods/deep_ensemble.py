@@ -12,6 +12,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
+from dissensus.surgery.attributes import say_other_attributes
 
 
 class DeepEnsemble(Posterior):
@@ -61,6 +62,7 @@ def stack_members(modules: Sequence[nn.Module], likelihood: Likelihood | None) -
             raise TypeError(f"expected modules, got {type(module).__name__}; pass [make() for _ in range(M)]")
     check_same_architecture(modules)
     check_distinct_weights(modules)
+    say_other_attributes(modules)
     return Particles.stack(modules, likelihood or Classification())
 
 

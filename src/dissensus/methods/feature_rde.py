@@ -235,6 +235,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
         own=lambda name: name in own and name not in headed,
         kept={**stacked.own.state_dict(), **stacked.shared.state_dict()},
         members=stacked.members,
+        frozen=stacked._frozen,
     )
     encoders = [p.detach().reshape(len(p), -1) for p in split.own.parameters() if p.requires_grad]
     if not encoders:

@@ -18,17 +18,17 @@ def headline(results: Results, found: Sequence[Measure], draws: Draws, against: 
     `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
     """
     by_key = {measure.key: measure for measure in found}
-    sentences = [*_tested(draws["nll"]), _prediction(results, by_key, draws, against)]
+    sentences = [*tested(draws["nll"]), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
         sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
     if "corrupt/accuracy" in by_key:
         sentences.append(_corrupted(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
-    sentences += [*_mixing(results), *_cautions(results)]
+    sentences += [*_mixing(results), *cautions(results)]
     return [each for each in sentences if each]
 
 
-def _tested(each: dict[str, Resampled]) -> list[str]:
+def tested(each: dict[str, Resampled]) -> list[str]:
     """Why methods, or some of them, are not compared; nothing where all were tested on the same examples in one order."""
     first, rows = next(iter(each)), rows_by_method(each)
     others = [name for name, kind in rows.items() if kind == "own"]
@@ -47,7 +47,7 @@ def _tested(each: dict[str, Resampled]) -> list[str]:
     return said
 
 
-def _cautions(results: Results) -> list[str]:
+def cautions(results: Results) -> list[str]:
     """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
     said = []
     for name, several in results.methods.items():

@@ -46,8 +46,11 @@ def sweep_of(results: Results) -> Sweep | None:
 
 
 def accuracies(evaluation: Evaluation) -> dict[str, float]:
-    """Clean accuracy, and that of groups of severities (types pooled, severities averaged), as far as they were measured."""
-    found = {"clean": evaluation.metrics["accuracy"]}
+    """Clean accuracy, and that of groups of severities (types pooled, severities averaged), as far as they were measured.
+
+    The clean one is of the rows that were damaged, which may be fewer than all test rows.
+    """
+    found = {"clean": float(evaluation.arrays.get("corrupt/clean/accuracy", evaluation.metrics["accuracy"]))}
     for title, severities in GROUPS.items():
         known = [
             evaluation.metrics[key]

@@ -17,6 +17,7 @@ from dissensus.numerics.plain import plain
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.sealed import CONFIG, FORMAT, TENSORS, Header, damaged, opened, sealed
 from dissensus.storage.skeletons import build, build_parts, kind_of, method_of, structure
+from dissensus.storage.still import keep_still, still
 
 
 def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
@@ -43,6 +44,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         },
         "tied": ties,
         "strides": strides_of(tensors),
+        **({"still": kept} if (kept := still(posterior)) else {}),
     }
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
@@ -64,6 +66,7 @@ def load(
 
     `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
     only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
+    What was frozen, and layers that were in eval mode by hand, stay so when it is trained on.
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
@@ -86,6 +89,7 @@ def load(
         )
     lying = {name: laid_out(tensor, strides.get(name, rows(tensor.shape))) for name, tensor in tensors.items()}
     fill(posterior, {**lying, **{name: lying[source] for name, source in config["tied"].items() if source in lying}})
+    keep_still(posterior, config.get("still", {}), path)
     return posterior.eval()
 
 

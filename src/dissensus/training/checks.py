@@ -5,8 +5,10 @@ import os
 from weakref import WeakSet
 
 import torch.distributed as distributed
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior
 from dissensus.numerics.checks import check_number, check_whole
 
@@ -63,6 +65,21 @@ def check_extras(optimizer: object, scheduler: object, checkpoint: object, check
         )
 
 
+def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Raises where there is nothing to train, or this optimiser cannot train it, or asks for losses itself."""
+    if not any(parameter.requires_grad for parameter in posterior.parameters()):
+        raise ValueError(
+            "expected a posterior with parameters to train, got all of them frozen; set requires_grad on those that should "
+            "train (a posterior that was saved frozen is loaded frozen)"
+        )
+    check_optimizer(posterior, optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "expected an optimizer that steps by gradients at hand, got LBFGS, which asks for losses again and again; use SGD "
+            "or Adam, or a loop of your own with posterior.loss"
+        )
+
+
 def check_ranks(ranks: str | None) -> None:
     """Raises where several processes of a group would each train a model of their own without having asked for that."""
     if ranks not in (None, "independent"):
@@ -76,12 +93,37 @@ def check_ranks(ranks: str | None) -> None:
         )
 
 
-def say_remarks(posterior: Posterior, optimizer: Optimizer) -> None:
-    """Logs what the posterior has to say of such an optimiser."""
+def say_remarks(
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None = None,
+    *,
+    epochs: int = 1,
+    batches: int | None = None,
+) -> None:
+    """Logs what the posterior has to say of such an optimiser, and what is wrong with a schedule laid out over batches."""
+    if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:
+        log.warning(
+            "%s was laid out for %d steps and is stepped once an epoch, %d times: it will not get far; lay it out over epochs",
+            type(scheduler).__name__,
+            length,
+            epochs,
+        )
     for remark in posterior.remarks(optimizer):
         log.info("%s", remark)
     for mistake in posterior.mistakes(optimizer):
         log.warning("%s", mistake)
+
+
+def _in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
+    """The length of a schedule that counts batches, not epochs; None where it does not, as far as its length tells."""
+    within = getattr(scheduler, "_schedulers", [])
+    lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
+    whole = [each for each in lengths if isinstance(each, int) and each > epochs]
+    # As many as the run has batches is no chance; a cycle of another length is a mistake in any case.
+    found = [each for each in whole if isinstance(scheduler, OneCycleLR) or each == epochs * (batches or 0)]
+    inner = (_in_batches(each, epochs, batches) for each in within)
+    return next(iter([*found, *(each for each in inner if each is not None)]), None)
 
 
 def say_data_size(posterior: Posterior, examples: int) -> None:

@@ -218,3 +218,16 @@ def test_rows_are_chosen_by_seed_and_kept_in_order():
     assert torch.equal(chosen, rows.first(5, seed=0).y)
     assert not torch.equal(chosen, rows.first(5, seed=1).y)
     assert rows.first(None, seed=0) is rows
+
+
+@pytest.mark.parametrize("key", ["ood", "shift"])
+def test_two_sets_of_one_name_are_an_error_rather_than_one_set(key, tmp_path):
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        images = np.random.default_rng(0).integers(0, 255, (12, 8, 8), dtype=np.uint8)
+        np.savez(folder / "odd.npz", images=images, labels=np.arange(12) % 4)
+    settings = {"name": "npz", "train_file": "odd.npz", "test_file": "odd.npz", "validation": 4}
+    names = ["odd.npz", str(tmp_path / "other" / "odd.npz")]
+    with pytest.raises(ValueError, match=f"expected sets of different names in data.{key}, got 'odd.npz' and .*'odd'"):
+        task_data(settings | {key: names}, str(tmp_path))
+    assert list(getattr(task_data(settings | {key: ["odd.npz", "odd.npz"]}, str(tmp_path)), key)) == ["odd"]

@@ -299,6 +299,7 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     assert "on test rows yes: −2.00" in said[FALL]
     assert "Yes: by +1.00 (+1.00 … +1.00) doublings" in said[BEST]
     assert "1 of 2 budgets show more, 1 less, 0 cannot be told" in said[PRICE]
+    assert "the best on the same test rows" in said[PRICE]  # a choice that no interval counts
     assert "at p = 0 γ = M, +20.01" in said[TRANSITION]
     assert "at p = 1 γ = 1, −19.99" in said[TRANSITION]
     worse = [each for each in claims(made()) if each.question == FOLLOW]

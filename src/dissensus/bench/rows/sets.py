@@ -65,7 +65,7 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     name, seed = options.pop("name"), options.pop("seed", 0)
     validation, calibration = options.pop("validation", 0.1), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
-    ood, shift = (listed(options.pop(key, [])) for key in ("ood", "shift"))
+    ood, shift = (_apart_by_name(listed(options.pop(key, [])), key) for key in ("ood", "shift"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
     source = SETS[name]
     with fitting(f"the data set {name}"):
@@ -158,6 +158,18 @@ def _in_classes(classes: tuple[str, ...], rows: Rows, name: str) -> None:
             f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
             f"{int(rows.y[row])} in row {row}; number classes alike in all files (data.classes: how many, of an npz task)"
         )
+
+
+def _apart_by_name(names: list[str], key: str) -> list[str]:
+    """The sets, no two of which would be reported under one name."""
+    first: dict[str, str] = {}
+    for name in names:
+        if (other := first.setdefault(_stem(name), name)) != name:
+            raise ValueError(
+                f"expected sets of different names in data.{key}, got {other!r} and {name!r}, both of which would be called "
+                f"{_stem(name)!r}; rename a file"
+            )
+    return names
 
 
 def _stem(name: str) -> str:

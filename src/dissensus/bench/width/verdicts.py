@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dissensus.bench.width.claims import BEST, FALL, FOLLOW, PRICE, TRANSITION, Claim
 
 NEAR = 0.01  # a point of accuracy: what is as good as equal
+CHOSEN = (
+    "Width and M of either side are the best on the same test rows, a choice that intervals do not count and that favours "
+    "the side with more to choose from."
+)
 
 
 def verdicts(found: Sequence[Claim]) -> list[str]:
@@ -71,7 +75,9 @@ def _paid(found: Sequence[Claim]) -> str:
     won = sum(claim.lower > 0 for claim in found)
     lost = sum(claim.upper < 0 for claim in found)
     first = f"{won} of {len(found)} budgets show more, {lost} less, {len(found) - won - lost} cannot be told"
-    return f"{first}: {'; '.join(f'{claim.about}: {claim.text} points' for claim in found)}."
+    said = "; ".join(f"{claim.about}: {claim.text} points" for claim in found)
+    # Largest of several: a width and an M that were lucky on these rows are taken for good, of the side with more of them.
+    return f"{first}: {said}. {CHOSEN}"
 
 
 def _turned(found: Sequence[Claim]) -> str:

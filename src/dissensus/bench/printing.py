@@ -1,0 +1,48 @@
+"""Results on a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+from rich.text import Text
+
+from dissensus.reporting.claims import claims
+from dissensus.reporting.results import Results
+from dissensus.reporting.sentences import cautions, tested
+from dissensus.reporting.tables import Table, draws_of, main_table
+
+
+def wide_console() -> Console:
+    """A console that does not cut tables where there is no terminal to know the width of."""
+    wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
+    return Console(width=wide, highlight=False)
+
+
+def print_results(results: Results) -> None:
+    """The main table of a report, what cannot be compared and why, and what the task set out to see."""
+    found, draws = draws_of(results)
+    table: Table = main_table(results, found, draws)
+    grid = Grid("", *map(escape, table.columns), title=Text(results.title, style="table.title"), title_justify="left")
+    group = ""
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            grid.add_section()
+            grid.add_row(f"[dim]{escape(group)}[/dim]", *[""] * len(row.cells))
+        label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
+        cells = [
+            f"[bold]{escape(cell.text)}[/bold]" if cell.best else f"{escape(cell.text)}{' ≈' if cell.equal else ''}"
+            for cell in row.cells
+        ]
+        grid.add_row(escape(label), *cells)
+    console = wide_console()
+    console.print(grid)
+    console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+    if all(len(several) == 1 for several in results.methods.values()):
+        console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
+    for sentence in (*tested(draws["nll"]), *claims(results), *cautions(results)):
+        console.print(escape(sentence))
