@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench import cli
+from dissensus.bench.printing import print_results
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run import build
 from dissensus.bench.run.jobs import report_runs
@@ -95,7 +95,7 @@ def test_a_task_that_is_no_text_is_one_clear_error(task):
 def test_a_title_that_looks_like_markup_is_printed_as_it_stands(title, capsys):
     posterior = ds.MAP(ds.nets.MLP(2, 2, hidden=(3,)))
     evaluation = ds.evaluate(posterior, [(torch.randn(6, 2), torch.arange(6) % 2)])
-    cli._print_results(results_of_evaluations({"[/red]": evaluation}, title))
+    print_results(results_of_evaluations({"[/red]": evaluation}, title))
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].strip() == title
     assert "[/red]" in printed
