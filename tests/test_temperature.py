@@ -60,7 +60,7 @@ def test_the_temperature_minimises_the_mixtures_nll():
     assert nll(math.log(found)) <= best.fun + 1e-10
     assert -float(posterior.predict(x).log_prob(y).mean()) == pytest.approx(nll(math.log(found)), abs=1e-12)
     # Done again it gives the same: it starts from the untempered members, not from the last result.
-    assert ds.temperature_scale(posterior, [(x, y)]) == found
+    assert ds.temperature_scale(posterior, [(x, y)]) == pytest.approx(found, rel=1e-6)
 
 
 def test_regression_scales_the_deviation_in_closed_form():
@@ -173,3 +173,27 @@ def test_weights_that_leave_nothing_or_stand_in_some_batches_alone_are_refused()
     with pytest.raises(ValueError, match="expected weights in every batch or in none"):
         ds.temperature_scale(posterior, [(x, y, torch.ones(8)), (x, y)])
     assert float(posterior.temperature) == 1.5
+
+
+@pytest.mark.parametrize("likelihood", [ds.Classification(), ds.Regression(0.3), ds.HeteroscedasticRegression()])
+def test_whoever_predicts_while_a_temperature_is_sought_sees_the_one_before(likelihood):
+    torch.manual_seed(0)
+    classes = isinstance(likelihood, ds.Classification)
+    x = torch.randn(40, 4, dtype=torch.float64)
+    y = torch.randint(2, (40,)) if classes else torch.randn(40, 1, dtype=torch.float64)
+    outputs = 1 if isinstance(likelihood, ds.Regression) else 2
+    networks = [nn.Linear(4, outputs).double() for _ in range(3)]
+    posterior = ds.DeepEnsemble(networks, likelihood=likelihood)
+    alone = ds.temperature_scale(posterior, [(x, y)])
+    posterior.temperature.fill_(3.0)
+    seen = []
+
+    def batches():
+        seen.append(float(posterior.temperature))
+        yield x[:25], y[:25]
+        seen.append(float(posterior.temperature))
+        yield x[25:], y[25:]
+        seen.append(float(posterior.temperature))
+
+    assert ds.temperature_scale(posterior, batches()) == pytest.approx(alone, rel=1e-6)
+    assert seen == [3.0, 3.0, 3.0]

@@ -28,21 +28,18 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     deviation by it. Use held-out data, not the training or the test set. Weights of examples count as in training.
     """
     check_loader(loader)
-    before = float(posterior.temperature)
-    posterior.temperature.fill_(1.0)
-    try:
-        temperature = _found(posterior, loader)
-    except BaseException:
-        posterior.temperature.fill_(before)
-        raise
-    posterior.temperature.fill_(temperature)
+    temperature = _found(posterior, loader)
+    posterior.temperature.fill_(temperature)  # not before it is found: other threads may predict meanwhile
     return temperature
 
 
 def _found(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """The best temperature of a posterior whose own is 1; what looks wrong about it is said."""
+    """The best temperature of a posterior, whatever its own is; what looks wrong about it is said."""
     weights: list[Tensor | None] = []
+    own = float(posterior.temperature)
     predictive, y = predict(posterior, _checked(posterior, loader, weights))
+    if own != 1:
+        predictive = predictive.tempered(1 / own)
     counted = posterior.likelihood.counted(y)
     if counted is not None:
         y = torch.where(counted, y, 0)
