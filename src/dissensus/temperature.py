@@ -1,5 +1,6 @@
 """Temperature scaling: one number, fitted on held-out data, that softens or sharpens every member."""
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,18 +29,22 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     deviation by it. Use held-out data, not the training or the test set. Weights of examples count as in training.
     """
     check_loader(loader)
-    temperature = _found(posterior, loader)
-    posterior.temperature.fill_(temperature)  # not before it is found: other threads may predict meanwhile
+    temperature = _found(_untempered(posterior), loader)
+    posterior.temperature.fill_(temperature)
     return temperature
 
 
+def _untempered(posterior: Posterior) -> Posterior:
+    """The posterior with all it holds but a temperature of 1: other threads may predict meanwhile with the one it has."""
+    view = copy.copy(posterior)
+    view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
+    return view
+
+
 def _found(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """The best temperature of a posterior, whatever its own is; what looks wrong about it is said."""
+    """The best temperature of a posterior whose own is 1; what looks wrong about it is said."""
     weights: list[Tensor | None] = []
-    own = float(posterior.temperature)
     predictive, y = predict(posterior, _checked(posterior, loader, weights))
-    if own != 1:
-        predictive = predictive.tempered(1 / own)
     counted = posterior.likelihood.counted(y)
     if counted is not None:
         y = torch.where(counted, y, 0)
