@@ -108,3 +108,14 @@ class Given(ds.Posterior):
     @classmethod
     def skeleton(cls, network, config, likelihood):
         raise TypeError("expected a method that is saved, got one of the tests; build it anew")
+
+
+TINY_STD = -40.0  # softplus of it is 4e-18
+
+
+def still(posterior):
+    """The NodeBNN with all latents at 1."""
+    with torch.no_grad():
+        posterior.mean.fill_(1.0)
+        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
+    return posterior

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
+import tiny
 from dissensus.core import batch as batches
 
-TINY_STD = -40.0  # softplus of it is 4e-18
 BERT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 VIT = {key: value for key, value in BERT.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}
 
@@ -38,14 +38,6 @@ class Named(nn.Module):
 class Plain(Named):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)["logits"]
-
-
-def still(posterior: ds.NodeBNN) -> ds.NodeBNN:
-    """The posterior with all latents at 1."""
-    with torch.no_grad():
-        posterior.mean.fill_(1.0)
-        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
-    return posterior
 
 
 def images(side: int) -> Callable[[], Tensor]:
@@ -99,7 +91,7 @@ def test_latents_at_1_reproduce_a_foreign_model_which_trains_and_loads_around_a_
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     network, x, y = make().eval(), inputs(), torch.tensor([0, 2])
-    posterior = still(ds.NodeBNN(network, data_size=2, components=1, samples=1, batch_norm="frozen")).eval()
+    posterior = tiny.still(ds.NodeBNN(network, data_size=2, components=1, samples=1, batch_norm="frozen")).eval()
     with torch.no_grad():
         expected = batches.call(network, x)
         torch.testing.assert_close(posterior(x)[0], expected, rtol=1e-5, atol=1e-6)

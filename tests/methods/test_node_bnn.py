@@ -15,16 +15,6 @@ from dissensus.methods.node_latents import for_examples
 from dissensus.methods.node_mixture import cross_entropy, entropy_bound, surrogate_kl
 from dissensus.surgery.frozen_norm import FrozenNorm
 
-TINY_STD = -40.0  # softplus of it is 4e-18
-
-
-def still(posterior):
-    """The posterior with all latents at 1."""
-    with torch.no_grad():
-        posterior.mean.fill_(1.0)
-        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
-    return posterior
-
 
 def conv(dropout=0.0):
     return nn.Sequential(
@@ -102,7 +92,7 @@ def test_all_latents_at_1_reproduce_the_network(name, mode):
     network = make().eval()
     x = torch.randn(2, *shape)
     posterior = ds.NodeBNN(network, data_size=10**12, components=1, samples=1, mode=mode, bias_latent=True).eval()
-    still(posterior)
+    tiny.still(posterior)
     with torch.no_grad():
         expected = network(x)
     torch.testing.assert_close(posterior(x)[0].detach(), expected, rtol=1e-6, atol=1e-6)
@@ -110,16 +100,6 @@ def test_all_latents_at_1_reproduce_the_network(name, mode):
     y = torch.tensor([0, 1])
     nll = nn.functional.cross_entropy(expected, y)  # beside it the KL of some 1e5 is nothing when N is 1e12
     torch.testing.assert_close(posterior.loss(x, y).detach(), nll, rtol=1e-6, atol=1e-6)
-
-
-def test_all_latents_at_1_reproduce_a_network_of_torchvision():
-    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
-    torch.manual_seed(0)
-    for make in (models.resnet18, models.mobilenet_v3_small):
-        network, x = make(weights=None).eval(), torch.randn(2, 3, 64, 64)
-        posterior = still(ds.NodeBNN(network, data_size=10, components=1, samples=1)).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(posterior(x)[0], network(x), rtol=1e-5, atol=1e-6)
 
 
 def test_components_come_in_turn_and_every_example_meets_each_of_them():
@@ -253,7 +233,7 @@ def test_samples_are_rounded_up_to_a_multiple_of_the_components_and_come_from_ea
     posterior = build(components=4, samples=6)
     assert posterior.samples == posterior.draw().members == 8
     with torch.no_grad():
-        posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
+        posterior.particles.shared_parameters()["latents.raw_std"].fill_(tiny.TINY_STD)
     drawn = posterior.draw().latents
     torch.testing.assert_close(drawn, posterior.mean.repeat(2, 1), rtol=0, atol=1e-12)
 
