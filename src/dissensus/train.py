@@ -134,7 +134,7 @@ def fit(
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            judge = epoch.judge if posterior.keeps_best and posterior.looks(number, epochs) else None
+            judge = epoch.judge if posterior.goes_back and posterior.looks(number, epochs) else None
             if judge is not None and best.better(judge):
                 best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number

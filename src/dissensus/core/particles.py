@@ -53,7 +53,9 @@ class Particles(nn.Module):
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
-        """One member that is the caller's module itself, with these latents: nothing is copied."""
+        """One member that is the caller's module itself, with these latents: nothing is copied. Particles stay as they are."""
+        if isinstance(network, Particles):
+            return network
         check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
@@ -126,6 +128,17 @@ class Particles(nn.Module):
         """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
         return Particles(self.copied_template(), own=self.own, shared=self.shared, members=self.members)
 
+    def only(self, index: int) -> "Particles":
+        """One member by itself, in a template of its own; its tensors are these members' rows, as they are at any time."""
+        if not self.own_parameters() and not self.own_buffers():
+            return self.apart()
+        alone = TensorTree()
+        for own in (self.own, self.shared):
+            kept = own.state_dict().keys()
+            for name, tensor in tensors_of(own).items():
+                alone.plant(name, tensor.detach()[index] if own is self.own else tensor, persistent=name in kept)
+        return Particles(self.copied_template(), own=TensorTree(), shared=alone, members=1)
+
     def copied_template(self) -> Member:
         """A template of the same architecture, without tensors."""
         try:
@@ -168,6 +181,11 @@ class Particles(nn.Module):
         for name in self._frozen & self.shared_parameters().keys():
             self.shared_parameters()[name].requires_grad_(False)
         self._settle()
+
+    @property
+    def stored_once(self) -> list[str]:
+        """Names of tensors that are stored once because no member trains them."""
+        return sorted(self._frozen)
 
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""

@@ -125,7 +125,13 @@ class Posterior(TrainingRules, ABC):
     def identity(self) -> dict[str, Any]:
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
-        return {"method": self.name, "class": type(self).__name__, **settings}
+        watchers = [watcher.identity() for watcher in self.watched_by]  # type: ignore[attr-defined]
+        return {
+            "method": self.name,
+            "class": type(self).__name__,
+            **settings,
+            **({"watchers": watchers} if watchers else {}),
+        }
 
     @classmethod
     @abstractmethod
@@ -256,10 +262,14 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Draws the functions of a sampling method, refreshes their batch statistics from the loader and stores both.
 
     `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
-    are stored anyway are left alone. `fit` calls this at its end.
+    are stored anyway are left alone. What watches the posterior is refreshed, too, where it has something to draw from.
+    `fit` calls this at its end.
     """
     inputs.check_loader(loader)
     posterior.store_draw(loader)
+    for watcher in posterior.watched_by:
+        if watcher.ready:  # type: ignore[attr-defined]
+            watcher.store_draw(loader)  # type: ignore[attr-defined]
 
 
 @contextmanager

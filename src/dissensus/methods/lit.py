@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
-from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.networks import stack_members
 from dissensus.methods.input_gradients import InputGradientPosterior
 from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import directions, working

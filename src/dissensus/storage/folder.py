@@ -29,7 +29,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
     if not isinstance(posterior, Posterior):
         raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
     with posterior.particles.turn():
-        tensors, ties = unique_tensors(posterior)
+        tensors, ties = unique_tensors(posterior, without="watchers.")
         network = posterior.given()  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
@@ -93,12 +93,17 @@ def load(
     return posterior.eval()
 
 
-def unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once."""
+def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once.
+
+    `without`: what names begin with that are left out; what watches a posterior is saved by itself.
+    """
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in module.state_dict().items():
+        if name.startswith(without):
+            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"expected tensors only in the state, got {type(tensor).__name__} in '{name}'; keep it elsewhere"
@@ -134,12 +139,7 @@ def checked_strides(config: Mapping[str, Any], header: Header, path: Path) -> di
 def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
     expected = posterior.state_dict()
-    later = {
-        f"{prefix}.{name}"
-        for prefix, module in posterior.named_modules()
-        for name in getattr(module, "added_since", ())
-    }
-    if missing := sorted(expected.keys() - tensors.keys() - later):
+    if missing := sorted(expected.keys() - tensors.keys()):
         raise ValueError(
             f"expected a tensor {missing[0]}, got a file without it; load it into the network it was saved from"
         )
