@@ -71,6 +71,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
+    draw: bool = True,
 ) -> History:
     """The history of training the posterior in place.
 
@@ -84,7 +85,8 @@ def fit(
     is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
     each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
     `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
-    of a distributed group train a model of its own; else several are refused.
+    of a distributed group train a model of its own; else several are refused. `draw`: whether to store a draw at the end
+    (`ds.refresh`); not where training goes on at once.
     """
     check_loader(loader, validation)
     checks.check_ranks(ranks)
@@ -150,7 +152,8 @@ def fit(
 
     if best.state is not None:
         posterior.load_state_dict(best.state)
-    refresh(posterior, loader)
+    if draw:
+        refresh(posterior, loader)
     posterior.eval()
     return history
 

@@ -8,7 +8,6 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.methods import MAP, SWA, SWAG, TRADI, SnapshotEnsemble, track
-from dissensus.storage import folder as storage
 
 EPOCHS, STEPS = 8, 4
 

@@ -114,7 +114,9 @@ def test_what_has_nothing_to_draw_from_yet_is_not_refreshed():
 
 
 def test_methods_that_copy_the_network_are_refused():
-    with pytest.raises(TypeError, match="expected methods that take the weights of a run as they are, got DeepEnsemble"):
+    with pytest.raises(
+        TypeError, match="expected methods that take the weights of a run as they are, got DeepEnsemble"
+    ):
         track(tiny.mlp(), [TRADI, lambda _, **keywords: DeepEnsemble([tiny.mlp(), tiny.mlp()], **keywords)])
     with pytest.raises(ValueError, match="expected at least one method to watch the run, got none"):
         track(tiny.mlp(), [])

@@ -136,7 +136,7 @@ class Particles(nn.Module):
         for own in (self.own, self.shared):
             kept = own.state_dict().keys()
             for name, tensor in tensors_of(own).items():
-                alone.plant(name, tensor.detach()[index] if own is self.own else tensor, persistent=name in kept)
+                alone.plant(name, tensor[index] if own is self.own else tensor, persistent=name in kept)
         return Particles(self.copied_template(), own=TensorTree(), shared=alone, members=1)
 
     def copied_template(self) -> Member:
@@ -290,11 +290,15 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
+        return self.whole_member(index).network
+
+    def whole_member(self, index: int) -> Member:
+        """A copy of one member, network, likelihood and latents, that shares nothing with this one."""
         index = member_index(index, self.members)
         with self.turn(), torch.no_grad():
-            network = copy.deepcopy(self.template.network)
+            member = copy.deepcopy(self.template)
             values = {**self.shared_parameters(), **self.shared_buffers()}
             values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
-            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-                tensor.data = values[f"network.{name}"].detach().clone()
-        return network
+            for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
+                tensor.data = values[name].detach().clone()
+        return member

@@ -125,7 +125,7 @@ class Posterior(TrainingRules, ABC):
     def identity(self) -> dict[str, Any]:
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
-        watchers = [watcher.identity() for watcher in self.watched_by]  # type: ignore[attr-defined]
+        watchers = [watcher.identity() for watcher in self.watched_by]
         return {
             "method": self.name,
             "class": type(self).__name__,
@@ -145,6 +145,11 @@ class Posterior(TrainingRules, ABC):
         here; `skeleton` is then given such a network, and cuts it again.
         """
         return self.particles.member(0)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether layers of the network were cut: files then describe another network than the one that runs."""
+        return type(self).given is not Posterior.given
 
     def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
@@ -268,8 +273,8 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     inputs.check_loader(loader)
     posterior.store_draw(loader)
     for watcher in posterior.watched_by:
-        if watcher.ready:  # type: ignore[attr-defined]
-            watcher.store_draw(loader)  # type: ignore[attr-defined]
+        if watcher.ready:
+            watcher.store_draw(loader)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Watchers(nn.ModuleList):
     def __getitem__(self, which: Any) -> Any:
         if not isinstance(which, str):
             return super().__getitem__(which)
-        found = {each.name: each for each in reversed(self)}  # type: ignore[call-overload]
+        found = {each.name: each for each in reversed(self)}
         if which not in found:
             raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
         return found[which]
@@ -34,6 +34,8 @@ class TrainingRules(Clock):
     """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    # The end of a shared run that suits a watcher: a decayed rate, or one at which weights go on moving; None: it is none.
+    tail: ClassVar[Literal["decayed", "constant"] | None] = None
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
@@ -58,9 +60,9 @@ class TrainingRules(Clock):
             watcher.before_step(x, y, weight)
 
     @property
-    def watched_by(self) -> tuple[TrainingRules, ...]:
+    def watched_by(self) -> tuple[Any, ...]:
         """The posteriors that watch this one train."""
-        return tuple(self.watchers)  # type: ignore[arg-type]
+        return tuple(self.watchers)
 
     @property
     def observes(self) -> bool:
@@ -173,7 +175,8 @@ class TrainingRules(Clock):
         weight prior.
         """
         if (choosy := next((each for each in self.watched_by if each.optimizers is not None), None)) is not None:
-            return choosy.default_optimizer()
+            own: Optimizer = choosy.default_optimizer()
+            return own
         decay = 1e-4 if self.weight_prior_std is None else 0.0
         return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
 

@@ -31,6 +31,7 @@ class MCDropout(Posterior):
     """
 
     name = "mc_dropout"
+    tail = "decayed"
     untrained = ("samples",)
     seed: Tensor
 

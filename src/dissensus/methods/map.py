@@ -17,6 +17,7 @@ class MAP(Posterior):
     """
 
     name = "map"
+    tail = "decayed"
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def described(particles: Particles) -> dict[str, Any]:
 def rebuilt(network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> tuple[Networks, dict[str, Any]]:
     """(networks to be overwritten by those of a file, the config without what `described` put there)."""
     rest = {key: value for key, value in config.items() if key not in ("networks", "once")}
-    if config.get("networks") is None:
+    if config.get("networks") is None or isinstance(network, Particles):
         return network, rest
     particles = stack_members(placeholders(network, config["networks"]), likelihood)
     particles.share(config["once"])

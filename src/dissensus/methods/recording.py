@@ -19,6 +19,7 @@ class RecordingPosterior(SamplingPosterior):
 
     recorder: Recorder
     keeps_best = False  # what is recorded in a run belongs together
+    tail = "constant"  # weights that have come to rest have nothing to tell
 
     @property
     def ready(self) -> bool:

@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class SamplingPosterior(Posterior):
     as they were trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
+    tail: ClassVar[Literal["decayed", "constant"] | None] = "decayed"
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
@@ -56,6 +57,7 @@ class SamplingPosterior(Posterior):
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.samples = samples
         self.stored = None
+        self.base: tuple[Posterior] | None = None  # the method that cut the network, if one did; in a tuple: it is no part
         self.built_with = weights.parameters(particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
@@ -92,9 +94,14 @@ class SamplingPosterior(Posterior):
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
             drawn = self._families(self.sample(own_generator(self.device)))
-        for family in drawn:
-            refresh_statistics(family, loader, self.device)
+        self.refreshed(drawn, loader)
         self.stored = drawn
+
+    def refreshed(self, families: nn.ModuleList, loader: Iterable[Any]) -> DrawnFunctions:
+        """Their functions, with batch statistics estimated anew from the loader."""
+        for family in families:
+            refresh_statistics(cast(Particles, family), loader, self.device)
+        return functions_of(families)
 
     def _families(self, samples: Tensors) -> nn.ModuleList:
         """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
@@ -145,8 +152,16 @@ class SamplingPosterior(Posterior):
                 "since; set requires_grad first, then build the posterior"
             )
 
+    def given(self) -> nn.Module:
+        return super().given() if self.base is None else self.base[0].given()
+
+    @property
+    def cuts(self) -> bool:
+        return self.base is not None
+
     def config(self) -> dict[str, Any]:
         return {
+            **({} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}),
             **described(self.particles),
             "samples": self.samples,
             "weight_prior_std": self.weight_prior_std,
@@ -158,7 +173,7 @@ class SamplingPosterior(Posterior):
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         for name, parameter in network.named_parameters():
-            if "frozen" in config and parameter.is_floating_point():
+            if "frozen" in config and not isinstance(network, Particles) and parameter.is_floating_point():
                 parameter.requires_grad_(name not in config["frozen"])
         networks, rest = rebuilt(network, config, likelihood)
         keywords = {key: value for key, value in rest.items() if key not in ("stored", "frozen")}
@@ -209,7 +224,7 @@ class SampledFunctions(DrawnFunctions):
 
 def functions_of(families: Iterable[nn.Module]) -> DrawnFunctions:
     """The functions of these particles, in their order."""
-    return mixture(SampledFunctions(each) for each in families)  # type: ignore[arg-type]
+    return mixture(SampledFunctions(cast(Particles, each)) for each in families)
 
 
 def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
@@ -66,11 +67,18 @@ class SnapshotEnsemble(RecordingPosterior):
         super().__init__(
             networks, samples=members, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
+        self.recorder = LastSnapshots(self._recordable(), kept=members, start=start, every=every)
+
+    def observe(self, optimizer: Optimizer) -> None:
+        if self.recorder.upcoming:
+            self.recorder.weights = self._recordable()
+        super().observe(optimizer)
+
+    def _recordable(self) -> Weights:
+        """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
         buffers = named.buffers(self.particles)
-        everything = Weights(
-            {**self.trained.stored, **buffers.stored}, self.trained.own | buffers.own, self.particles.members
-        )
-        self.recorder = LastSnapshots(everything, kept=members, start=start, every=every)
+        stored = {**self.trained.stored, **buffers.stored}
+        return Weights(stored, self.trained.own | buffers.own, self.particles.members)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""

@@ -7,8 +7,10 @@ from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
 from dissensus.methods.networks import Networks
+from dissensus.methods.sampling import SamplingPosterior
 
 
 def track(
@@ -38,8 +40,10 @@ def track(
         )
     if isinstance(base, Posterior) and (likelihood, weight_prior_std, data_size) != (None, None, None):
         raise ValueError("expected no likelihood or prior beside a posterior, got one; it has its own")
-    run = base if isinstance(base, Posterior) else MAP(
-        base, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+    run = (
+        base
+        if isinstance(base, Posterior)
+        else MAP(base, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size)
     )
     prior = {"weight_prior_std": run.weight_prior_std, "data_size": run.data_size}
     keywords = {name: value for name, value in prior.items() if value is not None}
@@ -50,6 +54,13 @@ def track(
                 f"expected methods that take the weights of a run as they are, got {type(watcher).__name__}, which does not; "
                 "build it and train it on its own"
             )
+        if run.cuts and isinstance(watcher, Laplace):
+            raise ValueError(
+                f"expected networks with their own last layer for Laplace, got those that {type(run).__name__} has cut; fit it "
+                "afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
+            )
+        if run.cuts and isinstance(watcher, SamplingPosterior):
+            watcher.base = (run,)
     run.watchers.extend(watchers)
     return run
 

@@ -17,12 +17,10 @@ from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior
-from dissensus.methods.sampling import functions_of
 from dissensus.methods.trajectory import constant_tail, spread
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import refresh_statistics
 
 log = logging.getLogger("dissensus")
 
@@ -131,9 +129,7 @@ class TRADI(RecordingPosterior):
             return None
         with evaluation(self):
             drawn = self._families(self.recorder.sample(self.samples, own_generator(self.device)))
-            for family in drawn:
-                refresh_statistics(family, validation, self.device)
-        return functions_of(drawn)
+            return self.refreshed(drawn, validation)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         if self.ready and (share := self.filters.memory_of_start) > 0.05:

@@ -40,7 +40,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
             "structure": structure(network),
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if type(posterior).given is not Posterior.given else {}),
+            **({"cut": True} if posterior.cuts else {}),
         },
         "tied": ties,
         "strides": strides_of(tensors),

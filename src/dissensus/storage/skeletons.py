@@ -84,7 +84,11 @@ def build(
 ) -> Posterior:
     """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
-        posterior = method.skeleton(network, config["arguments"], likelihood)
+        arguments = dict(config["arguments"])
+        watched = network
+        if (base := arguments.pop("base", None)) is not None:  # it watched a method that cuts the network
+            watched = METHODS[base["method"]].skeleton(network, base["arguments"], likelihood).particles
+        posterior = method.skeleton(watched, arguments, likelihood)
         shared = "particles.shared."
         posterior.particles.share(name.removeprefix(shared) for name in header.shapes if name.startswith(shared))
         return posterior
