@@ -69,11 +69,13 @@ class Particles(nn.Module):
         *,
         latents: Sequence[nn.Module] | None = None,
         own: Callable[[str], bool] | None = None,
+        frozen: Collection[str] = (),
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
-        None: all are own but those that no member trains and all have alike, which are stored once.
+        None: all are own but those that no member trains and all have alike, which are stored once. `frozen`: names of such
+        tensors where `own` is given.
         """
         check_likelihood(likelihood)
         for network in networks:
@@ -82,7 +84,7 @@ class Particles(nn.Module):
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         columns = [tensors_of(member) for member in members]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
-        alike = frozen_alike(members[0], rows) if own is None else set()
+        alike = frozen_alike(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
         particles = cls.split(emptied(members[0]), rows, own=rule, kept=kept, members=len(members), frozen=alike)
@@ -167,9 +169,10 @@ class Particles(nn.Module):
     def share(self, names: Iterable[str]) -> None:
         """Stores these tensors once for all members, frozen, where they are own: a file is to be read that has them so."""
         own, shared = tensors_of(self.own), tensors_of(self.shared)
-        self._frozen |= {name for name in names if name in own}
-        if not self._frozen:
+        moved = {name for name in names if name in own}
+        if not moved:
             return
+        self._frozen |= moved
         split = Particles.split(
             self.template,
             {**own, **{name: [tensor] * self.members for name, tensor in shared.items()}},
@@ -183,9 +186,9 @@ class Particles(nn.Module):
         self._settle()
 
     @property
-    def stored_once(self) -> list[str]:
-        """Names of tensors that are stored once because no member trains them."""
-        return sorted(self._frozen)
+    def stored_once(self) -> dict[str, bool]:
+        """Name of a tensor that is stored once for all members -> whether that is because no member trains it."""
+        return {name: name in self._frozen for name in tensors_of(self.shared)}
 
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""

@@ -47,8 +47,9 @@ def stack_members(
 
 def described(particles: Particles) -> dict[str, Any]:
     """What a file says of the networks: None where one is held, else how many, and which tensors are stored once."""
-    held = particles.shared is particles.template
-    return {"networks": None if held else particles.members, "once": particles.stored_once}
+    if particles.shared is particles.template:
+        return {"networks": None}
+    return {"networks": particles.members, "once": particles.stored_once}
 
 
 def rebuilt(network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> tuple[Networks, dict[str, Any]]:
@@ -56,9 +57,9 @@ def rebuilt(network: nn.Module, config: dict[str, Any], likelihood: Likelihood) 
     rest = {key: value for key, value in config.items() if key not in ("networks", "once")}
     if config.get("networks") is None or isinstance(network, Particles):
         return network, rest
-    particles = stack_members(placeholders(network, config["networks"]), likelihood)
-    particles.share(config["once"])
-    return particles, rest
+    once, networks = config["once"], placeholders(network, config["networks"])
+    frozen = [name for name in once if once[name]]
+    return Particles.stack(networks, likelihood, own=lambda name: name not in once, frozen=frozen), rest
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
