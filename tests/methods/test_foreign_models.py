@@ -176,5 +176,7 @@ def test_outputs_without_logits_are_refused_in_training_too():
 
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     for kind, name in ((unnamed, "dict"), (lambda logits, hidden: (logits, hidden), "tuple")):
-        with pytest.raises(TypeError, match=f'expected a network that returns one tensor.*"logits" or "out", got {name}; wrap'):
+        with pytest.raises(
+            TypeError, match=f'expected a network that returns one tensor.*"logits" or "out", got {name}; wrap'
+        ):
             ds.fit(ds.MAP(Named(kind)), [(x, y)], epochs=1, progress=False)

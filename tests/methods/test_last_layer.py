@@ -86,7 +86,10 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
     x, y = tiny.points()
     assert last_layer(Vision().double(), x).name == "head"
     assert last_layer(nn.Sequential(Vision()).double(), x).name == "0.head"
-    assert ds.Laplace(Vision().double(), samples=3).fit_posthoc([(x, y)]).sampled_names() == ["head.weight", "head.bias"]
+    assert ds.Laplace(Vision().double(), samples=3).fit_posthoc([(x, y)]).sampled_names() == [
+        "head.weight",
+        "head.bias",
+    ]
     with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head', got others"):
         ds.Laplace(Scaled().double(), samples=3).fit_posthoc([(x, y)])
 

@@ -56,7 +56,9 @@ def test_an_input_for_pairs_of_examples_is_refused(train_samples):
     torch.manual_seed(2)
     posterior = ds.NodeBNN(Joined(), data_size=9, train_samples=train_samples).double()
     x, joined, y = torch.randn(6, 4).double(), torch.rand(6, 6).double(), torch.arange(6) % 3
-    with pytest.raises(ValueError, match=r"got one of shape \(6, 6\) for 6 examples that the network reads as pairs; .*forward"):
+    with pytest.raises(
+        ValueError, match=r"got one of shape \(6, 6\) for 6 examples that the network reads as pairs; .*forward"
+    ):
         posterior.backward((x, joined), y)
     with pytest.raises(ValueError, match="reads as pairs"):
         ds.fit(posterior, [((x, joined), y)], epochs=1, progress=False)

@@ -41,8 +41,8 @@ def of_another_length(x: Inputs) -> set[int]:
 def taken_whole(particles: Particles, x: Inputs, known: Collection[int]) -> set[int]:
     """Numbers of further tensors t in x, as long as the batch, that the network takes whole.
 
-    Those by which the last example is what it is in the batch, f(x, t)_B = f(x_B, t), and is not with its row of t alone. Raises
-    where t is (B, B, ...) and the last example is another one either way: then t belongs to pairs of examples.
+    Those by which the last example is what it is in the batch, f(x, t)_B = f(x_B, t), and is not with its row of t alone.
+    Raises where t is (B, B, ...) and the last example is another one either way: then t belongs to pairs of examples.
     """
     size, several = batches.size(x), batches.tensors(x)
     square = {i: t.shape[:2] == (size, size) for i, t in enumerate(several)}
