@@ -36,6 +36,7 @@ class SamplingPosterior(Posterior):
     tail: ClassVar[Literal["decayed", "constant"] | None] = "decayed"
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
+    random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
     by_network: ClassVar[bool] = False  # whether functions of one network share what is not sampled
     stored: nn.ModuleList | None  # of Particles: all functions in one, or those of each network
@@ -86,14 +87,17 @@ class SamplingPosterior(Posterior):
         if (stored := self.stored) is not None:
             return functions_of(stored)
         with self.particles.turn():
-            return functions_of(self._families(self.sample(own_generator(self.device))))
+            return functions_of(self._families(self.sample(self._generator())))
+
+    def _generator(self) -> torch.Generator | None:
+        return own_generator(self.device) if self.random else None
 
     def current(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
-            drawn = self._families(self.sample(own_generator(self.device)))
+            drawn = self._families(self.sample(self._generator()))
         self.refreshed(drawn, loader)
         self.stored = drawn
 

@@ -48,6 +48,7 @@ class SnapshotEnsemble(RecordingPosterior):
     """
 
     name = "snapshot_ensemble"
+    random = False
     recorder: LastSnapshots
 
     def __init__(

@@ -155,6 +155,7 @@ class SWA(RecordingPosterior):
     """
 
     name = "swa"
+    random = False
     recorder: MeanRecorder
 
     def __init__(
