@@ -400,10 +400,27 @@ def test_predict_leaves_modes_and_random_streams_as_found(build):
     assert all(p.grad is None for p in posterior.parameters())
 
 
+def test_a_draw_takes_from_torchs_stream_only_where_it_is_another_each_time(build):
+    posterior, (x, y) = build().eval(), tiny.points()
+    if hasattr(posterior, "snapshots"):  # of one snapshot there is no variance
+        with torch.no_grad():
+            posterior.network[0].weight.mul_(2)
+        seen(posterior)
+    for _ in range(2):
+        torch.manual_seed(3)
+        before, others = torch.get_rng_state(), (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+        first, second = (posterior.member(0)(x) for _ in range(2))
+        moved = not torch.equal(torch.get_rng_state(), before)
+        assert moved == (not torch.equal(first, second))
+        assert (random.getstate(), str(np.random.get_state())) == others  # noqa: NPY002
+        ds.refresh(posterior, [(x, y)])  # now the draw is stored
+    assert not moved
+
+
 def test_predict_leaves_the_world_as_found_even_when_it_fails(build):
     posterior = build().train()
     modes, stream = [m.training for m in posterior.modules()], torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=r"shape|size"):
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
         posterior.predict(torch.zeros(3, 99, dtype=torch.float64))
     assert [m.training for m in posterior.modules()] == modes
     assert torch.equal(torch.get_rng_state(), stream)

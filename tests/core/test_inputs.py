@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -111,15 +112,73 @@ def test_indices_are_for_embeddings():
 
 
 def test_other_failures_of_a_network_stay_its_own():
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
-        ds.MAP(nn.Linear(4, 3)).predict(torch.zeros(5, 9))
-
     class Fails(nn.Linear):
         def forward(self, x):
             raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        ds.MAP(Fails(4, 3)).predict(torch.zeros(5, 4))
+    class Refuses(nn.Linear):
+        def forward(self, x):
+            raise ValueError("mine too")
+
+    class Multiplies(nn.Linear):
+        def forward(self, x):
+            return x @ torch.zeros(7, 7)
+
+    for kind, error, words in (
+        (Fails, KeyError, "mine"), (Refuses, ValueError, "^mine too"), (Multiplies, RuntimeError, "^mat1 and mat2")
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            ds.MAP(kind(4, 3)).predict(torch.zeros(5, 4))
+
+
+# ---------------------------------------------------------------------------------------------------- shapes
+
+
+@every_use
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda net: ds.MAP(net()),
+        lambda net: ds.DeepEnsemble([net(), net()]),
+        lambda net: ds.BatchEnsemble(net(), members=2, modulation=ds.Modulation.sign()),
+        lambda net: ds.NodeBNN(net(), data_size=6, samples=4),
+    ],
+    ids=["map", "ensemble", "batch", "node"],
+)
+def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build):
+    def net():
+        return nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 3), flat=nn.Flatten(), fc=nn.Linear(4 * 9, 3)))
+
+    posterior = build(net)
+    y = torch.arange(6) % 3
+    for x, words in (
+        (torch.randn(6, 5, 5, 3), r"got \(6, 5, 5, 3\): layer 'conv', .*Conv2d\(3, 4.*instead; .*pass x.movedim\(-1, 1\)"),
+        (torch.randn(6, 2, 5, 5), r"layer 'conv', .* was given \(6, 2, 5, 5\) and said: Given groups=1.* that layer$"),
+        (torch.randn(6, 3, 6, 6), r"got \(6, 3, 6, 6\): layer 'fc', .*in_features=36.* given \(6, 64\) and said: .*64"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"expected inputs that the network can take, .*{words}") as caught:
+            use(posterior, x, y)
+        assert type(caught.value.__cause__) is RuntimeError  # torch's own, with the place
+    use(posterior, torch.randn(6, 5, 5, 3).movedim(-1, 1), y)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "words"),
+    [
+        (nn.Linear(4, 3), torch.zeros(5, 9), r"the network, Linear\(in_features=4.* mat1 and mat2 shapes"),
+        (
+            nn.Sequential(nn.Embedding(7, 4)),
+            torch.full((5, 2), 9),
+            r"layer '0', Embedding\(7, 4\).* index out of range",
+        ),
+        (nn.Sequential(nn.BatchNorm2d(4)), torch.zeros(5, 4), r"layer '0', BatchNorm2d.* expected 4D input"),
+        (nn.Sequential(nn.LSTM(4, 3)), torch.zeros(5, 2, 9), r"layer '0', LSTM.* Expected 4, got 9"),
+    ],
+    ids=["linear", "embedding", "norm", "lstm"],
+)
+def test_whatever_layer_fails_is_named(layer, x, words):
+    with pytest.raises(ValueError, match=rf"expected inputs that the network can take, got .*{words}"):
+        ds.MAP(layer).predict(x)
 
 
 # ---------------------------------------------------------------------------------------------------- the batch axis

@@ -460,7 +460,7 @@ def test_a_network_that_returns_something_else_is_refused():
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.layer(x), x
 
-    with pytest.raises(TypeError, match='one tensor, or a dict with "logits", got tuple'):
+    with pytest.raises(TypeError, match='one tensor, or a dict with "logits" or "out", got tuple'):
         ds.MAP(Two()).predict(vectors.float())
 
 

@@ -41,6 +41,14 @@ class Both(Chain):
         return self.c(hidden + hidden @ self.b.weight.T)
 
 
+class Named(Chain):
+    """Calls b, and reads its weight by name."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.c(hidden * dict(self.named_parameters())["b.weight"].norm())
+
+
 class Dtype(Chain):
     """Asks for a weight's dtype alone, and computes something of a parameter that is no layer's."""
 
@@ -104,7 +112,7 @@ def embedded(net, kind=ds.BatchEnsemble, **keywords):
 
 
 @pytest.mark.parametrize("kind", [ds.BatchEnsemble, ds.DropoutEnsemble])
-@pytest.mark.parametrize("net", [Past, Normalised, Both, Dtype, Unused, Again, Heads, Residual])
+@pytest.mark.parametrize("net", [Past, Normalised, Both, Named, Dtype, Unused, Again, Heads, Residual])
 def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, kind):
     posterior, (x, _) = embedded(net, kind), tiny.points()
     outputs = posterior(x)
@@ -115,9 +123,9 @@ def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, 
 def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     cut = {
         net: [name for name, part in embedded(net).member(0).named_modules() if isinstance(part, Cut)]
-        for net in (Past, Normalised, Both, Dtype, Unused, Again)
+        for net in (Past, Normalised, Both, Named, Dtype, Unused, Again)
     }
-    assert cut == {Past: ["b"], Normalised: ["c"], Both: ["b"], Dtype: [], Unused: [], Again: []}
+    assert cut == {Past: ["b"], Normalised: ["c"], Both: ["b"], Named: ["b"], Dtype: [], Unused: [], Again: []}
     posterior = embedded(Both)
     assert "its weight is read past it" in posterior.account.converted["b"]
     assert not any(isinstance(part, Cut) for part in posterior.given().modules())

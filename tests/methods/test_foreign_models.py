@@ -151,11 +151,32 @@ def test_outputs_by_name_give_what_their_logits_alone_give(method):
     assert torch.equal(found[1], found[2])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_named_out_are_taken_and_an_aux_head_is_not(method):
+    """As torchvision's networks for segmentation return them."""
+
+    def segmented(logits: Tensor, hidden: Tensor) -> OrderedDict[str, Tensor]:
+        return OrderedDict(out=logits, aux=hidden)
+
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    found = []
+    for make in (partial(Named, segmented), Plain):
+        torch.manual_seed(1)
+        posterior = METHODS[method](make)
+        optimizer = torch.optim.SGD(posterior.parameter_groups(lr=0.1))
+        ds.fit(posterior, [(x, y)] * 3, epochs=1, optimizer=optimizer, progress=False)
+        found.append(posterior.predict(x).mean)
+    assert torch.equal(found[0], found[1])
+    assert batches.logits({"out": x, "logits": y}) is y
+
+
 def test_outputs_without_logits_are_refused_in_training_too():
     def unnamed(logits: Tensor, hidden: Tensor) -> dict[str, Tensor]:
-        return {"out": logits, "hidden": hidden}
+        return {"head": logits, "hidden": hidden}
 
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     for kind, name in ((unnamed, "dict"), (lambda logits, hidden: (logits, hidden), "tuple")):
-        with pytest.raises(TypeError, match=f'expected a network that returns one tensor.*"logits", got {name}; wrap'):
+        with pytest.raises(
+            TypeError, match=f'expected a network that returns one tensor.*"logits" or "out", got {name}; wrap'
+        ):
             ds.fit(ds.MAP(Named(kind)), [(x, y)], epochs=1, progress=False)

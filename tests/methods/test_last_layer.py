@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import dissensus as ds
 import tiny
 from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
 
@@ -54,6 +55,43 @@ def test_an_axis_of_one_may_be_left_out():
     check_outputs(found, seen[-1][1], outputs)
     with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head'"):
         check_outputs(found, seen[-1][1], outputs + 1)
+
+
+class Vision(nn.Module):
+    """A vision transformer from outside, as timm writes one: class token and positions are the root's, the head is its last."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token, self.pos_embed = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 3, 4))
+        self.patch_embed, self.norm, self.head = nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward_features(self, x):  # (B, 4): two patches of two
+        tokens = self.patch_embed(x.reshape(len(x), 2, 2))
+        return self.norm(torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1) + self.pos_embed)
+
+    def forward_head(self, tokens):
+        return self.head(tokens[:, 0])
+
+    def forward(self, x):
+        return self.forward_head(self.forward_features(x))
+
+
+class Scaled(Vision):
+    def forward(self, x):
+        return super().forward(x) * self.cls_token[0, :, :3]
+
+
+def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
+    torch.manual_seed(0)
+    x, y = tiny.points()
+    assert last_layer(Vision().double(), x).name == "head"
+    assert last_layer(nn.Sequential(Vision()).double(), x).name == "0.head"
+    assert ds.Laplace(Vision().double(), samples=3).fit_posthoc([(x, y)]).sampled_names() == [
+        "head.weight",
+        "head.bias",
+    ]
+    with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head', got others"):
+        ds.Laplace(Scaled().double(), samples=3).fit_posthoc([(x, y)])
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,26 @@ def test_a_table_as_long_as_the_batch_is_not_repeated_with_the_examples(learned)
     torch.testing.assert_close(loss(network, *earlier, (x, table)), loss(network, (x, longer)))
 
 
+class Joined(Beside):
+    """(B, 4) and what joins every example to every other, (B, B) -> (B, 3)."""
+
+    def forward(self, x, joined):
+        return self.layer(torch.tanh(joined @ x))
+
+
+@pytest.mark.parametrize("train_samples", [1, 3])
+def test_an_input_for_pairs_of_examples_is_refused(train_samples):
+    torch.manual_seed(2)
+    posterior = ds.NodeBNN(Joined(), data_size=9, train_samples=train_samples).double()
+    x, joined, y = torch.randn(6, 4).double(), torch.rand(6, 6).double(), torch.arange(6) % 3
+    with pytest.raises(
+        ValueError, match=r"got one of shape \(6, 6\) for 6 examples that the network reads as pairs; .*forward"
+    ):
+        posterior.backward((x, joined), y)
+    with pytest.raises(ValueError, match="reads as pairs"):
+        ds.fit(posterior, [((x, joined), y)], epochs=1, progress=False)
+
+
 class Pairs(Both):
     """The same, pair by pair: one example beside many of the other tensor is no error."""
 

@@ -23,15 +23,15 @@ def call(network: nn.Module, x: Inputs) -> Tensor:
 
 
 def logits(outputs: Any) -> Tensor:
-    """What a network returned where that is a tensor, or the tensor called "logits" of outputs by name.
+    """What a network returned where that is a tensor, or the tensor called "logits", or else "out", of outputs by name.
 
-    Those are a dict, or what models of transformers return. The named tuples of torchvision are not taken: their other
-    tensors belong into the loss.
+    Those are a dict, or what models of transformers return ("logits") and torchvision's for segmentation ("out": an "aux"
+    head takes no part). The named tuples of torchvision are not taken: their other tensors belong into the loss.
     """
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if not isinstance(found, Tensor):
         raise TypeError(
-            f'expected a network that returns one tensor, or a dict with "logits", got {type(outputs).__name__}; '
+            f'expected a network that returns one tensor, or a dict with "logits" or "out", got {type(outputs).__name__}; '
             "wrap it in a module whose forward returns the logits or means"
         )
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.particles import Particles
+from dissensus.core.running import first_line
 
 log = logging.getLogger("dissensus")
 
@@ -138,29 +141,65 @@ def _without_batch_axis(x: Tensor) -> ValueError:
 
 
 @contextmanager
-def of_its_dtype(x: Inputs, network: nn.Module) -> Iterator[None]:
-    """Turns a failure inside that comes from the dtype of x into an error that says what to convert."""
+def explained(x: Inputs, particles: Particles) -> Iterator[None]:
+    """Turns torch's own failure to run the network inside on x into an error that says what to convert, or where it failed."""
     try:
         yield
-    except (RuntimeError, TypeError) as error:
-        if not re.search(r"dtype|scalar type|input type", str(error), re.IGNORECASE):
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        clear = _of_another_dtype(error, x, particles) or _in_a_layer(error, x, particles.template.network)
+        if clear is None:
             raise
-        state = (*network.parameters(), *network.buffers())
-        own = next((tensor.dtype for tensor in state if tensor.is_floating_point()), None)
-        found = [tensor.dtype for tensor in batches.tensors(x)]
-        if "indices" in str(error):
-            wrong = next((dtype for dtype in found if dtype not in (torch.int32, torch.int64)), None)
-            wanted, remedy = "integer inputs for an embedding", "pass x.long()"
-        else:
-            wrong = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
-            wrong = wrong or next((dtype for dtype in found if not dtype.is_floating_point), None)
-            wanted = f"inputs of {own}, as the network's weights"
-            remedy = f"pass x.to({own}), or bring the posterior to theirs with .to(dtype)"
-            if wrong is not None and not wrong.is_floating_point:
-                remedy = f"pass x.to({own}) (pixels: over 255), or convert them in the network's forward"
-        if own is None or wrong is None:
-            raise
-        raise ValueError(f"expected {wanted}, got {wrong}; {remedy}") from error
+        raise clear from error
+
+
+def _of_another_dtype(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
+    if not isinstance(error, RuntimeError | TypeError) or not re.search(
+        r"dtype|scalar type|input type", str(error), re.IGNORECASE
+    ):
+        return None
+    state = (*particles.parameters(), *particles.buffers())
+    own = next((tensor.dtype for tensor in state if tensor.is_floating_point()), None)
+    found = [tensor.dtype for tensor in batches.tensors(x)]
+    if "indices" in str(error):
+        wrong = next((dtype for dtype in found if dtype not in (torch.int32, torch.int64)), None)
+        wanted, remedy = "integer inputs for an embedding", "pass x.long()"
+    else:
+        wrong = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
+        wrong = wrong or next((dtype for dtype in found if not dtype.is_floating_point), None)
+        wanted = f"inputs of {own}, as the network's weights"
+        remedy = f"pass x.to({own}), or bring the posterior to theirs with .to(dtype)"
+        if wrong is not None and not wrong.is_floating_point:
+            remedy = f"pass x.to({own}) (pixels: over 255), or convert them in the network's forward"
+    return None if own is None or wrong is None else ValueError(f"expected {wanted}, got {wrong}; {remedy}")
+
+
+def _in_a_layer(error: Exception, x: Inputs, network: nn.Module) -> ValueError | None:
+    """The error, with the layer that raised it and the shapes it was given; None where somebody else's code did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
+    name = next((name for name, part in network.named_modules() if part is layer), None)
+    calls = [f.f_locals for f in inside if f.f_code.co_name == "_call_impl" and f.f_locals["self"] is layer]
+    torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.surgery.") and isinstance(error, RuntimeError))
+    if (
+        name is None
+        or not calls
+        or not torchs
+        or type(error) not in (RuntimeError, ValueError, IndexError, AssertionError)
+    ):
+        return None
+    given = batches.tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))
+    last = bool(given) and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None)
+    shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.tensors(x), given)]
+    where = f"layer '{name}'" if name else "the network"
+    what = type(layer).__name__ if next(layer.children(), None) else str(layer)
+    advice = (
+        "channels come before height and width: pass x.movedim(-1, 1)" if last else "change the inputs or that layer"
+    )
+    return ValueError(
+        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, was given {shapes[1]} and said: "
+        f"{first_line(error)}; {advice}"
+    )
 
 
 def check_loader(*loaders: Iterable[Any] | None) -> None:

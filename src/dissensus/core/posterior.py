@@ -246,7 +246,7 @@ class Posterior(TrainingRules, ABC):
         particles, row = self.particles, self.particles.rows().at(0)
         state = {**particles.shared_buffers(), **row.buffers}
         params = {**particles.shared_parameters(), **row.own}
-        with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.of_its_dtype(x, particles):
+        with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
             outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
             self.draws_itself |= watch.drew
         return outputs

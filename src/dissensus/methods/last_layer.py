@@ -67,8 +67,16 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
             f"{', '.join(each for each in layers if _linear(layers[each])) or 'none'}"
         )
     called: list[str] = []
+
+    def note(each: str) -> None:
+        # A module around a layer that was called is no layer, though it may have weights, as a vision transformer has a class
+        # token; what it does to the layer's outputs, `check_outputs` sees.
+        around = any(inner != each and inner.startswith(f"{each}." if each else "") for inner in called)
+        if not around or isinstance(layers[each], (nn.Linear, *CONVOLUTIONS)):  # parametrised: its weights are called
+            called.append(each)
+
     watched = [each for each, layer in layers.items() if (_weighing(layer) if name is None else each == name)]
-    handles = [layers[each].register_forward_hook(lambda *_, each=each: called.append(each)) for each in watched]
+    handles = [layers[each].register_forward_hook(lambda *_, each=each: note(each)) for each in watched]
     try:
         batches.call(network, x)
     finally:

@@ -42,8 +42,10 @@ def taken_whole(particles: Particles, x: Inputs, known: Collection[int]) -> set[
     """Numbers of further tensors t in x, as long as the batch, that the network takes whole.
 
     Those by which the last example is what it is in the batch, f(x, t)_B = f(x_B, t), and is not with its row of t alone.
+    Raises where t is (B, B, ...) and the last example is another one either way: then t belongs to pairs of examples.
     """
     size, several = batches.size(x), batches.tensors(x)
+    square = {i: t.shape[:2] == (size, size) for i, t in enumerate(several)}
     doubtful = [i for i, t in enumerate(several) if i and i not in known and t.ndim and len(t) == size > 1]
 
     def last_of(some: Inputs, rows: int) -> Tensor | None:
@@ -60,13 +62,20 @@ def taken_whole(particles: Particles, x: Inputs, known: Collection[int]) -> set[
 
     found: set[int] = set()
     together = last_of(x, size) if doubtful else None
-    for i in doubtful:
-        whole, sliced = last_of(_last(x, {*known, i}), 1), last_of(_last(x, known), 1)
-        if together is None or whole is None:
+    for i in sorted(doubtful, key=square.__getitem__):  # pairs last: what else is taken whole is known by then
+        whole, sliced = last_of(_last(x, {*known, *found, i}), 1), last_of(_last(x, {*known, *found}), 1)
+        if together is None:
             continue
         rounding = 100 * torch.finfo(together.dtype).eps * _largest(together)
-        if _largest(whole - together) <= rounding and (sliced is None or _largest(sliced - together) > 10 * rounding):
+        if sliced is not None and _largest(sliced - together) <= 10 * rounding:
+            continue
+        if whole is not None and _largest(whole - together) <= rounding:
             found.add(i)
+        elif square[i]:
+            raise ValueError(
+                f"expected inputs with a row for each example, got one of shape {tuple(several[i].shape)} for {size} examples "
+                "that the network reads as pairs; NodeBNN repeats examples, which pairs do not follow: compute them in forward"
+            )
     return found
 
 

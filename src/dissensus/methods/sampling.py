@@ -32,6 +32,7 @@ class SamplingPosterior(Posterior):
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
+    random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
     stored: Particles | None
 
@@ -76,14 +77,17 @@ class SamplingPosterior(Posterior):
         if (stored := self.stored) is not None:
             return SampledFunctions(stored)
         with self.particles.turn():
-            return SampledFunctions(self._particles_of(self.sample(own_generator(self.device))))
+            return SampledFunctions(self._particles_of(self.sample(self._generator())))
+
+    def _generator(self) -> torch.Generator | None:
+        return own_generator(self.device) if self.random else None
 
     def current(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
-            drawn = self._particles_of(self.sample(own_generator(self.device)))
+            drawn = self._particles_of(self.sample(self._generator()))
         refresh_statistics(drawn, loader, self.device)
         self.stored = drawn
 

@@ -25,6 +25,7 @@ class SnapshotEnsemble(RecordingPosterior):
     """
 
     name = "snapshot_ensemble"
+    random = False
     tail = 0.0
 
     def __init__(

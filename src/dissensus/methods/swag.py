@@ -118,6 +118,7 @@ class SWA(RecordingPosterior):
     """
 
     name = "swa"
+    random = False
     mean_vector: Tensor
 
     def __init__(

@@ -8,6 +8,7 @@ users' `isinstance(part, nn.Linear)` and leave behind whoever holds the layer wi
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -41,12 +42,19 @@ class Cut(nn.Module):
     # Whether the network uses its weight beside calling it: folded, that would be another weight. None: not known yet.
     read_past: bool | None = False
 
+    def kernel(self) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) of the plain layer that computes the same."""
+        raise NotImplementedError
+
     def fold(self) -> None:
         """Puts into weight and bias, as new parameters, what the added tensors do; those stay, without effect any more.
 
         New ones, since the old may be tied to an embedding, which must not be folded along.
         """
-        raise NotImplementedError
+        for name, new in zip(("weight", "bias"), self.kernel(), strict=True):
+            old = getattr(self, name)
+            if new is not None and old is not None:
+                setattr(self, name, nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad))
 
     def done(self) -> str:
         """What the account says of the layer."""
@@ -56,6 +64,16 @@ class Cut(nn.Module):
         # Classes made on the fly have no name that pickle could look them up by.
         reduced = tuple(super().__reduce_ex__(protocol))
         return _blank, (type(self).__mro__[1], self.plain_class), *reduced[2:]
+
+
+class Apart(Cut):
+    """A layer that computes with weights of its own (`own`), beside those that others read from it."""
+
+    added = ("own",)
+    own: nn.Module
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.own(*args, **keywords)
 
 
 def cut(layer: nn.Module, kind: type[Cut]) -> nn.Module:
@@ -123,13 +141,20 @@ def plain(network: nn.Module) -> nn.Module:
 def folded(network: nn.Module) -> nn.Module:
     """The converted network, changed in place, as ordinary layers that compute the same: the added tensors folded in.
 
-    Layers whose weight the network reads past them stay as they are, cut: no one weight does what they do.
+    Layers whose weight the network reads past them, or may read, have the folded one apart: no one weight does what they do.
     """
-    for layer in list(network.modules()):
-        if isinstance(layer, Cut) and not layer.read_past:
-            layer.fold()
-            _uncut(layer)
-    _fast_paths(network, off=False)
+    cuts = [layer for layer in network.modules() if isinstance(layer, Cut)]
+    _fast_paths(network, off=any(layer.read_past is not False for layer in cuts))  # torch's fast path is such a reader
+    for layer in cuts:
+        read = None if layer.read_past is False else {"weight": layer.weight, "bias": layer.bias}
+        layer.fold()
+        _uncut(layer)
+        if read is not None:
+            own = copy.deepcopy(layer)
+            own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
+            for name, tensor in read.items():
+                setattr(layer, name, tensor)
+            cut(layer, Apart).own = own
     return network
 
 

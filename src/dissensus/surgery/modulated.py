@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.surgery.conversion import DENSE, TRANSPOSED, Cut, cut
+from dissensus.surgery.nodes import Kernel, Nodes, folded_tensors
 
 
 class Modulated(Cut):
@@ -36,24 +37,8 @@ class Modulated(Cut):
             return self._transposed(input, weight, bias, *args, **kwargs)
         return self._conv_forward(input, weight, bias)  # type: ignore[no-any-return, operator]
 
-    def kernel(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) of the plain layer that computes the same."""
-        weight, bias, r, s = self.weight, self.bias, self.r, self.s
-        places = [1] * (weight.ndim - 2)
-        groups = getattr(self, "groups", 1)
-        if isinstance(self, TRANSPOSED):  # (in, out/groups, *places)
-            weight = weight if r is None else weight * r.view(-1, 1, *places)
-            weight = weight if s is None else weight * _by_group(s, groups, len(weight), places)
-        else:  # (out, in/groups, *places)
-            weight = weight if r is None else weight * _by_group(r, groups, len(weight), places)
-            weight = weight if s is None else weight * s.view(-1, 1, *places)
-        return weight, bias if bias is None or s is None else bias * s
-
-    def fold(self) -> None:
-        held = {"weight": self.weight, "bias": self.bias}
-        for (name, old), new in zip(held.items(), self.kernel(), strict=True):
-            if new is not None and old is not None:
-                setattr(self, name, nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad))
+    def kernel(self) -> Kernel:
+        return folded_tensors(self, self.weight, self.bias, Nodes(before=self.r, behind=self.s))
 
     def done(self) -> str:
         kind = "channel" if self.weight.ndim > 2 else "unit"
@@ -96,11 +81,3 @@ def features(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer, channels of a convolution."""
     kinds = ("in_features", "out_features") if isinstance(layer, DENSE) else ("in_channels", "out_channels")
     return getattr(layer, kinds[0]), getattr(layer, kinds[1])
-
-
-def _by_group(factor: Tensor, groups: int, rows: int, places: list[int]) -> Tensor:
-    """Factors of a weight's second axis, (rows or 1, n/groups, 1, …): rows of group g have its n/groups factors."""
-    if groups == 1:
-        return factor.view(1, -1, *places)
-    each = factor.view(groups, 1, -1).expand(-1, rows // groups, -1)
-    return each.reshape(rows, -1, *places)

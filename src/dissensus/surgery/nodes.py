@@ -98,12 +98,9 @@ class Noded(Cut):
     def done(self) -> str:
         return self.stands
 
-    def fold(self) -> None:
-        if isinstance(self.nodes, Nodes):
-            weight, bias = folded_tensors(self, self.weight, self.bias, self.nodes)
-            self.weight = nn.Parameter(weight.detach().clone(), requires_grad=self.weight.requires_grad)
-            if bias is not None and self.bias is not None:
-                self.bias = nn.Parameter(bias.detach().clone(), requires_grad=self.bias.requires_grad)
+    def kernel(self) -> Kernel:
+        nodes = self.nodes if isinstance(self.nodes, Nodes) else Nodes()
+        return folded_tensors(self, self.weight, self.bias, nodes)
 
 
 @dataclass(frozen=True)

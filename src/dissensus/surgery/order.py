@@ -63,7 +63,6 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         return Followed([""], set(), [""], [""])
     met: list[str] = []
     places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
-    asked: dict[str, list[Tensor]] = {}
     tracer = fx.Tracer()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
@@ -88,8 +87,6 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
             if name and (leaf or name in wanted):
                 vars(part)["forward"] = step(name, [f"{name}.{each}" for each, _ in part.named_modules() if each])
-            if name in wanted:
-                part.__class__ = _watched(type(part), asked.setdefault(name, []))
         needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
         with torch.enable_grad():
@@ -100,7 +97,7 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         return None
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
     stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
-    return Followed(met, _used(asked, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:])
+    return Followed(met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:])
 
 
 def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
@@ -132,24 +129,12 @@ def _next(
     return found
 
 
-def _watched(kind: type[nn.Module], asked: list[Tensor]) -> type[nn.Module]:
-    """The class, whose instances note which of their weights and biases are asked for."""
-
-    def noting(self: nn.Module, name: str) -> Any:
-        found = kind.__getattr__(self, name)
-        if name in ("weight", "bias") and isinstance(found, Tensor):
-            asked.append(found)
-        return found
-
-    return type(kind.__name__, (kind,), {"__getattr__": noting})
-
-
-def _used(asked: dict[str, list[Tensor]], tracer: fx.Tracer) -> set[str]:
-    """Layers with a tensor that was asked for and met a symbol, itself or what was computed of it; not for its dtype alone."""
+def _used(wanted: Sequence[str], tracer: fx.Tracer) -> set[str]:
+    """Layers with a parameter that met a symbol, itself or what was computed of it; not its dtype alone."""
     got = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
     met = {id(parameter) for name, parameter in tracer.root.named_parameters() if name in got}
     met |= _leaves([each for each in tracer.tensor_attrs if isinstance(each, Tensor)])
-    return {name for name, several in asked.items() if any(id(each) in met for each in several)}
+    return {name for name in wanted if any(id(p) in met for p in tracer.root.get_submodule(name).parameters())}
 
 
 def _leaves(computed: list[Tensor]) -> set[int]:

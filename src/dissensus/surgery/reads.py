@@ -6,71 +6,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.turns import turn
-from dissensus.surgery.conversion import CONVERTIBLE, Cut
+from dissensus.surgery.conversion import Cut
 
 
 def noting_reads(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    """run(), outputs of the network; cut layers of which it is not known learn whether others use their weights.
-
-    All that were asked for a weight count where one of them is used: a layer that is left unfolded computes the same.
-    """
+    """run(), outputs of the network; cut layers of which it is not known learn whether others use their weights."""
     with turn(network):
         outputs = run()
         unknown = [part for part in network.modules() if isinstance(part, Cut) and part.read_past is None]
-        layers = [layer for layer in unknown if isinstance(layer, CONVERTIBLE)]
-        used = _used(layers, run) if layers and not bool(outputs.isnan().any()) else []
+        some = bool(unknown) and _used(network, unknown, run, outputs)
         for layer in unknown:
-            layer.read_past = any(layer is each for each in used)
+            layer.read_past = some and _used(network, [layer], run, outputs)
     return outputs
 
 
-def _used(layers: Sequence[nn.Module], run: Callable[[], Tensor]) -> Sequence[nn.Module]:
-    """The layers that are asked for weights by others, who get NaN, where that is seen in the outputs; else none."""
-    asked: list[nn.Module] = []
-    with _withheld(layers, asked):
+def _used(network: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], outputs: Tensor) -> bool:
+    """Whether outputs are others where all but the layers themselves find NaN in place of the layers' weights and biases."""
+    held: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def withhold(layer: nn.Module, *_: Any) -> None:
+        held[layer] = {name: layer._parameters[name] for name in ("weight", "bias")}
+        for name, tensor in held[layer].items():
+            layer._parameters[name] = None if tensor is None else torch.full_like(tensor, math.nan)  # type: ignore[assignment]
+
+    def give(layer: nn.Module, *_: Any) -> None:
+        layer._parameters.update(held[layer])
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(network.register_forward_pre_hook(lambda *_, layer=layer: withhold(layer)))
+            hooks.enter_context(layer.register_forward_pre_hook(give))
+            hooks.enter_context(layer.register_forward_hook(withhold, prepend=True, always_call=True))
+            hooks.enter_context(network.register_forward_hook(lambda *_, layer=layer: give(layer), always_call=True))
         try:
-            return asked if bool(run().isnan().any()) else []
-        except Exception:  # whoever looks at the numbers uses them; of which layers, there is no telling
-            return layers
-
-
-@contextmanager
-def _withheld(layers: Sequence[nn.Module], asked: list[nn.Module]) -> Iterator[None]:
-    kinds = [type(layer) for layer in layers]
-    for layer, kind in zip(layers, kinds, strict=True):
-        layer.__class__ = _withholding(kind, asked)
-    try:
-        yield
-    finally:
-        for layer, kind in zip(layers, kinds, strict=True):
-            layer.__class__ = kind
-            vars(layer).pop("inside", None)
-
-
-def _withholding(kind: type[nn.Module], asked: list[nn.Module]) -> type[nn.Module]:
-    """The class, whose instances give their weights to their own forward alone."""
-
-    def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        vars(self)["inside"] = True
-        try:
-            return kind.forward(self, *args, **keywords)
-        finally:
-            vars(self)["inside"] = False
-
-    def noting(self: nn.Module, name: str) -> Any:
-        found = kind.__getattr__(self, name)
-        own = name not in ("weight", "bias") or vars(self).get("inside", False)
-        if own or not isinstance(found, Tensor):
-            return found
-        asked.append(self)
-        return torch.full_like(found, math.nan)
-
-    return type(kind.__name__, (kind,), {"forward": forward, "__getattr__": noting})
+            return not torch.equal(run(), outputs)
+        except Exception:  # whoever looks at the numbers uses them
+            return True
