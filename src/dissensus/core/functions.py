@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -87,6 +88,28 @@ class MemberFunctions(DrawnFunctions):
     @property
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
+
+
+class Predictor(nn.Module):
+    """x -> {mean, total, aleatoric, epistemic} of a `Predictive` at a temperature, by copies of drawn functions.
+
+    Always in eval mode; parameters are frozen, gradients reach x. Plain tensors in, plain tensors out: `torch.export` takes it.
+    """
+
+    def __init__(self, drawn: DrawnFunctions, temperature: float) -> None:
+        super().__init__()
+        self.drawn = copy.deepcopy(drawn).requires_grad_(False)
+        self.temperature = temperature
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        predictive = self.drawn.predict(x)
+        if self.temperature != 1.0:
+            predictive = predictive.tempered(self.temperature)
+        return {name: getattr(predictive, name) for name in ("mean", "total", "aleatoric", "epistemic")}
 
 
 def _outputs(member: Member, x: Inputs) -> Tensor:

@@ -19,6 +19,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood, Regression, spread
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
+from dissensus.core.prior import check_prior
 from dissensus.methods.curvature import (
     STRUCTURES,
     Curvature,
@@ -29,6 +30,7 @@ from dissensus.methods.curvature import (
 )
 from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
 from dissensus.methods.sampling import SamplingPosterior
+from dissensus.numerics.checks import is_finite
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
@@ -83,16 +85,18 @@ class Laplace(SamplingPosterior):
         self.layer = layer
         self.curvature = None
 
-    def fit_posthoc(self, loader: Iterable[Any]) -> Self:
+    def fit_posthoc(self, loader: Iterable[Any], *, data_size: int | None = None) -> Self:
         """This, fitted: curvature of the data in the loader at the network as it is, a prior precision, and a stored draw.
 
-        The data are those that the network was trained on, each once; weights of examples count.
+        The data are those that the network was trained on; weights of examples count. `data_size`: how many there are, where
+        the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
         """
         check_loader(loader)
+        check_prior(None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         warn_of_untrained_noise(self.likelihood)
         with evaluation(self):
-            curvature = self._gathered(loader)
+            curvature = self._gathered(loader, data_size or self.data_size)
         curvature.precision.fill_(chosen(self.prior_precision, curvature))
         before, self.curvature = self.curvature, curvature
         try:
@@ -101,6 +105,7 @@ class Laplace(SamplingPosterior):
         except BaseException:
             self.curvature = before
             raise
+        self.reset_temperature("fit_posthoc")
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
@@ -118,6 +123,7 @@ class Laplace(SamplingPosterior):
         for name, sampled in self.sample(own_generator(self.device)).items():
             own.get_buffer(f"network.{name}").copy_(sampled)
         self.stored = Particles(stored.copied_template(), own=own, shared=stored.shared, members=stored.members)
+        self.reset_temperature("another prior precision")
 
     @property
     def precision(self) -> float:
@@ -155,9 +161,10 @@ class Laplace(SamplingPosterior):
         deviations = curvature.joint(noise) if self.covariance == "joint" else curvature.by_rows(noise)
         return self._last().tensors(mean + deviations)
 
-    def _gathered(self, loader: Iterable[Any]) -> Curvature:
-        """The curvature of the data in the loader, its precision not chosen yet."""
+    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> Curvature:
+        """The curvature of the data in the loader, as many as `data_size` says; its precision not chosen yet."""
         last: LastLayer | None = None
+        rows = 0.0
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             if batches.size(x) == 0:
@@ -170,9 +177,12 @@ class Laplace(SamplingPosterior):
                 last = last_layer(self.network, x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered = Gathered(self.structure, mean.shape[0], mean.shape[1], self.device)
+            rows += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
             self._gather(gathered, last, x, y.to(self.device), None if weight is None else weight.to(self.device))
         if last is None or not bool(gathered.weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
+        if data_size is not None:
+            torch._foreach_mul_([*gathered.sums, gathered.log_likelihood, gathered.weight], data_size / rows)
         return Curvature.of(gathered, mean, layer=list(self.network.modules()).index(last.layer))
 
     def _gather(self, gathered: Gathered, last: LastLayer, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
@@ -271,10 +281,7 @@ def warn_of_untrained_noise(likelihood: Likelihood) -> None:
 
 
 def check_precision(prior_precision: object) -> None:
-    if prior_precision == "marginal_likelihood":
-        return
-    number = isinstance(prior_precision, int | float) and not isinstance(prior_precision, bool)
-    if not number or not 0 < prior_precision < float("inf"):  # type: ignore[operator]
+    if prior_precision != "marginal_likelihood" and not (is_finite(prior_precision) and prior_precision > 0):
         raise ValueError(
             f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of N(0, σ²)'
         )
