@@ -646,6 +646,15 @@ def test_temperature_one_leaves_predictions_alone(build):
     assert torch.equal(posterior.predict(x).members, before)
 
 
+def test_a_predictor_gives_what_predict_gives(build):
+    posterior, (x, _) = build(), tiny.points()
+    for temperature in (1.0, 2.3):
+        posterior.temperature.fill_(temperature)
+        found, predictive = posterior.predictor()(x), posterior.predict(x)
+        for name in ("mean", "total", "aleatoric", "epistemic"):
+            torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-12)
+
+
 # factors of the rate over ten epochs: constant for the first half, linear to 1 % at 90 %, constant again
 PLAIN = [1.0] * 6 + [1 - 0.99 * (t - 0.5) / 0.4 for t in (0.6, 0.7, 0.8)] + [0.01]
 # Maddox et al. 2019: before the last quarter constant for half the time, linear to one half at 90 % of it

@@ -10,7 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.temperature import minimise
+from dissensus.temperature import best_temperature, minimise
 
 F64 = torch.float64
 
@@ -93,6 +93,52 @@ def test_positions_to_ignore_do_not_count():
     assert ds.temperature_scale(masked, [(x, torch.where(void, -1, y))]) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("weight", [(), (torch.ones(8),)])
+def test_labels_that_are_all_ignored_are_refused(weight):
+    x, posterior = calibrated(8)[0], ds.MAP(Scaled(2.0), likelihood=ds.Classification(ignore_index=-1)).double()
+    posterior.temperature.fill_(1.5)
+    with pytest.raises(ValueError, match="expected an example that counts, got none; pass labels not ignored"):
+        ds.temperature_scale(posterior, [(x, torch.full((8,), -1), *weight)])
+    assert float(posterior.temperature) == 1.5
+
+
+def unsure(n: int, noise: float, seed: int) -> tuple[ds.ClassificationPredictive, torch.Tensor]:
+    """Forty members around the truth, each with noise of its own on every logit, as Laplace by rows has it."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn(n, 3, dtype=F64, generator=generator)
+    y = torch.multinomial(x.softmax(1), 1, generator=generator)[:, 0]
+    logits = x + noise * torch.randn(40, n, 3, dtype=F64, generator=generator)
+    return ds.ClassificationPredictive(logits.log_softmax(2)), y
+
+
+def test_unsure_members_are_not_sharpened_without_end(caplog):
+    """The smallest NLL is that of votes, by less than a standard error; a label without a vote costs over a hundred nats."""
+    predictive, y = unsure(300, noise=6.0, seed=0)
+
+    def nll(temperature):
+        return -predictive.tempered(temperature).log_prob(y)
+
+    lowest = min(float(nll(1.1**-i).mean()) for i in range(42))
+    temperature = best_temperature(predictive, y)
+    assert temperature == pytest.approx(0.5, abs=1e-4)
+    assert lowest < float(nll(temperature).mean()) < lowest + float(nll(temperature).std()) / 300**0.5
+    assert float(nll(0.1).mean()) < float(nll(0.5).mean())  # the minimum alone would go below
+    assert "are equally good within one standard error" in caplog.text
+    assert "trained on these data" not in caplog.text
+
+
+def test_a_strong_sharpening_that_the_data_ask_for_is_found():
+    """Logits x/10 of labels that follow x: nothing is flat about it, T is 0.1 to its standard error."""
+    x, y = calibrated(1000)
+    predictive = ds.ClassificationPredictive((0.1 * x).log_softmax(1)[None])
+
+    def nll(log_t):
+        return -float(predictive.tempered(math.exp(log_t)).log_prob(y).mean())
+
+    best = scipy.optimize.minimize_scalar(nll, bounds=(-4, 0), method="bounded", options={"xatol": 1e-7})
+    assert best_temperature(predictive, y) == pytest.approx(math.exp(best.x), abs=1e-5)
+
+
 def test_soft_labels_will_do():
     x, _ = calibrated(500)
     posterior = ds.MAP(Scaled(3.0)).double()
@@ -135,7 +181,7 @@ def test_data_the_network_has_seen_are_suspected(caplog):
     x, y = calibrated()
     for network, targets, text in (
         (Scaled(0.4), y, "makes predictions more than twice as sure; has the network been trained on these data"),
-        (Scaled(1.0), x.argmax(1), "every example of the loader is predicted right"),
+        (Scaled(1.0), x.argmax(1), "if all are predicted right: no temperature is too low"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "dissensus"):
@@ -168,7 +214,7 @@ def test_a_weight_of_two_is_the_example_twice():
 def test_weights_that_leave_nothing_or_stand_in_some_batches_alone_are_refused():
     (x, y), posterior = calibrated(8), ds.MAP(Scaled(2.0)).double()
     posterior.temperature.fill_(1.5)
-    with pytest.raises(ValueError, match="expected an example with a weight above 0, got none"):
+    with pytest.raises(ValueError, match="expected an example that counts, got none"):
         ds.temperature_scale(posterior, [(x, y, torch.zeros(8))])
     with pytest.raises(ValueError, match="expected weights in every batch or in none"):
         ds.temperature_scale(posterior, [(x, y, torch.ones(8)), (x, y)])

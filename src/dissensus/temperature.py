@@ -13,7 +13,7 @@ from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.core.predictive import Predictive
 from dissensus.predict import predict
 
 log = logging.getLogger("dissensus")
@@ -27,83 +27,68 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
     Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's standard
     deviation by it. Use held-out data, not the training or the test set. Weights of examples count as in training.
+    `predict` and `predictor` apply it; `posterior(x)` and `member` do not. A new run of training sets it back to 1.
     """
     check_loader(loader)
-    temperature = _found(_untempered(posterior), loader)
+    view = copy.copy(posterior)  # at temperature 1: other threads may predict meanwhile with the one it has
+    view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
+    weights: list[Tensor | None] = []
+    predictive, y = predict(view, _checked(view, loader, weights))
+    weight, counted = _joined(weights, y), posterior.likelihood.counted(y)
+    if counted is not None:  # a label that does not count is an example without weight
+        y, counts = torch.where(counted, y, 0), counted.double()
+        weight = counts if weight is None else counts * spread(weight, counts)
+    if weight is not None and not weight.any():
+        raise ValueError("expected an example that counts, got none; pass labels not ignored and weights above 0")
+    temperature = best_temperature(predictive, y, weight)
+    if temperature < 0.99 * SUSPICIOUS:
+        log.warning(
+            "the temperature %.3g makes predictions more than twice as sure; has the network been trained on these data? fit "
+            "it on held-out ones, and on more of them if all are predicted right: no temperature is too low for those. If "
+            "these were held out, members are too unsure (for a regression: is its noise set too high?)",
+            temperature,
+        )
+    elif temperature > 0.99 * WIDEST:
+        log.warning("the temperature %.3g is the highest looked at: is the posterior trained at all?", temperature)
     posterior.temperature.fill_(temperature)
     return temperature
 
 
-def _untempered(posterior: Posterior) -> Posterior:
-    """The posterior with all it holds but a temperature of 1: other threads may predict meanwhile with the one it has."""
-    view = copy.copy(posterior)
-    view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
-    return view
-
-
-def _found(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """The best temperature of a posterior whose own is 1; what looks wrong about it is said."""
-    weights: list[Tensor | None] = []
-    predictive, y = predict(posterior, _checked(posterior, loader, weights))
-    counted = posterior.likelihood.counted(y)
-    if counted is not None:
-        y = torch.where(counted, y, 0)
-    weight = _joined(weights, y)
-    if weight is not None and not weight.any():
-        raise ValueError("expected an example with a weight above 0, got none; pass a loader with data that count")
-    temperature = best_temperature(predictive, y, counted, weight)
-    if not 1.01 / WIDEST < temperature < 0.99 * WIDEST:
-        log.warning(
-            "the temperature %.3g is at the edge of what is looked at: is the posterior trained at all?", temperature
-        )
-    _warn(temperature, _all_right(predictive, y, counted, weight))
-    return temperature
-
-
-def best_temperature(
-    predictive: Predictive, y: Tensor, counted: Tensor | None = None, weight: Tensor | None = None
-) -> float:
-    """The temperature of the smallest negative log-likelihood of targets y; `counted`: those that count, None: all.
+def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None) -> float:
+    """The temperature of the smallest negative log-likelihood of targets y.
 
     `weight`: how often each example counts, (N,) or of the shape of the log-probabilities.
     """
 
-    def nll(log_temperature: float) -> float:
-        log_prob = predictive.tempered(math.exp(log_temperature)).log_prob(y)
-        if weight is not None:
-            each = spread(weight.to(log_prob.device), log_prob)
-            each = each if counted is None else each * counted
-            # Where no weight is, −∞ does not count either.
-            return -float((each * log_prob.where(each > 0, 0.0)).sum() / each.sum())
-        return -float(log_prob.mean() if counted is None else log_prob[counted].mean())
+    def losses(log_temperature: float) -> Tensor:
+        return -predictive.tempered(math.exp(log_temperature)).log_prob(y)
 
-    return math.exp(minimise(nll, -math.log(WIDEST), math.log(WIDEST)))
+    like = losses(0.0)
+    each = None if weight is None else spread(weight.to(like.device), like)
 
+    def mean(values: Tensor) -> float:
+        # Where no weight is, an infinite loss does not count either.
+        return float(values.mean() if each is None else (each * values.where(each > 0, 0.0)).sum() / each.sum())
 
-def _all_right(predictive: Predictive, y: Tensor, counted: Tensor | None, weight: Tensor | None = None) -> bool:
-    """Whether every label that counts is the most probable one; False for a regression."""
-    if not isinstance(predictive, ClassificationPredictive):
-        return False
-    labels = y.argmax(1) if y.is_floating_point() else y
-    right = predictive.mean.argmax(1) == labels.to(predictive.mean.device)
-    if weight is not None:
-        right = right | (spread(weight.to(right.device), right.float()) == 0)
-    return bool((right if counted is None else right[counted.to(right.device)]).all())
-
-
-def _warn(temperature: float, all_right: bool) -> None:
-    if all_right:
-        log.warning(
-            "every example of the loader is predicted right, so that no temperature is too low for it (found %.3g); has the "
-            "network been trained on these data? fit the temperature on held-out ones, and more of them",
-            temperature,
-        )
-    elif temperature < SUSPICIOUS:
-        log.warning(
-            "the temperature %.3g makes predictions more than twice as sure; has the network been trained on these data? fit "
-            "it on held-out ones (for a regression: is its noise set too high?)",
-            temperature,
-        )
+    best = minimise(lambda at: mean(losses(at)), -math.log(WIDEST), math.log(WIDEST))
+    if best >= math.log(SUSPICIOUS):
+        return math.exp(best)
+    # Sharpened without end, unsure members (Laplace by rows) become a vote: its NLL hardly changes on these rows, and has no
+    # bound on rows whose label gets no vote. So more sharpening than is plausible must pay: of the temperatures within one
+    # standard error of the smallest NLL the plainest is taken (Breiman et al. 1984), where they span a factor of two.
+    least = losses(best)
+    variance = mean((least - mean(least)).square()) / float(least.numel() if each is None else each.sum())
+    limit = mean(least) + math.sqrt(variance)
+    highest = minimise(lambda at: abs(mean(losses(at)) - limit), best, math.log(SUSPICIOUS))  # the NLL rises on the way
+    if highest - best < math.log(2):
+        return math.exp(best)
+    log.warning(
+        "temperatures from %.3g to %.3g are equally good within one standard error, and the highest is taken; pass more "
+        "held-out examples to tell them apart (members as unsure as those of Laplace by rows can be sharpened without end)",
+        math.exp(best),
+        math.exp(highest),
+    )
+    return math.exp(highest)
 
 
 def _checked(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:

@@ -1,12 +1,15 @@
 """The Gaussian prior: on weights and biases, not on norm layers, ‖θ‖² / (2 N σ²) per member."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import negative_log_prior, norm_parameters
+from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 
 
 def test_norm_layers_are_found_wherever_they_are():
@@ -68,3 +71,36 @@ def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_f
     assert float(found) == pytest.approx(float(exact), rel=1e-5)
     single = {name: tensor.float() for name, tensor in weights.items()}
     assert torch.equal(negative_log_prior(single, 0.7, 30), found)
+
+
+@pytest.mark.parametrize("value", [2.5, 10.0, True, "600", float("nan")])
+def test_a_number_of_examples_is_whole(value):
+    with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
+        check_prior(None, value)
+    with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
+        ds.MAP(tiny.mlp(), weight_prior_std=1.0, data_size=value)
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_a_number_of_examples_is_at_least_one(value):
+    with pytest.raises(ValueError, match="expected a positive data_size, got"):
+        check_prior(1.0, value)
+
+
+@pytest.mark.parametrize("value", [True, "1"])
+def test_a_deviation_is_a_number(value):
+    with pytest.raises(TypeError, match="expected weight_prior_std as a number, got"):
+        check_prior(value, 10)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0])
+def test_a_deviation_is_positive_and_finite(value):
+    with pytest.raises(ValueError, match=r"expected a positive weight_prior_std, got .*; pass a finite number above 0"):
+        check_prior(value, 10)
+
+
+def test_numbers_of_numpy_are_numbers():
+    posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(6,)), weight_prior_std=np.float64(0.5), data_size=np.int64(12))
+    plain = ds.MAP(posterior.particles.member(0), weight_prior_std=0.5, data_size=12)
+    x, y = tiny.points()
+    assert torch.equal(posterior.float().loss(x.float(), y), plain.float().loss(x.float(), y))

@@ -107,6 +107,39 @@ def test_a_weight_of_two_is_the_example_twice(structure):
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("weight", [(), (torch.tensor([1.0, 0.0, 2.0, 1.0] * 3),)])
+def test_part_of_the_data_counts_as_all_of_them(structure, weight):
+    """Of 36 examples, each of twelve three times, the twelve are a part: sums are three times theirs."""
+    (x, y), network = tiny.points(), tiny.mlp().double().eval()
+    thrice = Laplace(network, structure=structure, samples=2).fit_posthoc([(x, y, *weight)] * 3)
+    part = Laplace(network, structure=structure, samples=2).fit_posthoc(
+        [(x[:5], y[:5], *(w[:5] for w in weight)), (x[5:], y[5:], *(w[5:] for w in weight))], data_size=36
+    )
+    told = Laplace(network, structure=structure, samples=2, data_size=36).fit_posthoc([(x, y, *weight)])
+    for one in (part, told):
+        torch.testing.assert_close(one.curvature.eigenvalues, thrice.curvature.eigenvalues, rtol=0, atol=1e-10)
+        assert one.precision == pytest.approx(thrice.precision, rel=1e-9)
+        evidence, expected = one.log_marginal_likelihood(), thrice.log_marginal_likelihood()
+        torch.testing.assert_close(evidence, expected, rtol=0, atol=1e-9)
+
+
+def test_a_data_size_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"expected data_size as a whole number, got 2\.5"):
+        Laplace(tiny.mlp().double()).fit_posthoc([tiny.points()], data_size=2.5)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda p: p.fit_posthoc([tiny.points(24)]), lambda p: p.use_prior_precision(9.0)], ids=["data", "prior"]
+)
+def test_a_temperature_does_not_outlive_the_fit_it_belongs_to(change, caplog):
+    posterior = fitted()
+    posterior.temperature.fill_(2.0)
+    change(posterior)
+    assert float(posterior.temperature) == 1
+    assert "sets the temperature back from 2 to 1" in caplog.text
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
 def test_pixels_that_count_are_examples(structure):
     torch.manual_seed(0)
     network = tiny.segmenter().double()

@@ -517,7 +517,7 @@ def test_other_bad_input_is_a_clear_error():
         build().collapse(4)
     with pytest.raises(ValueError, match="expected a component from 0 to 3, got -5"):
         build().collapse(-5)
-    with pytest.raises(TypeError, match="expected a number as data_size, got '600'; pass the number of training"):
+    with pytest.raises(TypeError, match="expected data_size as a whole number, got '600'; pass an int"):
         build(data_size="600")
     for odd in ("a", 1.0, True):
         with pytest.raises(ValueError, match=f"expected a component from 0 to 3, got {odd!r}"):

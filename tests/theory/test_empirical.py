@@ -85,43 +85,150 @@ def test_blocks_within_a_budget_give_the_same_and_too_little_is_refused_with_the
     result = 30 * 30 * 9 * 8
     for method, room in (("structured", 2 * 30 * 3 * 23 * 8), ("jacobian", 40_000), ("products", 40_000)):
         assert torch.allclose(theory.empirical_ntk(module, x, method=method, memory=result + room), whole, atol=1e-10)
-        with pytest.raises(ValueError, match=r"expected .* beside the kernel within 100 bytes, got \d.*KiB"):
+        with pytest.raises(ValueError, match=r"expected a kernel and .* within 63.4 KiB, got \d.*KiB"):
             theory.empirical_ntk(module, x, method=method, memory=result + 100)
-    with pytest.raises(ValueError, match=r"expected a kernel of all inputs and outputs within 1 KiB, got 63.3 KiB"):
+    with pytest.raises(ValueError, match=r"expected a kernel and .* within 1 KiB, got 95.6 KiB"):
         theory.empirical_ntk(module, x, memory=1024)
 
 
-def test_networks_that_are_not_dense_are_known():
-    x = torch.randn(3, 4)
-    tied = ds.nets.MLP(4, 4, hidden=(4,))
-    tied.layers[2].weight = tied.layers[0].weight
+@pytest.mark.parametrize("memory", [1, 3 * 3 * 4 * 8, 3 * 3 * 4 * 8 + 100])
+@pytest.mark.parametrize("method", ["auto", "structured", "jacobian", "products"])
+def test_the_memory_that_a_refusal_names_is_enough_and_more_than_was_refused(method, memory):
+    network = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).double()
+    if method != "structured":
+        network.append(nn.LayerNorm(2)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"memory=\d+$") as refused:
+        theory.empirical_ntk(network, x, method=method, memory=memory)
+    named = int(str(refused.value).rpartition("=")[2])
+    assert named > memory
+    found = theory.empirical_ntk(network, x, method=method, memory=named)
+    assert torch.allclose(found, reference(network, x, x), atol=1e-10)
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 4)
 
-        def forward(self, x):
-            return self.a(self.a(x))
+class Wrapped(nn.Module):
+    """A forward of one's own over layers held as attributes."""
 
-    class Mixing(nn.Linear):
-        def forward(self, x):
-            return super().forward(x - x.mean(0))
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
 
-    for module, why in (
-        (tied, "layers share weights"),
-        (Twice(), "a layer is called twice"),
-        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "other layers have parameters"),
-        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), "more than one vector"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            theory.empirical_ntk(module, x, method="structured")
-        module.double()
-        assert torch.allclose(
-            theory.empirical_ntk(module, x.double()), reference(module, x.double(), x.double()), atol=1e-10
-        )
-    with pytest.raises(ValueError, match=r"is not a multiple of a Linear|see one another"):
-        theory.empirical_ntk(nn.Sequential(nn.Linear(4, 4), Mixing(4, 4)), x, method="structured")
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def tied():
+    network = ds.nets.MLP(4, 4, hidden=(4,))
+    network.layers[2].weight = network.layers[0].weight
+    return network
+
+
+def hooked(make):
+    network = small()
+    make(network)
+    return network
+
+
+def off_unit(norm):
+    """A layer with a norm of its weight, at a size that it does not start with."""
+    layer = norm(nn.Linear(4, 4))
+    size = layer.weight_g if hasattr(layer, "weight_g") else layer.parametrizations.weight.original0
+    size.data.mul_(1.5)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 2))
+
+
+def sequence(layer, run):
+    return Wrapped(lambda self, x: self.last(run(self.layer, x.view(len(x), 2, 2))), layer=layer, last=nn.Linear(2, 2))
+
+
+def layer_under_two_names():
+    layer = nn.Linear(4, 4)
+    return Wrapped(lambda self, x: self.again(torch.tanh(self.layer(x))), layer=layer, again=layer)
+
+
+F = nn.functional
+UNSEEN = {
+    "layers that share weights": tied,
+    "a layer called twice": lambda: Wrapped(lambda self, x: self.a(torch.tanh(self.a(x))), a=nn.Linear(4, 4)),
+    "a layer under two names": layer_under_two_names,
+    "a weight used again": lambda: Wrapped(
+        lambda self, x: self.b(torch.tanh(F.linear(torch.tanh(self.a(x)), self.a.weight))),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 2),
+    ),
+    "a weight used by a hook": lambda: hooked(
+        lambda n: n[1].register_forward_hook(lambda layer, given, out, w=n[0].weight: out @ w)
+    ),
+    "forward hook": lambda: hooked(lambda n: n[0].register_forward_hook(lambda layer, given, out: out**2)),
+    "forward hook for large values": lambda: hooked(
+        lambda n: n[0].register_forward_hook(lambda layer, given, out: out.clamp(max=1.0))
+    ),
+    "forward hook before": lambda: hooked(
+        lambda n: n[2].register_forward_pre_hook(lambda layer, given: (given[0] ** 2,))
+    ),
+    "other parameters": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+    "more than one vector": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)),
+    "weight norm": lambda: off_unit(nn.utils.parametrizations.weight_norm),
+    "weight norm by hooks": lambda: off_unit(nn.utils.weight_norm),
+    "attention": lambda: sequence(
+        nn.MultiheadAttention(2, 1, batch_first=True), lambda layer, x: layer(x, x, x)[0].mean(1)
+    ),
+    "transformer": lambda: sequence(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(2, 1, 3, batch_first=True), 1), lambda layer, x: layer(x)[:, 0]
+    ),
+    "lstm": lambda: sequence(nn.LSTM(2, 2, batch_first=True), lambda layer, x: layer(x)[0][:, -1]),
+    "bilinear": lambda: Wrapped(lambda self, x: self.layer(x, x), layer=nn.Bilinear(4, 4, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_layers_do_not_show_is_computed_by_autograd(name):
+    torch.manual_seed(0)
+    module = UNSEEN[name]().double().eval()
+    before = dict(module.named_parameters())
+    x1, x2 = torch.randn(6, 4, dtype=torch.float64), 3 * torch.randn(5, 4, dtype=torch.float64)
+    expected = reference(module, x1, x2)
+    for method in ("auto", "jacobian"):
+        assert torch.allclose(theory.empirical_ntk(module, x1, x2, method=method), expected, atol=1e-10)
+    assert all(p is before[name] for name, p in module.named_parameters())
+    with pytest.raises(ValueError, match=r"expected a network whose gradients method='structured' finds, got .*auto"):
+        theory.empirical_ntk(module, x1, x2, method="structured")
+
+
+def test_layers_called_by_keyword_and_logits_by_name_are_taken():
+    named = Wrapped(lambda self, x: {"logits": self.b(input=torch.tanh(self.a(input=x)))}, **{
+        "a": nn.Linear(4, 3), "b": nn.Linear(3, 2)
+    }).double()  # fmt: skip
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected = reference(Wrapped(lambda self, x: self.of(x)["logits"], of=named), x, x)
+    for method in ("structured", "jacobian", "products"):
+        assert torch.allclose(theory.empirical_ntk(named, x, method=method), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["auto", "structured", "jacobian", "products"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda self, x: self.a(x - x.mean(0)),
+        lambda self, x: self.a(torch.softmax(x @ x.T, 1) @ x),
+        lambda self, x: self.a(x).cumsum(0),
+        lambda self, x: self.a(F.batch_norm(x, None, None, training=True) if len(x) > 1 else x),
+        lambda self, x: self.a(F.dropout(x, 0.5)),
+        lambda self, x: self.a(x).mean(),
+    ],
+    ids=["mean", "attention", "cumulative", "batch statistics", "random", "one output for all"],
+)
+def test_inputs_that_see_one_another_have_no_kernel(run, method):
+    module = Wrapped(run, a=nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="expected outputs for an input that do not depend on the others of its batch"):
+        theory.empirical_ntk(module, torch.randn(5, 4), torch.randn(3, 4), method=method)
 
 
 def test_what_has_no_tangent_kernel_is_refused():
@@ -135,18 +242,26 @@ def test_what_has_no_tangent_kernel_is_refused():
         theory.empirical_ntk(nn.ReLU(), x)
     with pytest.raises(ValueError, match="expected a method of auto, structured"):
         theory.empirical_ntk(module, x, method="fast")
+    with pytest.raises(ValueError, match="with running statistics"):
+        theory.empirical_ntk(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval(), x)
+    with pytest.raises(TypeError, match="expected a network that returns one tensor"):
+        theory.empirical_ntk(nn.LSTM(4, 2), x)
+    with pytest.raises(ValueError, match="expected at least one input, got none"):
+        theory.empirical_ntk(module, x[:0])
+    with pytest.raises(ValueError, match="got NaN or infinity in row 1"):
+        theory.empirical_ntk(module, x, torch.tensor([[0.0] * 4, [float("nan")] * 4]))
 
 
 def test_the_cheaper_way_is_taken_by_count():
     """Many outputs and few operations per parameter: products; convolutions use each weight often: gradients."""
-    from dissensus.theory.empirical import cheapest
+    from dissensus.theory.empirical import by_cost
 
     dense, conv = nn.Sequential(nn.Linear(50, 100)), ds.nets.ResNet(20, 10).eval()
     for module, x, expected in (
         (dense, torch.randn(20, 50), "products"),
         (conv, torch.randn(20, 3, 32, 32), "jacobian"),
     ):
-        assert cheapest(module, dict(module.named_parameters()), x, len(x), module(x[:1]).numel()) == expected
+        assert by_cost(module, x, len(x), module(x[:1]).numel())[0] == expected
 
 
 @pytest.mark.parametrize("form", ["ntk", "standard"])
@@ -167,7 +282,7 @@ def test_products_keep_to_their_budget_where_activations_outweigh_the_weights():
         nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
     )
     x = torch.randn(6, 1, 64, 64)
-    with pytest.raises(ValueError, match=r"one gradient and what moves along it .* got .* KiB; give it more"):
+    with pytest.raises(ValueError, match=r"what moves along a gradient within 256 KiB, got 578 KiB"):
         theory.empirical_ntk(network, x, method="products", memory=2**18)
     whole = theory.empirical_ntk(network, x, method="jacobian")
     for memory in (2**21, 2**30):  # some columns at a time, all at once

@@ -174,3 +174,88 @@ def test_what_the_theory_does_not_hold_for_is_refused():
             given(nn.Sequential(*layers), inputs)
     with pytest.raises(ValueError, match="expected parameterization of ntk, standard, got 'mup'"):
         given(nn.Sequential(end), torch.randn(2, 8), parameterization="mup")
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def with_hook(layers):
+    layers[0].register_forward_hook(lambda layer, given, out: out**2)
+
+
+def with_hook_before(layers):
+    layers.register_forward_pre_hook(lambda layer, given: (given[0] ** 2,))
+
+
+def with_weight_norm(layers):
+    nn.utils.parametrizations.weight_norm(layers[2])
+
+
+def with_old_weight_norm(layers):
+    nn.utils.weight_norm(layers[2])
+
+
+def with_another_forward(layers):
+    class Squared(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) ** 2
+
+    layers[2] = Squared(8, 8)
+
+
+def with_one_layer_twice(layers):
+    layers.insert(3, layers[2])
+
+
+def with_one_weight_twice(layers):
+    layers.insert(3, nn.Linear(8, 8))
+    layers[3].weight = layers[2].weight
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_hook, "got hooks, a parametrization or another forward in '0'"),
+        (with_hook_before, "got hooks, a parametrization or another forward in 'the network'"),
+        (with_weight_norm, "got hooks, a parametrization or another forward in '2'"),
+        (with_old_weight_norm, "got hooks, a parametrization or another forward in '2'"),
+        (with_another_forward, "got hooks, a parametrization or another forward in '2'"),
+        (with_one_layer_twice, "got one in two places"),
+        (with_one_weight_twice, "got one in two places"),
+    ],
+)
+def test_a_network_that_is_more_than_its_layers_is_refused(change, says):
+    layers = dense()
+    change(layers)
+    with pytest.raises(ValueError, match=f"expected .*{says}.*; .*theory.empirical_ntk"):
+        theory.kernel(layers, torch.randn(3, 4), weight_variance=2.0)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e-60, 1e60, 1e100, 1e140])
+def test_kernels_of_relu_without_biases_grow_with_the_square_of_the_inputs_whatever_their_size(scale):
+    x = torch.randn(4, 4, dtype=torch.float64)
+    one, scaled = (theory.kernel(dense(), each, weight_variance=2.0) for each in (x, scale * x))
+    assert torch.allclose(scaled.nngp / scale**2, one.nngp, rtol=1e-12)
+    law = {"depth": 2, "activation": "relu", "u": Modulation.sign(), "v": Modulation.sign(), "weight_variance": 2.0}
+    one, scaled = (theory.embedded_kernels(each, **law) for each in (x, scale * x))
+    assert torch.allclose(scaled.gp_same / scale**2, one.gp_same, rtol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_inputs_whose_squares_no_float_holds_are_refused(activation):
+    x = torch.full((2, 4), 1e200, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(4, 8), ACTIVATIONS[activation](), nn.Linear(8, 1))
+    with pytest.raises(ValueError, match=r"expected inputs whose squares float64 can hold, got .*; scale the inputs"):
+        theory.kernel(layers, x, weight_variance=2.0)
+    one = Modulation.constant(1.0)
+    with pytest.raises(ValueError, match="expected inputs whose squares float64 can hold"):
+        theory.embedded_kernels(x, depth=1, activation=activation, u=one, v=one, weight_variance=2.0)
+
+
+def test_inputs_without_rows_are_refused():
+    with pytest.raises(ValueError, match="expected at least one input, got none"):
+        theory.kernel(dense(), torch.zeros(0, 4), weight_variance=2.0)
+    with pytest.raises(ValueError, match=r"expected inputs .* got \(4,\)"):
+        theory.kernel(dense(), torch.zeros(4), weight_variance=2.0)

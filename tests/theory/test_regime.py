@@ -269,3 +269,16 @@ def test_a_likelihood_of_ones_own_has_no_rate():
     found = theory.regime(ensemble(width=8, members=2, likelihood=Doubled(1.0)), inputs(5))
     assert found.rate is None
     assert found.measured
+
+
+@pytest.mark.parametrize("measure", [theory.regime, theory.posterior_blocks])
+def test_inputs_that_are_empty_or_not_finite_are_refused(measure):
+    posterior = ensemble(width=4, members=2)
+    spoiled = inputs(3)
+    spoiled[1, 2] = float("nan")
+    with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 1"):
+        measure(posterior, spoiled)
+    with pytest.raises(
+        ValueError, match=r"expected .* at least one .*, got none|expected at least one input, got none"
+    ):
+        measure(posterior, inputs(0))

@@ -1,15 +1,20 @@
 """Clock: how long a training run is, and how many steps of it are done. A method's schedules read it."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.optimisation import check_once
+
+log = logging.getLogger("dissensus")
 
 
 class Clock(nn.Module):
     """Base class of `TrainingRules`. `fit`, or a loop of one's own, calls `begin` once and `observe` after every step."""
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
+    temperature: Tensor  # () by which predictions are softened; saved with the state
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +32,22 @@ class Clock(nn.Module):
         """Sets the length of the whole run, and how many of its steps are `done` already (a resumed run), for schedules."""
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
         self.began = int(self.steps) - done
+        self.reset_temperature("training")
 
     def begin_unmeasured(self, epochs: int) -> None:
         """Begins a run of unknown length. `begin` follows once the first epoch has been counted."""
         if self.began != int(self.steps):  # the length known so far is another run's
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
+        self.reset_temperature("training")
+
+    def reset_temperature(self, change: str) -> None:
+        """Sets the temperature to 1, with a warning where it was another: it was fitted to predictions that now change."""
+        if (before := float(self.temperature)) != 1.0:
+            log.warning(
+                "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
+            )
+            self.temperature.fill_(1.0)
 
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts a step; to be called after every optimizer.step(). Trackers look at the weights here."""

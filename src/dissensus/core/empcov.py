@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.numerics.checks import check_whole
 from dissensus.numerics.lengthscales import Moments, check_finite
 from dissensus.numerics.tree import Tensors
 
@@ -47,6 +48,7 @@ class EmpCov(nn.Module):
                 f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}; name the one that the "
                 "inputs reach first"
             )
+        check_whole("data_size", data_size)
         for keyword, value in (("data_size", data_size), ("alpha", alpha), ("epsilon", epsilon)):
             if not value > 0:
                 raise ValueError(f"expected a positive {keyword}, got {value}; pass a number above 0")

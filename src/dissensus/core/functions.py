@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+=======
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+>>>>>>> main
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +97,7 @@ class MemberFunctions(DrawnFunctions):
         return self.particles.likelihood
 
 
+<<<<<<< HEAD
 class Mixture(DrawnFunctions):
     """Families of functions one after the other: M networks, of each the functions drawn around it."""
 
@@ -128,6 +135,28 @@ def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
     """The functions of all families in one; a single family is itself."""
     found = list(families)
     return found[0] if len(found) == 1 else Mixture(found)
+=======
+class Predictor(nn.Module):
+    """x -> {mean, total, aleatoric, epistemic} of a `Predictive` at a temperature, by copies of drawn functions.
+
+    Always in eval mode; parameters are frozen, gradients reach x. Plain tensors in, plain tensors out: `torch.export` takes it.
+    """
+
+    def __init__(self, drawn: DrawnFunctions, temperature: float) -> None:
+        super().__init__()
+        self.drawn = copy.deepcopy(drawn).requires_grad_(False)
+        self.temperature = temperature
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        predictive = self.drawn.predict(x)
+        if self.temperature != 1.0:
+            predictive = predictive.tempered(self.temperature)
+        return {name: getattr(predictive, name) for name in ("mean", "total", "aleatoric", "epistemic")}
+>>>>>>> main
 
 
 def _outputs(member: Member, x: Inputs) -> Tensor:

@@ -19,7 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core import inputs, seam
 from dissensus.core.batch import Inputs
 from dissensus.core.finite import check_predictions
-from dissensus.core.functions import DrawnFunctions
+from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
@@ -36,8 +36,6 @@ class Posterior(TrainingRules, ABC):
     name: ClassVar[str]  # what it is called on the command line and in saved files
     needed: ClassVar[tuple[str, ...]] = ()  # keywords that are None by default and must be given all the same
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
-
-    temperature: Tensor
 
     def __init__(
         self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
@@ -189,7 +187,7 @@ class Posterior(TrainingRules, ABC):
         return seam.backward(self, x, y, weight)
 
     def forward(self, x: Inputs) -> Tensor:
-        """(M, B, *out): draw()(x)."""
+        """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
         outputs: Tensor = self.draw()(x)
         return outputs
 
@@ -223,16 +221,20 @@ class Posterior(TrainingRules, ABC):
         `first`: the index of its first member.
         """
         check_predictions(predictive.described(), self.steps, first=first)
-        return self.tempered(predictive)
-
-    def tempered(self, predictive: Predictive) -> Predictive:
-        """The predictive at this posterior's temperature (see `ds.temperature_scale`)."""
         temperature = float(self.temperature)
         return predictive if temperature == 1.0 else predictive.tempered(temperature)
 
     def member(self, index: int) -> nn.Module:
-        """One drawn function as an ordinary module that shares nothing with the posterior."""
+        """One drawn function as an ordinary module that shares nothing with the posterior: its temperature neither."""
         return self.draw().member(index)
+
+    def predictor(self) -> Predictor:
+        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, with the temperature inside: for `torch.export`.
+
+        A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
+        """
+        with evaluation(self):
+            return Predictor(self.draw(), float(self.temperature))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
         return copied(self, memo, self.particles.template.network)

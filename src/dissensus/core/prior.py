@@ -1,9 +1,11 @@
 """The Gaussian prior on weights and biases: ‖θ‖² / (2 N σ²), what a mean loss over N data points must carry."""
 
-from numbers import Real
+import math
 
 import torch
 from torch import Tensor, nn
+
+from dissensus.numerics.checks import check_number, check_whole
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -26,14 +28,13 @@ def norm_parameters(module: nn.Module) -> set[str]:
 
 def check_prior(weight_prior_std: float | None, data_size: int | None) -> None:
     """Raises where the two keywords do not make a prior."""
-    for name, value, what in (
-        ("weight_prior_std", weight_prior_std, "a standard deviation"),
-        ("data_size", data_size, "the number of training examples"),
-    ):
-        if value is not None and not isinstance(value, Real):
-            raise TypeError(f"expected a number as {name}, got {value!r}; pass {what}")
-        if value is not None and not value > 0:
-            raise ValueError(f"expected a positive {name}, got {value}; pass {what}")
+    if data_size is not None:
+        check_whole("data_size", data_size)
+    if weight_prior_std is not None:
+        check_number("weight_prior_std", weight_prior_std)
+    for name, value in (("weight_prior_std", weight_prior_std), ("data_size", data_size)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"expected a positive {name}, got {value}; pass a finite number above 0")
     if weight_prior_std is not None and data_size is None:
         raise ValueError("expected data_size with weight_prior_std, got none; pass data_size=len(training_set)")
 

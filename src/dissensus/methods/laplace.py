@@ -18,6 +18,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
+from dissensus.core.prior import check_prior
 from dissensus.core.weights import PREFIX
 from dissensus.methods.curvature import (
     STRUCTURES,
@@ -30,6 +31,7 @@ from dissensus.methods.gathering import gather, warn_of_untrained_noise
 from dissensus.methods.last_layer import LastLayer, last_layer
 from dissensus.methods.networks import Networks
 from dissensus.methods.sampling import SamplingPosterior, by_network
+from dissensus.numerics.checks import is_finite
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
@@ -85,15 +87,17 @@ class Laplace(SamplingPosterior):
         self.layer = layer
         self.curvature = None
 
-    def fit_posthoc(self, loader: Iterable[Any]) -> Self:
+    def fit_posthoc(self, loader: Iterable[Any], *, data_size: int | None = None) -> Self:
         """This, fitted: curvature of the data in the loader at the network as it is, a prior precision, and a stored draw.
 
-        The data are those that the network was trained on, each once; weights of examples count.
+        The data are those that the network was trained on; weights of examples count. `data_size`: how many there are, where
+        the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
         """
         check_loader(loader)
+        check_prior(None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         with evaluation(self):
-            curvature = self._gathered(loader)
+            curvature = self._gathered(loader, data_size or self.data_size)
         for each in curvature:
             each.precision.fill_(chosen(self.prior_precision, each))
         before, self.curvature = self.curvature, nn.ModuleList(curvature)
@@ -103,6 +107,7 @@ class Laplace(SamplingPosterior):
         except BaseException:
             self.curvature = before
             raise
+        self.reset_temperature("fit_posthoc")
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
@@ -124,6 +129,7 @@ class Laplace(SamplingPosterior):
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
             families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
         self.stored = nn.ModuleList(families)
+        self.reset_temperature("another prior precision")
 
     @property
     def precision(self) -> float:
@@ -172,13 +178,14 @@ class Laplace(SamplingPosterior):
 
         return by_network(around, self.particles.members)
 
-    def _gathered(self, loader: Iterable[Any]) -> list[Curvature]:
-        """The curvature of the data in the loader, network by network, the precisions not chosen yet."""
+    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> list[Curvature]:
+        """The curvature of the data in the loader, as many as `data_size` says, network by network; precisions are not chosen yet."""
         particles = self.particles
         held = not self.built_with.own
         members = [particles.template if held else particles.whole_member(m) for m in range(particles.members)]
         warn_of_untrained_noise(members[0].likelihood)
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
+        seen = 0.0
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             if batches.size(x) == 0:
@@ -191,11 +198,15 @@ class Laplace(SamplingPosterior):
                 last = last_layer(member.network, x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+            seen += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
             y, weight = y.to(self.device), None if weight is None else weight.to(self.device)
             for member, (sums, last, _) in zip(members, gathered, strict=True):
                 gather(sums, member, last, x, y, weight)
         if not gathered or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
+        if data_size is not None:
+            for sums, _, _ in gathered:
+                torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
         return [
             Curvature.of(sums, mean, layer=list(member.network.modules()).index(last.layer))
             for member, (sums, last, mean) in zip(members, gathered, strict=True)
@@ -269,10 +280,7 @@ class Laplace(SamplingPosterior):
 
 
 def check_precision(prior_precision: object) -> None:
-    if prior_precision == "marginal_likelihood":
-        return
-    number = isinstance(prior_precision, int | float) and not isinstance(prior_precision, bool)
-    if not number or not 0 < prior_precision < float("inf"):  # type: ignore[operator]
+    if prior_precision != "marginal_likelihood" and not (is_finite(prior_precision) and prior_precision > 0):
         raise ValueError(
             f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of N(0, σ²)'
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, Literal, get_args
 
 from dissensus.core.prior import check_prior
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import check_whole, is_finite
 
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]
@@ -32,15 +30,11 @@ def check_settings(
             raise ValueError(f"expected {keyword} of {', '.join(choices)}, got {settings[keyword]!r}; name one of them")
     for keyword in ("prior_std", "init_std", "latent_lr"):
         value = settings[keyword]
-        if (value is not None or keyword == "prior_std") and not _number(value, above=0.0):
+        if (value is not None or keyword == "prior_std") and not (is_finite(value) and value > 0):
             raise ValueError(f"expected a positive {keyword}, got {value!r}; pass a number")
     for keyword in ("gamma", "init_spread", "latent_momentum"):
         value = settings[keyword]
-        if (value is not None or keyword != "latent_momentum") and not (_number(value, above=0.0) or value == 0):
+        if (value is not None or keyword != "latent_momentum") and not (is_finite(value) and value >= 0):
             raise ValueError(f"expected {keyword} of at least 0, got {value!r}; 0 is none")
     if (momentum := settings["latent_momentum"]) is not None and momentum >= 1:
         raise ValueError(f"expected a latent_momentum below 1, got {momentum!r}; 0.9 is usual, 0 the paper's")
-
-
-def _number(value: object, *, above: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and above < float(value) < math.inf

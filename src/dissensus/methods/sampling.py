@@ -58,7 +58,9 @@ class SamplingPosterior(Posterior):
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.samples = samples
         self.stored = None
-        self.base: tuple[Posterior] | None = None  # the method that cut the network, if one did; in a tuple: it is no part
+        self.base: tuple[Posterior] | None = (
+            None  # the method that cut the network, if one did; in a tuple: it is no part
+        )
         self.built_with = weights.parameters(particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
@@ -165,7 +167,9 @@ class SamplingPosterior(Posterior):
 
     def config(self) -> dict[str, Any]:
         return {
-            **({} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}),
+            **(
+                {} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}
+            ),
             **described(self.particles),
             "samples": self.samples,
             "weight_prior_std": self.weight_prior_std,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import check_whole, is_finite
 
 Repulsion = Literal["1/B", "1/N"] | float
 
@@ -30,7 +28,7 @@ class Strength:
     last: int = 0  # batch seen
 
     def __post_init__(self) -> None:
-        if self.repulsion not in ("1/B", "1/N") and not is_strength(self.repulsion):
+        if self.repulsion not in ("1/B", "1/N") and not (is_finite(self.repulsion) and self.repulsion >= 0):
             raise ValueError(
                 f'expected repulsion "1/B", "1/N" or a number of at least 0, got {self.repulsion!r}; name one of them'
             )
@@ -71,8 +69,3 @@ class Strength:
         if self.repulsion != "1/B":
             return float(self.repulsion)
         return 1 / (self.batch_size or (self.largest or self.last or size) * gathered)
-
-
-def is_strength(value: object) -> bool:
-    """Whether this is a finite number of at least 0."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf

@@ -1,7 +1,8 @@
 """Settings that must be numbers: one error in words where Python's own would be about `<` or `range`."""
 
-from numbers import Integral
-from typing import SupportsFloat
+import math
+from numbers import Integral, Real
+from typing import SupportsFloat, TypeGuard
 
 
 def check_whole(keyword: str, value: object) -> None:
@@ -12,5 +13,10 @@ def check_whole(keyword: str, value: object) -> None:
 
 def check_number(keyword: str, value: object) -> None:
     """Raises where a setting is no number."""
-    if not isinstance(value, SupportsFloat):
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
         raise TypeError(f"expected {keyword} as a number, got {value!r}; pass a float")
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether this is a finite number, which True is not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,6 +15,7 @@ from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import full_precision
+from dissensus.theory.inputs import checked_pair
 from dissensus.theory.jacobians import Function, Params, contract, rows
 
 
@@ -61,7 +62,7 @@ def ensemble_blocks(
 
     `fixed`: further own tensors that are not trained, such as masks and batch statistics.
     """
-    second = x1 if x2 is None else x2
+    x1, second = checked_pair(x1, x2)
     lengths = {len(tensor) for tensor in (*own.values(), *(fixed or {}).values())}
     if len(lengths) != 1:
         raise ValueError(f"expected own tensors with one member axis first, got lengths {sorted(lengths)}; stack them")
@@ -89,14 +90,14 @@ def ensemble_blocks(
     left = [rows(common(m), weights, x1) for m in range(members)]
     right = left
     if x2 is not None:
-        right = [rows(common(m), weights, x2) for m in range(members)]
+        right = [rows(common(m), weights, second) for m in range(members)]
     theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
     if not own:
         return EnsembleBlocks(theta, torch.zeros_like(theta[0]))
     inner = []
     for m in range(members):
         one = rows(individual(m), each[m], x1)
-        two = one if x2 is None else rows(individual(m), each[m], x2)
+        two = one if x2 is None else rows(individual(m), each[m], second)
         inner.append(contract(one, two).permute(0, 2, 1, 3))
     return EnsembleBlocks(theta, torch.stack(inner))
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 def piecewise_linear(a: Tensor, b: Tensor, c: Tensor, negative_slope: float) -> tuple[Tensor, Tensor]:
     """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
-    scale = (a * b).clamp(min=0).sqrt()
+    most = torch.maximum(a, b)  # √(ab) without ab, which float64 may not hold
+    scale = most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, torch.ones_like(most))).sqrt()
     some = scale > 0
     safe = scale.where(some, torch.ones_like(scale))
     cosine = (c / safe).clamp(-1, 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory.activations import Activation, activation_of
-from dissensus.theory.inputs import input_moments, variance_of
+from dissensus.theory.inputs import check_finite, input_moments, variance_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def embedded_kernels(
         cross = variance * first_squared * between.value + output_bias
         if hidden:
             a, b = (variance * second * phi.within(q, q, q, law_v).value + bias for q in (a, b))
+    check_finite(same, cross, theta_same, theta_cross, individual)
     return EmbeddedKernels(same, cross, theta_same, theta_cross, individual)
 
 

@@ -9,20 +9,24 @@ Three ways to one answer (Novak et al. 2022); N inputs, O outputs, P parameters,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from dissensus.theory import jacobians
-from dissensus.theory.budget import check_budget
-from dissensus.theory.structured import contracted, dense_layers
+from dissensus.core import batch as batches
+from dissensus.theory.inputs import checked_pair
+from dissensus.theory.jacobians import contraction, products, trained
+from dissensus.theory.structured import by_layers
 
 Method = Literal["auto", "structured", "jacobian", "products"]
-METHODS = ("auto", "structured", "jacobian", "products")
+Way = Callable[..., Tensor]
+PLAIN = partial(contraction, plain=True)
+WAYS: dict[str, list[Way]] = {"structured": [by_layers], "jacobian": [contraction, PLAIN], "products": [products]}
 _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -32,53 +36,74 @@ def empirical_ntk(
     """(N1, N2, O, O) of any module whose outputs for one input do not depend on the others in the batch.
 
     Over parameters that require gradients, in their own dtype. `method`: one of the module's docstring, the cheapest by count
-    where "auto". `memory`: bytes that may be taken besides the module and the inputs, the result among them.
+    where "auto"; it is checked against plain autograd on up to four inputs, which does the work where all others fail.
+    `memory`: bytes that may be taken besides the module, the inputs and that check, the result among them.
     """
-    if method not in METHODS:
-        raise ValueError(f"expected a method of {', '.join(METHODS)}, got {method!r}; 'auto' chooses")
-    second = x1 if x2 is None else x2
-    params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    if not params:
+    if method not in ("auto", *WAYS):
+        raise ValueError(f"expected a method of auto, {', '.join(WAYS)}, got {method!r}; 'auto' chooses")
+    x1, second = checked_pair(x1, x2)
+    if not trained(module):
         raise ValueError("expected parameters that require gradients, got none; the kernel is over those")
-    if any(isinstance(each, _MIXES) and each.training for each in module.modules()):
+    mixing = [each for each in module.modules() if isinstance(each, _MIXES)]
+    if any(each.training or getattr(each, "running_mean", each) is None for each in mixing):
         raise ValueError(
-            "expected batch norm and dropout in eval mode, got training mode; call module.eval(): "
+            "expected batch norm and dropout in eval mode, with running statistics, got others; call module.eval(): "
             "a tangent kernel is of one function, input by input"
         )
-    if x1.shape[1:] != second.shape[1:]:
-        raise ValueError(
-            f"expected examples of one shape, got {tuple(x1.shape[1:])} and {tuple(second.shape[1:])}; "
-            "pass inputs of the same width"
-        )
-    dtype = next(iter(params.values())).dtype
-    with torch.no_grad():
-        outputs = module(x1[:1]).numel()
-    size = dtype.itemsize
-    result = len(x1) * len(second) * outputs**2 * size
-    check_budget(result, memory, "a kernel of all inputs and outputs", "pass fewer inputs at a time")
-    room = memory - result
-    if method in ("auto", "structured"):
-        symmetric = x2 is None
-        layers = dense_layers(module, x1, second, outputs=outputs, room=room)
-        if isinstance(layers, str):
-            if method == "structured":
-                raise ValueError(
-                    f"expected a network of Linear layers for 'structured', got one where {layers}; pass method='auto'"
-                )
-        else:
-            return contracted(*layers, outputs=outputs, symmetric=symmetric, room=room)
-    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
-    rest = frozen | dict(module.named_buffers())
-
-    def function(params: jacobians.Params, x: Tensor) -> Tensor:
-        found: Tensor = functional_call(module, {**rest, **params}, (x[None],))
-        return found.reshape(-1)  # (O,)
-
-    if method == "auto":
-        method = cheapest(module, params, x1, len(second), outputs)
-    way = jacobians.contraction if method == "jacobian" else jacobians.products
+    network, some = Flat(module), torch.cat([x1[:2], second[-2:]])
     with full_precision():
-        return way(function, params, x1, second, outputs=outputs, room=room, symmetric=x2 is None)
+        outputs = check_rows(network, some)
+        result = len(x1) * len(second) * outputs**2 * next(iter(trained(module).values())).element_size()
+        for name in ("structured", *by_cost(network, x1, len(second), outputs)) if method == "auto" else (method,):
+            for way in WAYS[name]:
+                if way is PLAIN or agrees(way, network, some, outputs):
+                    return way(network, x1, second, outputs=outputs, result=result, memory=memory)
+    raise ValueError(
+        f"expected a network whose gradients method={method!r} finds, got one where it fails or plain autograd finds "
+        "others; pass method='auto'"
+    )
+
+
+class Flat(nn.Module):
+    """A network's outputs as rows (N, O), or along one direction of theirs (N, 1)."""
+
+    def __init__(self, network: nn.Module, direction: Tensor | None = None) -> None:
+        super().__init__()
+        self.network, self.direction = network, direction
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = batches.call(self.network, x)
+        flat = found.reshape(len(found) if found.ndim else 1, -1)
+        return flat if self.direction is None else flat @ self.direction[:, None]
+
+
+def check_rows(network: Flat, x: Tensor) -> int:
+    """O; raises where an input's outputs are others alone than beside other inputs."""
+    with torch.no_grad():
+        together, alone = network(x), torch.cat([network(row) for row in x[:, None]])
+    atol = 10 * torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
+    if together.shape != alone.shape or not torch.allclose(together, alone, rtol=0, atol=atol, equal_nan=True):
+        raise ValueError(
+            "expected outputs for an input that do not depend on the others of its batch, got others alone than together; a "
+            "kernel is of two inputs: put the batch axis first, and leave out statistics of batches and random numbers"
+        )
+    return alone.shape[1]
+
+
+def agrees(way: Way, network: Flat, x: Tensor, outputs: int) -> bool:
+    """Whether Σ_ij vᵀ Θ(x_i, x_j) v is what plain autograd gives, ‖∂ Σ_i v·f(x_i)/∂θ‖², for a random v."""
+    params = list(trained(network).values())
+    along = Flat(network.network, torch.randn(outputs, generator=torch.Generator().manual_seed(0)).to(params[0]))
+    with torch.enable_grad():
+        total = torch.cat([along(row) for row in x[:, None]]).sum()
+    found = torch.autograd.grad(total, params, materialize_grads=True) if total.requires_grad else ()
+    expected = sum(float(each.double().square().sum()) for each in found)
+    try:
+        theta = way(along, x, x, outputs=1, result=0, memory=2**62).detach().double()
+    except Exception:  # autograd has just run the network: it is this way that cannot
+        return False
+    tolerance = 10 * torch.finfo(params[0].dtype).eps ** 0.5 * float(theta.abs().sum())
+    return bool(abs(float(theta.sum()) - expected) <= tolerance)
 
 
 def full_precision() -> AbstractContextManager[object]:
@@ -91,15 +116,13 @@ def full_precision() -> AbstractContextManager[object]:
     )
 
 
-def cheapest(
-    module: nn.Module, params: jacobians.Params, x1: Tensor, count: int, outputs: int
-) -> Literal["jacobian", "products"]:
-    """The cheaper of the two ways that take any module, by multiplications."""
+def by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:
+    """The two ways that take any module, the one of fewer multiplications first."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        module(x1[:1])
+        network(x1[:1])
     forward = counter.get_total_flops() / 2
-    size = sum(p.numel() for p in params.values())
+    size = sum(p.numel() for p in trained(network).values())
     rows, pairs = (len(x1) + count) * outputs, len(x1) * count * outputs
     by_jacobian = 3 * rows * forward + pairs * outputs * size
     by_products = pairs * 2 * forward + count * outputs * 3 * forward
-    return "jacobian" if by_jacobian <= by_products else "products"
+    return ["jacobian", "products"] if by_jacobian <= by_products else ["products", "jacobian"]

@@ -7,10 +7,13 @@ import math
 import torch
 from torch import Tensor
 
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+
 
 def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(x·x'/D (N1, N2), x·x/D (N1, 1), x'·x'/D (1, N2)) of vectors (N1, D) and (N2, D); x2 = x1 where None."""
-    first, second = checked_pair(x1, x2)
+    first, second = (x.to(torch.float64) for x in checked_pair(x1, x2))
     if first.ndim != 2:
         raise ValueError(f"expected inputs of shape (N, D), got {tuple(first.shape)}; flatten them first")
     width = first.shape[1]
@@ -19,15 +22,12 @@ def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor
 
 
 def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both in float64; raises where an example has another shape in one than in the other."""
+    """Both, x2 = x1 where None; raises where they are empty, not finite, or of examples of two shapes."""
     second = x1 if x2 is None else x2
     for x in (x1, second):
         if not isinstance(x, Tensor):
             raise TypeError(f"expected inputs as a tensor, got {type(x).__name__}; convert with torch.as_tensor")
-        if x.ndim < 2:
-            raise ValueError(
-                f"expected inputs of shape (N, D) or (N, C, H, W), got {tuple(x.shape)}; keep a batch axis"
-            )
+        check_inputs(x)
         if not bool(x.isfinite().all()):  # a kernel of −∞, which masks may hold elsewhere, is none
             row = int((~x.isfinite()).nonzero()[0, 0])
             raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
@@ -36,7 +36,23 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
             f"expected examples of one shape, got {tuple(x1.shape[1:])} and {tuple(second.shape[1:])}; "
             "pass inputs of the same width"
         )
-    return x1.detach().to(torch.float64), second.detach().to(torch.float64)
+    first = x1.detach()
+    return first, first if second is x1 else second.detach()
+
+
+def check_inputs(x: Inputs) -> None:
+    """Raises where there is no example, or one with NaN or infinity."""
+    if batches.size(x) == 0:
+        raise ValueError("expected at least one input, got none; pass some rows of the data")
+    batches.check_finite(x, anywhere=True)
+
+
+def check_finite(*kernels: Tensor) -> None:
+    """Raises where float64 cannot hold a kernel."""
+    if not all(bool(kernel.isfinite().all()) for kernel in kernels):
+        raise ValueError(
+            "expected inputs whose squares float64 can hold, got a kernel of NaN or infinity; scale the inputs"
+        )
 
 
 def count_of(name: str, value: int) -> int:

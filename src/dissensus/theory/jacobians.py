@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
-from torch.func import jacrev, jvp, vjp, vmap
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 from dissensus.theory.budget import check_budget
 
@@ -14,20 +15,39 @@ Params = dict[str, Tensor]
 Function = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
 
 
+def trained(network: nn.Module) -> Params:
+    """The parameters that require gradients."""
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
+def functional(network: nn.Module) -> tuple[Function, Params]:
+    """A network (N, …) -> (N, O) as a function of what is trained and of one input."""
+    once = len(list(network.named_modules())) == len(list(network.named_modules(remove_duplicate=False)))
+
+    def function(params: Params, x: Tensor) -> Tensor:
+        # Ties of a layer under two names torch does not undo afterwards.
+        found: Tensor = functional_call(network, params, (x[None],), tie_weights=once)[0]
+        return found
+
+    return function, {name: p.detach() for name, p in trained(network).items()}
+
+
 def contraction(
-    function: Function, params: Params, x1: Tensor, x2: Tensor, *, outputs: int, room: int, symmetric: bool
+    network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int, plain: bool = False
 ) -> Tensor:
-    """(N1, N2, O, O): gradients of all outputs of a block of inputs, contracted with another's."""
+    """(N1, N2, O, O): gradients of all outputs of a block of inputs, contracted with another's; `plain`: by autograd alone."""
+    function, params = functional(network)
+    gradients = partial(one_by_one, network) if plain else partial(rows, function, params)
+    first, symmetric = next(iter(params.values())), x2 is x1
     size = sum(p.numel() * p.element_size() for p in params.values())
     row = 3 * outputs * size  # gradients, and what torch holds while it makes them
-    check_budget(2 * row, room, "gradients of two inputs beside the kernel", "use method='products'")
-    block = max(1, room // (2 * row))
-    first = next(iter(params.values()))
+    check_budget(result + 2 * row, memory, "a kernel and gradients of two inputs", "use method='products'")
+    block = max(1, (memory - result) // (2 * row))
     theta = first.new_empty(len(x1), outputs, len(x2), outputs)
     for i in range(0, len(x1), block):
-        left = rows(function, params, x1[i : i + block])
+        left = gradients(x1[i : i + block])
         for j in range(i if symmetric else 0, len(x2), block):
-            right = left if symmetric and i == j else rows(function, params, x2[j : j + block])
+            right = left if symmetric and i == j else gradients(x2[j : j + block])
             found = contract(left, right)
             theta[i : i + block, :, j : j + block] = found
             if symmetric and i != j:
@@ -39,6 +59,18 @@ def rows(function: Function, params: Params, x: Tensor) -> list[Tensor]:
     """(N, O, P_k) gradients of every output for every input, one tensor a parameter."""
     found = vmap(jacrev(function), (None, 0))(params, x)
     return [each.flatten(2) for each in found.values()]
+
+
+def one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
+    """The same of a network (N, …) -> (N, O), output after output: slow, and right whatever the network does."""
+    params = list(trained(network).values())
+    with torch.enable_grad():
+        each = [
+            torch.autograd.grad(output, params, retain_graph=True, materialize_grads=True)
+            for row in x[:, None]
+            for output in network(row)[0]
+        ]
+    return [torch.stack(found).reshape(len(x), -1, found[0].numel()) for found in zip(*each, strict=True)]
 
 
 def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
@@ -65,14 +97,14 @@ def kept_bytes(function: Function, params: Params, x: Tensor) -> int:
     return max(total, x.numel() * x.element_size())
 
 
-def products(
-    function: Function, params: Params, x1: Tensor, x2: Tensor, *, outputs: int, room: int, symmetric: bool
-) -> Tensor:
+def products(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
     """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'); nothing is contracted."""
-    del symmetric  # every column is whole
+    (function, params), room = functional(network), memory - result
     size = sum(p.numel() * p.element_size() for p in params.values())
     held = 4 * kept_bytes(function, params, x1[0])  # of one input: values, tangents and what the layers take on the way
-    check_budget(4 * size + held, room, "one gradient and what moves along it beside the kernel", "give it more")
+    check_budget(
+        result + 4 * size + held, memory, "a kernel and what moves along a gradient", "pass fewer inputs at a time"
+    )
     block = max(1, min(len(x1), 64, (room - 4 * size) // held))
     chunk = max(1, room // (4 * size + block * held))
     first = next(iter(params.values()))

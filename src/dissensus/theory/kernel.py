@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
@@ -28,9 +29,10 @@ from dissensus.theory.covariances import (
     pooled,
     weighted,
 )
-from dissensus.theory.inputs import checked_pair, variance_of
+from dissensus.theory.inputs import check_finite, checked_pair, variance_of
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
+READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
 WITHOUT = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
@@ -74,10 +76,11 @@ def kernel(
         variance_of("bias_variance", bias_variance),
         parameterization == "standard",
     )
+    _check_described(network)
     steps = list(_steps(network))
-    first, second = checked_pair(x1, x2)
+    first, second = (x.to(torch.float64) for x in checked_pair(x1, x2))
     if steps and isinstance(steps[0], nn.Flatten):
-        first, second = first.flatten(1), second.flatten(1)
+        first, second = (x.reshape(len(x), -1) for x in (first, second))
     if x2 is None:
         second = first
     pools = any(isinstance(m, nn.AvgPool2d | nn.AdaptiveAvgPool2d) for m in network.modules())
@@ -87,7 +90,9 @@ def kernel(
     positions = first[0, 0].numel() if layout != "vector" else 1
     each = 8 * TEMPORARIES * (positions**2 if layout == "pairs" else positions)
     check_budget(each, memory, "covariances of all positions of one pair of inputs", "use smaller images")
-    return _blocks(steps, first, second, law, layout, each, memory)
+    found = _blocks(steps, first, second, law, layout, each, memory)
+    check_finite(found.nngp, found.ntk)
+    return found
 
 
 def _blocks(
@@ -110,6 +115,22 @@ def _blocks(
         pair = (half, x2) if dim == 0 else (x1, half)
         parts.append(_blocks(steps, *pair, law, layout, each, memory))
     return Kernels(*(torch.cat([getattr(part, name) for part in parts], dim) for name in ("nngp", "ntk")))
+
+
+def _check_described(network: nn.Module) -> None:
+    """Raises where the network does more than its layers say, or uses a weight twice."""
+    for name, part in network.named_modules():
+        written = not type(part).forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
+        if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
+            raise ValueError(
+                f"expected layers that do what their kinds say, got hooks, a parametrization or another forward in "
+                f"{name or 'the network'!r}; leave them out, or measure the network as it is with theory.empirical_ntk"
+            )
+    held = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
+    if len(held) != len(set(held)):
+        raise ValueError(
+            "expected weights of each layer's own, got one in two places; measure with theory.empirical_ntk"
+        )
 
 
 def _steps(network: nn.Module) -> Iterator[nn.Module]:

@@ -18,6 +18,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.conversion import CONVERTIBLE
 from dissensus.surgery.modulated import Modulated
+from dissensus.theory.inputs import check_inputs
 from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import wide_limit
 
@@ -100,6 +101,7 @@ def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
     rate = found = None
     if x is not None:
+        check_inputs(x)
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
         rate = largest_rate(outputs)

@@ -6,7 +6,6 @@ s² ⟨δ, δ'⟩ ⟨h, h'⟩ and, with the bias, ⟨δ, δ'⟩ (s² ⟨h, h'⟩
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,58 +14,34 @@ from torch import Tensor, nn
 from dissensus.nets.ntk import NTKLinear
 from dissensus.theory.budget import check_budget
 
+Layer = tuple[
+    Tensor, Tensor, float, float
+]  # inputs h (N, D), signals δ (N, O, W), what the weights' and bias' terms count
 BLOCK = 1280  # rows of a block: few enough to halve a symmetric kernel, many enough for a fast matrix product
-Layers = list["Layer"]
 Dense = nn.Linear | NTKLinear
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One Linear for N inputs: h (N, D), δ (N, O, W), and by how much the weights' and the bias' terms count."""
+def by_layers(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
+    """(N1, N2, O, O) from both sides' layers, block by block; of a symmetric kernel one half is computed.
 
-    inputs: Tensor
-    signals: Tensor
-    weight: float  # s², 0 where frozen
-    bias: float  # 1, 0 where there is none or it is frozen
-
-
-def dense_layers(module: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, room: int) -> tuple[Layers, Layers] | str:
-    """Layers of both sides, or why the network is not one that has them."""
-    linear = [each for each in module.modules() if isinstance(each, nn.Linear | NTKLinear)]
-    held = [p for each in linear for p in each.parameters(recurse=False)]
-    if len({id(p) for p in held}) != len(held):
-        return "layers share weights"
-    if any(p.requires_grad and not any(p is each for each in held) for p in module.parameters()):
-        return "other layers have parameters that require gradients"
-    scales: list[float] = []
-    for each in linear:
-        scale = _scale(each)
-        if scale is None:
-            return f"{type(each).__name__} is not a multiple of a Linear"
-        scales.append(scale)
-    size = held[0].element_size()
-    needed = (len(x1) + len(x2)) * outputs * sum(each.out_features for each in linear) * size
-    check_budget(needed, room, "backpropagated signals beside the kernel", "pass fewer inputs at a time")
-    first = _layers(module, x1, linear, scales)
-    if isinstance(first, str) or x2 is x1:
-        return first if isinstance(first, str) else (first, first)
-    second = _layers(module, x2, linear, scales)
-    return second if isinstance(second, str) else (first, second)
-
-
-def contracted(first: Layers, second: Layers, *, outputs: int, symmetric: bool, room: int) -> Tensor:
-    """(N1, N2, O, O) from both sides' layers, block by block; of a symmetric kernel one half is computed."""
-    n, m = len(first[0].inputs), len(second[0].inputs)
-    theta = first[0].signals.new_empty(n, outputs, m, outputs)
-    step = max(1, min(BLOCK, int((room / (3 * theta.element_size())) ** 0.5)) // outputs)
-    for i in range(0, n, step):
-        for j in range(i if symmetric else 0, m, step):
+    Raises, or gives something else, where a parameter is used by anything but one call of its own Linear.
+    """
+    linear: list[Dense] = [each for each in network.modules() if isinstance(each, nn.Linear | NTKLinear)]
+    width = sum(each.out_features * each.weight.element_size() for each in linear)
+    needed = result + (len(x1) + len(x2)) * outputs * width
+    check_budget(needed, memory, "a kernel and backpropagated signals", "pass fewer inputs at a time")
+    symmetric = x2 is x1
+    first = _layers(network, x1, linear)
+    second = first if symmetric else _layers(network, x2, linear)
+    theta = first[0][1].new_empty(len(x1), outputs, len(x2), outputs)
+    step = max(1, min(BLOCK, int(((memory - result) / (3 * theta.element_size())) ** 0.5)) // outputs)
+    for i in range(0, len(x1), step):
+        for j in range(i if symmetric else 0, len(x2), step):
             rows, columns = slice(i, i + step), slice(j, j + step)
-            block = theta.new_zeros(min(step, n - i), outputs, min(step, m - j), outputs)
-            for one, two in zip(first, second, strict=True):
-                left, right = one.inputs[rows], two.inputs[columns]
-                gram = (one.weight * (left @ right.T)).add_(one.bias)[:, None, :, None]
-                signals = one.signals[rows].flatten(0, 1) @ two.signals[columns].flatten(0, 1).T
+            block = torch.zeros_like(theta[rows, :, columns])
+            for (h, delta, weight, bias), (other_h, other_delta, *_) in zip(first, second, strict=True):
+                gram = (weight * (h[rows] @ other_h[columns].T)).add_(bias)[:, None, :, None]
+                signals = delta[rows].flatten(0, 1) @ other_delta[columns].flatten(0, 1).T
                 block.addcmul_(signals.view(block.shape), gram)
             theta[rows, :, columns] = block
             if symmetric and i != j:
@@ -74,64 +49,40 @@ def contracted(first: Layers, second: Layers, *, outputs: int, symmetric: bool, 
     return theta.permute(0, 2, 1, 3)
 
 
-def _layers(module: nn.Module, x: Tensor, linear: list[Dense], scales: list[float]) -> Layers | str:
-    """Every trained Linear's inputs and signals for x, or why they cannot be had."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    trouble: list[str] = []
+def _layers(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[Layer]:
+    """Every trained Linear's inputs and signals for x."""
+    held = [id(p) for each in linear for p in (each._parameters.get("weight"), each.bias) if p is not None]
+    other = any(p.requires_grad and id(p) not in held for p in network.parameters())
+    if other or len(held) != len(set(held)) or any(each._forward_hooks or each._forward_pre_hooks for each in linear):
+        raise ValueError("expected plain Linear layers, got hooks, shared weights, or parameters of other layers")
+    seen: dict[Dense, tuple[Tensor, Tensor]] = {}
 
-    def keep(layer: nn.Module, given: tuple[Any, ...], z: Tensor) -> Tensor:
-        h = given[0]
-        if id(layer) in seen:
-            trouble.append("a layer is called twice")
-        if h.ndim != 2 or len(h) != len(x):
-            trouble.append("a layer acts on more than one vector of an input")
-        seen[id(layer)] = (h.detach().clone(), z)
+    def keep(layer: Dense, given: tuple[Any, ...], named: dict[str, Any], z: Tensor) -> Tensor:
+        (h,) = (*given, *named.values())
+        if layer in seen or h.ndim != 2:
+            raise ValueError("expected layers called once, on one vector of an input, got another use")
+        seen[layer] = (h.detach().clone(), z)
         return z.clone()  # an activation that works in place changes the copy
 
-    with torch.no_grad():
-        alone = module(x[:1])
-    hooks = [each.register_forward_hook(keep) for each in linear]
+    hooks = [each.register_forward_hook(keep, with_kwargs=True) for each in linear]
     try:
         with torch.enable_grad():
-            out = module(x.detach()).flatten(1) if alone.ndim > 1 else module(x.detach())[:, None]
+            out = network(x)  # (N, O)
     finally:
         for hook in hooks:
             hook.remove()
-    if trouble:
-        return trouble[0]
-    if not torch.allclose(out[0].detach(), alone.flatten(), rtol=1e-3, atol=1e-5):
-        return "inputs of a batch see one another"
-    trained = [
-        (scale, layer, *seen[id(layer)])
-        for scale, layer in zip(scales, linear, strict=True)
-        if id(layer) in seen and any(p.requires_grad for p in layer.parameters(recurse=False))
-    ]
-    ends = [z for *_, z in trained]
+    trained = [layer for layer in seen if any(p.requires_grad for p in layer.parameters(recurse=False))]
+    ends = [seen[layer][1] for layer in trained]
     # One backward pass for all outputs: their unit vectors are a batch.
     units = torch.eye(out.shape[1], dtype=out.dtype, device=out.device)[:, None].expand(-1, *out.shape)
-    found = torch.autograd.grad(out, ends, units, allow_unused=True, is_grads_batched=True)
-    signals = [
-        z.new_zeros(len(x), out.shape[1], z.shape[1]) if delta is None else delta.transpose(0, 1).contiguous()
-        for z, delta in zip(ends, found, strict=True)
-    ]
+    found = torch.autograd.grad(out, ends, units, is_grads_batched=True, materialize_grads=True)
+    scales = [1.0 if type(layer).forward is nn.Linear.forward else layer.in_features**-0.5 for layer in trained]
     return [
-        Layer(
-            inputs,
-            delta,
-            weight=scale**2 if layer.weight.requires_grad else 0.0,
-            bias=float(layer.bias is not None and layer.bias.requires_grad),
+        (
+            seen[layer][0],
+            delta.transpose(0, 1).contiguous(),
+            scale**2 * layer.weight.requires_grad,
+            float(layer.bias is not None and layer.bias.requires_grad),
         )
-        for (scale, layer, inputs, _), delta in zip(trained, signals, strict=True)
+        for layer, delta, scale in zip(trained, found, scales, strict=True)
     ]
-
-
-def _scale(layer: Dense) -> float | None:
-    """s of a layer s·W h + b: 1 for a Linear, 1/√fan_in in NTK form; None where it is not one."""
-    if type(layer) is nn.Linear:
-        return 1.0
-    with torch.no_grad():
-        h = torch.linspace(-1, 1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)[None]
-        plain = nn.functional.linear(h, layer.weight)
-        found = layer(h) - (0 if layer.bias is None else layer.bias)
-        scale = float((found * plain).sum() / plain.square().sum())
-        return scale if torch.allclose(found, scale * plain, rtol=1e-3, atol=1e-6) else None

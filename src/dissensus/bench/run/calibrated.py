@@ -22,10 +22,11 @@ def with_calibration(evaluation: Evaluation, test: Predictions, held: Prediction
     `calibrated/temperature`. What is fitted by the held-out rows is that one number.
     """
     part: Any = classification if isinstance(test.predictive, ClassificationPredictive) else regression
-    temperature = best_temperature(held.predictive, held.targets)
-    scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature)) for p in (test, held))
+    own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
+    temperature = best_temperature(held.predictive.tempered(1 / own), held.targets)
+    scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature / own)) for p in (test, held))
     found = {f"calibrated/{key}": value for key, value in part.test_metrics(scaled).items()}
-    found["calibrated/temperature"] = temperature * evaluation.metrics.get("temperature", 1.0)
+    found["calibrated/temperature"] = temperature
     for name, rows in (("nll", held), ("nll_scaled", scaled_held)):
         found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
     arrays = {key.removeprefix("test/"): value for key, value in part.test_arrays(scaled).items()}
