@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-=======
-from collections.abc import Callable, Iterator
 from typing import Any, Self
->>>>>>> main
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +92,6 @@ class MemberFunctions(DrawnFunctions):
         return self.particles.likelihood
 
 
-<<<<<<< HEAD
 class Mixture(DrawnFunctions):
     """Families of functions one after the other: M networks, of each the functions drawn around it."""
 
@@ -135,7 +129,8 @@ def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
     """The functions of all families in one; a single family is itself."""
     found = list(families)
     return found[0] if len(found) == 1 else Mixture(found)
-=======
+
+
 class Predictor(nn.Module):
     """x -> {mean, total, aleatoric, epistemic} of a `Predictive` at a temperature, by copies of drawn functions.
 
@@ -156,7 +151,6 @@ class Predictor(nn.Module):
         if self.temperature != 1.0:
             predictive = predictive.tempered(self.temperature)
         return {name: getattr(predictive, name) for name in ("mean", "total", "aleatoric", "epistemic")}
->>>>>>> main
 
 
 def _outputs(member: Member, x: Inputs) -> Tensor:

@@ -179,7 +179,7 @@ class Laplace(SamplingPosterior):
         return by_network(around, self.particles.members)
 
     def _gathered(self, loader: Iterable[Any], data_size: int | None) -> list[Curvature]:
-        """The curvature of the data in the loader, as many as `data_size` says, network by network; precisions are not chosen yet."""
+        """The curvature of so many data as in the loader, network by network; precisions are not chosen yet."""
         particles = self.particles
         held = not self.built_with.own
         members = [particles.template if held else particles.whole_member(m) for m in range(particles.members)]
