@@ -1,12 +1,11 @@
 """A learned noise that no step has moved yet: where it starts, and what to say where it predicts all the same."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dissensus.core.batch import Inputs
-from dissensus.core.inputs import Run
 from dissensus.core.likelihood import Regression, spread
 from dissensus.core.particles import Particles
 
@@ -22,11 +21,11 @@ def untrained(particles: Particles) -> Tensor | None:
     return noise if bool(((noise.detach() - start).abs() < 1e-6).all()) else None
 
 
-def started(particles: Particles, run: Run, x: Inputs, y: Tensor, weight: Tensor | None) -> str | None:
-    """Starts the noise at the error of run(x) where that is far above 1: from 1, intervals would be too narrow for long."""
+def started(particles: Particles, outputs: Callable[[], Tensor], y: Tensor, weight: Tensor | None) -> str | None:
+    """Starts the noise at the error of the outputs where that is far above 1: from 1, intervals are too narrow for long."""
     if (noise := untrained(particles)) is None or particles.likelihood.initial is not None:
         return None
-    squares = (y - run(x)).double().square()
+    squares = (y - outputs()).double().square()
     w = torch.ones_like(squares) if weight is None else spread(weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:

@@ -241,7 +241,7 @@ class Posterior(TrainingRules, ABC):
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         if not self._started:
             self._started = True
-            self._known.doubt(noise.started(self.particles, self._first_member, x, y, weight))
+            self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
