@@ -78,7 +78,7 @@ def test_a_noise_that_nobody_has_trained_is_said(caplog):
     )
     assert not caplog.records
     Laplace(network, likelihood=ds.Regression(), samples=2).fit_posthoc(loader)
-    assert "still 1, which nobody has trained" in caplog.text
+    assert "the learned noise was never trained and is still 1" in caplog.text
 
 
 def test_the_curvature_of_a_network_is_that_of_its_features():

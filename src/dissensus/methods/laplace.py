@@ -6,7 +6,6 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 
 import copy
 import logging
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, Self
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
+from dissensus.core import noise
 from dissensus.core.batch import Inputs
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood, Regression, spread
@@ -94,7 +94,7 @@ class Laplace(SamplingPosterior):
         check_loader(loader)
         check_prior(None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
-        warn_of_untrained_noise(self.likelihood)
+        self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
         with evaluation(self):
             curvature = self._gathered(loader, data_size or self.data_size)
         curvature.precision.fill_(chosen(self.prior_precision, curvature))
@@ -170,7 +170,6 @@ class Laplace(SamplingPosterior):
             if batches.size(x) == 0:
                 continue
             batches.check_finite(x, anywhere=True)
-            batches.check_weight(weight)
             x = batches.to(x, self.device)
             self.check_batch(x, y)
             if last is None:
@@ -266,18 +265,6 @@ class Laplace(SamplingPosterior):
         elif held:
             self.curvature = Curvature({name: t.detach().clone().to(self.device) for name, t in held.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def warn_of_untrained_noise(likelihood: Likelihood) -> None:
-    """Says where a noise that should have been learned is still what it was built with: curvature and evidence rest on it."""
-    if not isinstance(likelihood, Regression) or likelihood.noise != "learned":
-        return
-    if math.isclose(float(likelihood.log_noise.detach().exp()), likelihood.initial, rel_tol=1e-6):
-        log.warning(
-            "the noise of this regression is still %g, which nobody has trained, and Laplace takes it as it is; pass "
-            "likelihood=posterior.likelihood of the posterior that the network was trained in, or Regression(noise=...)",
-            likelihood.initial,
-        )
 
 
 def check_precision(prior_precision: object) -> None:
