@@ -463,3 +463,65 @@ def test_weights_that_metrics_leave_out_are_said_to_be(caplog):
     with caplog.at_level("WARNING", logger="dissensus"):
         evaluate(model, [(pictures, labels, torch.zeros(len(labels)))])
     assert "the weights in 'test' are left out" in caplog.text
+
+
+class Pooled(nn.Module):
+    """(B, T) tokens of any number -> (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, x):
+        return self.table(x).mean(1)
+
+
+def test_batches_padded_to_lengths_of_their_own_are_evaluated():
+    posterior = ds.MAP(Pooled().double())
+    short, long = torch.randint(7, (6, 4)), torch.randint(7, (5, 9))
+    y = torch.arange(11) % 3
+    loader = [(short, y[:6]), (long, y[6:])]
+    foreign = [(long, long), (short, short)]  # its targets, padded as well, are not read
+    result = evaluate(posterior, loader, ood={"odd": foreign}, shift={"moved": loader[::-1]})
+    network = posterior.particles.template.network
+    outputs = torch.cat([network(short), network(long)])
+    assert result.metrics["nll"] == pytest.approx(float(nn.functional.cross_entropy(outputs, y)), rel=1e-12)
+    assert result.metrics["shift/moved/nll"] == pytest.approx(result.metrics["nll"], rel=1e-12)
+    assert result.metrics["ood/odd/auroc"] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"expected inputs of shape \(4,\) in 'odd', as in the test set, got \(9,\)"):
+        evaluate(posterior, loader[:1], ood={"odd": foreign})
+
+
+def test_images_of_several_sizes_are_evaluated_and_those_of_the_first_are_shown():
+    posterior = ds.MAP(nn.Sequential(nn.Conv2d(1, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    small, large = torch.rand(4, 1, 5, 5), torch.rand(4, 1, 8, 8)
+    result = evaluate(posterior, [(small, torch.arange(4) % 3), (large, torch.arange(4) % 3)])
+    assert len(result.arrays["test/nll"]) == 8
+    assert result.arrays["examples/most/inputs"].shape == (4, 1, 5, 5)
+
+
+def test_token_labels_padded_to_lengths_of_their_own_are_counted_one_by_one():
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3)
+
+        def forward(self, x):
+            return self.table(x).movedim(-1, 1)  # (B, C, T)
+
+    posterior = ds.MAP(Tagger().double(), likelihood=ds.Classification(ignore_index=-1))
+    short, long = torch.randint(7, (6, 4)), torch.randint(7, (5, 9))
+    marked = torch.where(long == 6, -1, long % 3)
+    network = posterior.particles.template.network
+    flat = torch.cat([network(each).movedim(1, -1).reshape(-1, 3) for each in (short, long)])
+    expected = nn.functional.cross_entropy(flat, torch.cat([(short % 3).flatten(), marked.flatten()]), ignore_index=-1)
+    result = evaluate(posterior, [(short, short % 3), (long, marked)])
+    assert result.metrics["nll"] == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("values", [(0, 1, 2), (0, 1, 200, 255)])
+def test_class_labels_are_no_masks_of_ood_pixels(values):
+    posterior, x, y = segmentation()
+    labels = torch.tensor(values)[torch.randint(len(values), (5, 12, 12))]
+    with pytest.raises(ValueError, match=r"expected masks of 0, 1 and one void number in 'odd', got \["):
+        evaluate(posterior, [(x, y)], ood={"odd": [(x, labels)]})

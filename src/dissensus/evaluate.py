@@ -71,7 +71,8 @@ def _evaluated(
         score = checked_score(score, kind, functions.members)
         if kind == "segmentation":
             return _segmentation(functions, loader_again, loader, ood, shift, spec, score)
-        test = predictions(functions, loader_again, picture=None if spec is None else _picture(spec))
+        standardiser = None if spec is None else spec.standardiser
+        test = predictions(functions, loader_again, picture=None if standardiser is None else standardiser.inverse)
         foreign = {
             name: predictions(functions, each, name=name, labelled=False, like=test.shapes)
             for name, each in ood.items()
@@ -168,9 +169,7 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     for name, each in ood.items():
         outside = classification.member_scores(each, score)
         if inside is not None and outside is not None:
-            alone = [
-                classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)
-            ]  # one per member
+            alone = [classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
             found[f"members/ood/{name}/auroc"] = sum(alone) / len(alone)
     return found
 
@@ -195,10 +194,6 @@ def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[A
             "let the likelihood's predictive() return one of them, or call dissensus.metrics by hand"
         )
     return kind, chain([first], batches_left)
-
-
-def _picture(spec: Corruptions) -> Any:
-    return None if spec.standardiser is None else spec.standardiser.inverse
 
 
 def _segmentation(

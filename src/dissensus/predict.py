@@ -43,8 +43,6 @@ def predict(
             _state_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
         targets.append(y)
-    if not parts:
-        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     return Predictive.cat(parts), torch.cat(targets)
 
 
@@ -78,9 +76,7 @@ def summarise(
             running.add(predictive)
         parts.append(running.summary())
         targets.append(y)
-    if not parts:
-        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    return _joined(parts), torch.cat(targets)
+    return SummaryPredictive.cat(parts), torch.cat(targets)
 
 
 def predict_batches(
@@ -96,17 +92,12 @@ def _in_parts(
     posterior: Posterior, loader: Iterable[Any], *, precision: Precision, compiled: bool, whole: bool = False
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     if precision not in ("float32", "bf16"):
         raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    device = posterior.device
     with evaluation(posterior):
-        drawn = posterior.draw()
+        device, drawn = posterior.device, posterior.draw()
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -179,9 +170,7 @@ def _summarise_stored(
             seen += 1
         if seen != len(targets):  # a generator that the first member has used up
             raise _other_batches()
-    if not running:
-        raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    return _joined([each.summary() for each in running]), torch.cat(targets)
+    return SummaryPredictive.cat([each.summary() for each in running]), torch.cat(targets)
 
 
 def _as_member(number: int, predicted: Iterator[tuple[Predictive, Tensor]]) -> Iterator[tuple[Predictive, Tensor]]:
@@ -196,12 +185,6 @@ def _other_batches() -> ValueError:
     return ValueError(
         "expected the same batches for every member, got others; use a loader that does not shuffle and can be read again"
     )
-
-
-def _joined(parts: list[SummaryPredictive]) -> SummaryPredictive:
-    joined = Predictive.cat(parts)
-    assert isinstance(joined, SummaryPredictive)
-    return joined
 
 
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:

@@ -95,7 +95,6 @@ def _checked(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor |
     """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
     for batch in loader:
         x, y, weight = batches.unpack(batch)
-        batches.check_weight(weight)
         posterior.check_batch(batches.to(x, posterior.device), y)
         weights.append(weight)
         yield batch

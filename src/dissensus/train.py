@@ -182,7 +182,6 @@ class _Run:
             if batches.size(x) == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batches.check_finite(x)
-            batches.check_weight(weight)
             x = batches.to(x, device)
             posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
             y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
@@ -250,7 +249,6 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctio
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             batches.check_finite(x, anywhere=True)
-            batches.check_weight(weight)
             x = batches.to(x, posterior.device)
             posterior.check_batch(x, y)
             y = y.to(posterior.device)

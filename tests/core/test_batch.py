@@ -62,7 +62,8 @@ def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
         ),
         (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
         (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
-        (torch.tensor([1, -2]), "got -2 in row 1"),
+        (torch.tensor([1, 2]), r"got torch.int64 of shape \(2,\); leave a third tensor that is no weight"),
+        (torch.tensor(2.0), r"expected one floating-point weight per example, got torch.float32 of shape \(\)"),
         (torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [-3.0, 1.0]]]), "got -3 in row 1"),
     ],
 )
@@ -82,8 +83,60 @@ def test_weights_that_are_no_weights_are_an_error_of_their_own_before_anything_r
         assert not isinstance(error.value, ds.Diverged)
 
 
-def test_weights_may_be_whole_numbers_booleans_and_zero():
-    for weight in (torch.tensor([0, 0]), torch.tensor([True, False]), torch.zeros(2), None):
+def test_an_index_is_no_weight_wherever_batches_come_in():
+    posterior = ds.MAP(nn.Linear(3, 2))
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    loader = [(x, y, torch.arange(4))]
+    calls = [
+        lambda: ds.fit(posterior, loader, epochs=1, progress=False),
+        lambda: ds.evaluate(posterior, loader),
+        lambda: ds.predict(posterior, loader),
+        lambda: ds.temperature_scale(posterior, loader),
+        lambda: ds.Laplace(nn.Linear(3, 2)).fit_posthoc(loader),
+        lambda: posterior.loss(*loader[0]),
+        lambda: posterior.backward(*loader[0]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"expected one floating-point weight per example, got torch.int64.*index"):
+            call()
+
+
+def test_sparse_inputs_are_refused_in_one_line_wherever_they_come_in():
+    posterior = ds.MAP(nn.Linear(3, 2))
+    x, y = torch.randn(4, 3).to_sparse(), torch.arange(4) % 2
+    calls = [
+        lambda: ds.fit(posterior, [(x, y)], epochs=1, progress=False),
+        lambda: ds.evaluate(posterior, [(x, y)]),
+        lambda: ds.predict(posterior, [(x, y)]),
+        lambda: ds.temperature_scale(posterior, [(x, y)]),
+        lambda: posterior.loss(x, y),
+        lambda: posterior.predict(x),
+        lambda: posterior.predict((x,)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^expected dense inputs, got torch.sparse_coo; pass x.to_dense\(\)$"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_labels_may_be_unsigned(dtype):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    network = nn.Linear(4, 3).double()
+    posterior = ds.MAP(network)
+    plain = nn.functional.cross_entropy(network(x), y).detach()
+    torch.testing.assert_close(posterior.loss(x, y.to(dtype)).detach(), plain)
+    loader = [(x, y.to(dtype))]
+    assert ds.evaluate(posterior, loader).metrics["nll"] == pytest.approx(float(plain), rel=1e-12)
+    assert torch.equal(ds.predict(posterior, loader)[1], y)
+    assert ds.temperature_scale(posterior, loader) > 0
+    history = ds.fit(posterior, loader, epochs=1, progress=False)
+    assert history.epochs[0].loss == pytest.approx(float(plain), rel=1e-12)
+    with pytest.raises(ValueError, match=r"expected labels in 0…2, got 7"):
+        posterior.loss(x, torch.full((6,), 7).to(dtype))
+
+
+def test_weights_may_be_booleans_and_zero():
+    for weight in (torch.tensor([True, False]), torch.zeros(2), None):
         batches.check_weight(weight)
     with pytest.raises(TypeError, match="expected example weights as a tensor, got list"):
         ds.fit(

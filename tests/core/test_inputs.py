@@ -366,6 +366,20 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplo
     assert all("take the last softmax out, or return log-probabilities" in message for message in warned)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda posterior, x, y: [posterior.predict(x), posterior.predict(x[:3])],
+        lambda posterior, x, y: [ds.predict(posterior, [(x, y)]), posterior.predict(x)],
+        lambda posterior, x, y: [ds.summarise(posterior, [(x, y)]), ds.evaluate(posterior, [(x, y)])],
+    ],
+    ids=["predict", "ds.predict", "summarise"],
+)
+def test_prediction_alone_warns_of_a_last_softmax_once(use, caplog):
+    use(ds.MAP(nn.Sequential(nn.Linear(2, 2), nn.Softmax(1))), 100 * torch.randn(6, 2), torch.arange(6) % 2)
+    assert caplog.text.count("seems to end in a softmax") == 1
+
+
 def test_pixels_that_end_in_a_softmax_are_warned_of_and_regressions_are_not(caplog):
     image = torch.randn(2, 3, 5, 5)
     net = nn.Sequential(convolutions(), nn.Softmax(1))

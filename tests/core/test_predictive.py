@@ -283,3 +283,8 @@ def test_a_level_outside_is_refused(level):
 def test_a_regression_has_no_confidence():
     with pytest.raises(TypeError, match=r"use \.total, a variance, instead"):
         _ = gaussian().confidence
+
+
+def test_batches_whose_outputs_differ_in_shape_do_not_join():
+    with pytest.raises(ValueError, match=r"one shape in all batches, got \[\(4, 2\), \(4, 3\)\].*ds.predict_batches"):
+        ds.Predictive.cat([categorical(5, 7, 4, 3), categorical(5, 7, 4, 2)])

@@ -167,6 +167,8 @@ def test_classification_sets_are_read(tmp_path, sub):
         ({"y": np.array([0, 2])}, "y from 0 to 1, got 0 to 2"),
         ({"y": np.array([0, 1, 1])}, "class indices"),
         ({"class_names": np.array([{}])}, "plain arrays"),
+        ({"class_names": np.array([["a", "b"]])}, r"expected class_names \(C,\), got <U1 \(1, 2\)"),
+        ({"class_names": np.array([2**31 - 1, 98], dtype=np.uint32).view("<U1")}, r"expected class_names \(C,\)"),
     ],
 )
 def test_wrong_classification_files_are_refused(tmp_path, changes, message):

@@ -38,9 +38,13 @@ def logits(outputs: Any) -> Tensor:
 
 
 def tensors(x: Inputs) -> list[Tensor]:
-    """The tensors in x, in a fixed order."""
+    """The tensors in x, in a fixed order; an error where one is sparse."""
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
-    return [value for value in values if isinstance(value, Tensor)]
+    found = [value for value in values if isinstance(value, Tensor)]
+    for tensor in found:
+        if tensor.layout != torch.strided:
+            raise ValueError(f"expected dense inputs, got {tensor.layout}; pass x.to_dense()")
+    return found
 
 
 def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
@@ -94,18 +98,16 @@ def unchanged(x: Inputs) -> Iterator[None]:
 
 
 def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
-    """(x, y, weight) of one batch from a loader; weight is None where the loader gives none."""
+    """(x, y, weight) of one batch from a loader, the weight checked; weight is None where the loader gives none."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         what = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
         raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
     x, y, weight = batch if len(batch) == 3 else (*batch, None)
     if not isinstance(y, Tensor):
         raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
-    if not tensors(x):
-        raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {_described(x)}; convert x with torch.as_tensor"
-        )
-    return x, y, weight
+    size(x)  # an error where x has no tensor
+    check_weight(weight)
+    return x, y.long() if y.dtype in (torch.uint16, torch.uint32, torch.uint64) else y, weight  # torch lacks their min
 
 
 def length(loader: Iterable[Any]) -> int | None:
@@ -133,20 +135,25 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
 
 
 def check_weight(weight: object) -> None:
-    """Raises where example weights on the host are negative or not finite. All may be 0: then no example counts."""
+    """Raises where example weights are integers or a scalar, or on the host negative or not finite. All may be 0."""
     if weight is None:
         return
     if not isinstance(weight, Tensor):
         raise TypeError(
             f"expected example weights as a tensor, got {type(weight).__name__}; convert them with torch.as_tensor"
         )
-    if weight.device.type != "cpu" or not weight.numel() or weight.dtype == torch.bool:
+    mask = weight.dtype == torch.bool
+    if weight.ndim == 0 or not (mask or weight.is_floating_point()):
+        raise ValueError(
+            f"expected one floating-point weight per example, got {weight.dtype} of shape {tuple(weight.shape)}; leave a "
+            "third tensor that is no weight (an index) out of the batch, or convert weights with .float()"
+        )
+    if weight.device.type != "cpu" or not weight.numel() or mask:
         return
     smallest, largest = weight.aminmax()  # both NaN where there is one
     if not (bool(smallest >= 0) and bool(largest < math.inf)):
         bad = (~((weight >= 0) & (weight < math.inf))).nonzero()  # (number, axes)
-        row = f" in row {int(bad[0, 0])} of a batch" if weight.ndim else ""
-        value = float(weight[tuple(bad[0])])
         raise ValueError(
-            f"expected finite example weights of at least 0, got {value:g}{row}; give examples that do not count the weight 0"
+            f"expected finite example weights of at least 0, got {float(weight[tuple(bad[0])]):g} in row {int(bad[0, 0])} of a "
+            "batch; give examples that do not count the weight 0"
         )

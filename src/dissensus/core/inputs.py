@@ -31,18 +31,18 @@ class KnownInputs:
         self.taken: set[tuple[Any, ...]] = set()
         self.doubted = False  # whether a doubt was logged: once is enough
 
-    def output_shape(
-        self, x: Inputs, run: Run, doubt: Callable[[Tensor], str | None], dtype: torch.dtype
-    ) -> torch.Size:
+    def output_shape(self, x: Inputs, run: Run, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
         key = _kind(x, dtype)
         if key not in self.shapes:
-            outputs = outputs_of(run, x)
-            self.shapes[key] = outputs.shape[1:]
-            if not self.doubted and (word := doubt(outputs)) is not None:
-                log.warning("%s", word)
-                self.doubted = True
+            self.shapes[key] = outputs_of(run, x).shape[1:]
         return torch.Size((batches.size(x), *self.shapes[key]))
+
+    def doubt(self, word: str | None) -> None:
+        """Logs a doubt about the outputs, once."""
+        if word is not None and not self.doubted:
+            log.warning("%s", word)
+            self.doubted = True
 
     def check(self, x: Inputs, run: Run, dtype: torch.dtype) -> None:
         """Raises where run cannot take x, or x has no batch axis. Tries one example where that shows it."""

@@ -52,7 +52,7 @@ class Likelihood(nn.Module, ABC):
         return None
 
     def doubt(self, outputs: Tensor) -> str | None:
-        """A warning about outputs (B, ...) that look wrong, with the remedy; None where they do not. Read only on the host."""
+        """A warning about outputs (B, ...) that look wrong, with the remedy; or None. Asked once per shape of x."""
         return None
 
     def config(self) -> dict[str, Any]:
@@ -76,14 +76,16 @@ class Likelihood(nn.Module, ABC):
 
 
 class Classification(Likelihood):
-    """Logits (B, C) or (B, C, H, W); y: class indices (B,) or (B, H, W), or soft labels of the logits' shape.
+    """Logits (B, C), (B, C, T) or (B, C, H, W); y: class indices of their shape without C, or soft labels of their shape.
 
-    `ignore_index`: the label of positions that do not count (void pixels).
+    Classes are axis 1, as in torch's cross_entropy: transpose token logits (B, T, C). As (B, C, T) with T = C could be those,
+    it is refused: return (B, C, T, 1), with targets (B, T, 1). `ignore_index`: the label of positions that do not count.
     """
 
     def __init__(self, ignore_index: int | None = None) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self._clear = False  # whether a batch has shown which axis is the classes
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         if y.is_floating_point():
@@ -93,9 +95,7 @@ class Classification(Likelihood):
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         plain = weight is None and self.ignore_index is None and not y.is_floating_point()
-        if (
-            plain and type(self) is Classification
-        ):  # the same bits without changing signs twice, in every member's graph
+        if plain and type(self) is Classification:  # the same bits without changing signs twice, in every graph
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
         return super().nll(outputs, y, weight)
 
@@ -109,7 +109,7 @@ class Classification(Likelihood):
         return ClassificationPredictive(*described)
 
     def doubt(self, outputs: Tensor) -> str | None:
-        if outputs.device.type != "cpu" or outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
+        if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
             return None
         # No warning about log-probabilities: log_softmax leaves them as they are, so they are logits like any others.
         tolerance = 1e-4 if full_precision(outputs) is outputs else 1e-2
@@ -140,17 +140,25 @@ class Classification(Likelihood):
             ones = torch.ones((), dtype=y.dtype)
             if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
                 raise ValueError(
-                    "expected soft labels ≥ 0 that sum to one over classes, got others; normalise them (y.softmax(1))"
+                    "expected soft labels ≥ 0 that sum to one over classes, axis 1, got others; normalise them (y.softmax(1))"
                 )
             return
         if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
             hint = "pass class indices, not one-hot rows" if y.shape == output_shape else "pass one index per example"
+            if y.shape == output_shape[:-1]:
+                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
             raise ValueError(
                 f"expected targets of shape {(batch, *space)}, got {y.dtype} of shape {tuple(y.shape)}; {hint}"
             )
+        self._clear |= space != [classes]
+        if not self._clear:
+            raise ValueError(
+                f"expected logits (B, C, T) that cannot be taken for (B, T, C), got {tuple(output_shape)}; if axis 1 is the "
+                "classes, return outputs[..., None] with targets y[..., None], else outputs.movedim(-1, 1)[..., None]"
+            )
         if y.device.type != "cpu" or y.numel() == 0:
             return
-        known = y if self.ignore_index is None else y[y != self.ignore_index]
+        known = y.long() if self.ignore_index is None else y[y != self.ignore_index].long()
         if known.numel() and (int(known.min()) < 0 or int(known.max()) >= classes):
             bad = int(known.min()) if int(known.min()) < 0 else int(known.max())
             raise ValueError(
@@ -162,19 +170,20 @@ class Classification(Likelihood):
 class Regression(Likelihood):
     """Outputs are the mean, (B, D) or (B,); y ~ N(mean, noise²) with a noise that is fixed or learned.
 
-    `noise`: a standard deviation, or "learned": one noise per member, trained with it and started at `initial`.
+    `noise`: a standard deviation, or "learned": one noise per member, trained with it and started at `initial`. None: at 1,
+    or at the network's error on the first training batch where that is above 3, as for targets that are not standardised.
     """
 
-    def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float = 1.0) -> None:
+    def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float | None = None) -> None:
         super().__init__()
         if noise != "learned" and not (isinstance(noise, int | float) and noise > 0):
             raise ValueError(f'expected a positive noise or "learned", got {noise!r}; pass the standard deviation of y')
-        if not initial > 0:
+        if initial is not None and not initial > 0:
             raise ValueError(f"expected a positive initial noise, got {initial}; pass a standard deviation")
         self.noise = noise
         self.initial = initial
         if noise == "learned":
-            self.log_noise = nn.Parameter(torch.tensor(float(initial)).log())
+            self.log_noise = nn.Parameter(torch.tensor(float(initial or 1.0)).log())
 
     def extra_repr(self) -> str:
         return f"noise={self.noise!r}"
@@ -255,7 +264,7 @@ def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
 
 def spread(weight: Tensor, like: Tensor) -> Tensor:
     """The weight, (B,) or of like's shape, in like's shape and dtype."""
-    if weight.shape[0] != like.shape[0] or weight.ndim > like.ndim:
+    if weight.shape[:1] != like.shape[:1] or weight.ndim > like.ndim:
         raise ValueError(
             f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}; pass one per example"
         )

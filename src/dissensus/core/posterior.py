@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import inputs, seam
+from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Inputs
 from dissensus.core.finite import check_predictions
 from dissensus.core.functions import DrawnFunctions, Predictor
@@ -52,6 +52,7 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
         self._known = inputs.KnownInputs()
+        self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
@@ -221,6 +222,9 @@ class Posterior(TrainingRules, ABC):
         `first`: the index of its first member.
         """
         check_predictions(predictive.described(), self.steps, first=first)
+        if not self._predicted:
+            self._predicted = True
+            self._known.doubt(noise.doubt(self.particles))
         temperature = float(self.temperature)
         return predictive if temperature == 1.0 else predictive.tempered(temperature)
 
@@ -247,9 +251,14 @@ class Posterior(TrainingRules, ABC):
         """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
         self.likelihood.check(self.output_shape(x), y)
 
+    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        if not self._started:
+            self._started = True
+            self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))
+
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
-        return self._known.output_shape(x, self._first_member, self.likelihood.doubt, self.temperature.dtype)
+        return self._known.output_shape(x, self._first_member, self.temperature.dtype)
 
     def check_inputs(self, x: Inputs) -> None:
         """Raises a clear error where the network cannot take x, or x has no batch axis; runs one example per shape of x."""
@@ -262,6 +271,7 @@ class Posterior(TrainingRules, ABC):
         with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
             outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
             self.draws_itself |= watch.drew
+        self._known.doubt(self.likelihood.doubt(outputs))
         return outputs
 
 
@@ -282,6 +292,10 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 @contextmanager
 def evaluation(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
     with (
         posterior.particles.turn(),
         eval_mode(posterior, posterior.particles.template),

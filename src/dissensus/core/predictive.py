@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -64,8 +65,15 @@ class Predictive(ABC):
         raise TypeError("expected a classification for a confidence, got a regression; use .total, a variance, instead")
 
     @classmethod
-    def cat(cls, parts: Sequence[Predictive]) -> Predictive:
+    def cat(cls, parts: Sequence[Self]) -> Self:
         """The predictive of all parts' inputs, in order."""
+        if not parts:
+            raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
+        if len(shapes := {tuple(tensor.shape[2:] for tensor in part.described()) for part in parts}) > 1:
+            raise ValueError(
+                f"expected outputs of one shape in all batches, got {sorted(tuple(each[0]) for each in shapes)}; pad all "
+                "batches to one length, or take them one by one with ds.predict_batches"
+            )
         return type(parts[0])(*(torch.cat(each, dim=1) for each in zip(*(p.described() for p in parts), strict=True)))
 
     def to(self, device: torch.device | str) -> Predictive:

@@ -149,9 +149,12 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
             f"expected the keys x, y and class_names in {path}, got no {', '.join(sorted(missing))}; add them"
         )
     x, y, names = arrays["x"], arrays["y"], arrays["class_names"]
-    if names.ndim != 1:
-        raise ValueError(f"expected class_names (C,), got shape {names.shape} in {path}; store one name a class")
-    classes = tuple(map(str, names))
+    try:
+        (_,), classes = names.shape, tuple(map(str, names))
+    except Exception as error:  # another shape, or text that is none: NumPy lets a SystemError through
+        raise ValueError(
+            f"expected class_names (C,), got {names.dtype} {names.shape} in {path}; store one name a class"
+        ) from error
     if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
         raise ValueError(
             f"expected numbers x (N, D) and class indices y (N,), got {x.dtype} {x.shape} and {y.dtype} {y.shape} "

@@ -52,35 +52,29 @@ class Functions:
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
-        batches.check_finite(x, anywhere=True)
-        x = batches.to(x, self.device)
-        self.posterior.check_inputs(x)
-        with batches.unchanged(x):
-            described = self._describe(x)
-        return self.posterior.checked(self.drawn.likelihood.predictive(*described))
+        return self.posterior.checked(self.drawn.likelihood.predictive(*self._said(self._describe, x)))
 
     def answer(self, x: Inputs) -> Answer:
         """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
         if not self.logits:
             return Answer(self.predict(x), None)
-        batches.check_finite(x, anywhere=True)
-        x = batches.to(x, self.device)
-        self.posterior.check_inputs(x)
-        with batches.unchanged(x):
-            outputs, *described = self._everything(x)
+        outputs, *described = self._said(self._everything, x)
         predictive = self.posterior.checked(self.drawn.likelihood.predictive(*described))
         # The energy of the logits at the posterior's temperature, member by member.
         flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))
         return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
 
+    def _said(self, function: CapturedFunction, x: Inputs) -> Any:
+        batches.check_finite(x, anywhere=True)
+        x = batches.to(x, self.device)
+        self.posterior.check_inputs(x)
+        with batches.unchanged(x):
+            return function(x)
+
 
 @contextmanager
 def drawn_once(posterior: Posterior) -> Iterator[Functions]:
     """Functions of one draw; eval mode without gradients, modes and random streams put back afterwards."""
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     with evaluation(posterior):
         drawn = posterior.draw()
     with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ class Predictions:
     """What one draw says about all inputs of a loader, on the host."""
 
     predictive: Predictive
-    targets: Tensor  # (N,) classes or (N, D) values
+    targets: Tensor  # (N,) classes or (N, D) values; (0,) of a set without labels
     energy: Tensor | None  # (M, N)
     examples: dict[str, Tensor]  # of Extremes.arrays; empty where inputs are not images
-    shapes: Shapes  # of one input
+    shapes: Shapes | None  # of one input; None where batches differ in it, as padded sequences do
     milliseconds: float  # per input, in the loader's batches
 
     @property
@@ -57,13 +57,11 @@ def predictions(
     answers: list[Answer] = []
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
-    extremes, shapes, seen = Extremes(), like, 0
-    uncounted = Unweighted(name)
+    extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
     for batch in loader:
         x, y, weight = batches.unpack(batch)
-        uncounted.look(weight)
-        batches.check_finite(x)
-        shapes = checked_shapes(x, shapes, name)
+        said = unweighted(weight, name, said)
+        shapes.add(checked_shapes(x, like, name))
         if labelled:
             functions.posterior.check_batch(batches.to(x, functions.device), y)
             check_hard(y, functions)
@@ -75,13 +73,14 @@ def predictions(
         if labelled and functions.ignore_index is not None:
             counted = y.cpu() != functions.ignore_index
             answer, index = rows(answer, counted), index[counted]
-            x, y = batches.apply(x, partial(_at, counted)), y.cpu()[counted]
-        if labelled and is_image(x) and isinstance(answer.predictive, ClassificationPredictive) and len(index):
+            x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y.cpu()[counted]
+        shown_at = labelled and is_image(x) and len(shapes) == 1
+        if shown_at and isinstance(answer.predictive, ClassificationPredictive) and len(index):
             log_mean = answer.predictive.log_mean
             shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
         answers.append(answer)
-        targets.append(y.cpu())
+        targets.append(y.cpu() if labelled else torch.empty(0))
     if not answers:
         raise ValueError(
             f"expected at least one batch in {name!r}, got none; is it empty, or a generator that can be read only once?"
@@ -93,29 +92,23 @@ def predictions(
         targets=torch.cat(targets),
         energy=torch.cat(energies, 1) if energies else None,
         examples=extremes.arrays(),
-        shapes=shapes or (),
+        shapes=shapes.pop() if len(shapes) == 1 else None,
         milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
     )
 
 
-class Unweighted:
-    """Says, once for a set, that metrics count every example once, where a loader brings weights that say otherwise."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.said = False
-
-    def look(self, weight: Tensor | None) -> None:
-        if weight is not None and not self.said and bool((weight != 1).any()):
-            self.said = True
-            log.warning(
-                "the weights in %r are left out: metrics count every example once; leave out examples that do not count",
-                self.name,
-            )
+def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
+    """Whether it is said by now that metrics count every example once; says so where weights are not 1."""
+    if weight is None or said or not bool((weight != 1).any()):
+        return said
+    log.warning(
+        "the weights in %r are left out: metrics count every example once; leave out examples that do not count", name
+    )
+    return True
 
 
 def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
-    """The shapes of one input; an error where they are not those of the inputs before."""
+    """The shapes of one input; an error where they are not those of the test set, where all of it has the same."""
     shapes = tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
     if like is not None and shapes != like:
         raise ValueError(
@@ -138,10 +131,6 @@ def is_image(x: Inputs) -> bool:
 
 def on_host(answer: Answer) -> Answer:
     return Answer(answer.predictive.to("cpu"), None if answer.energy is None else answer.energy.cpu())
-
-
-def _at(keep: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.cpu()[keep]
 
 
 def rows(answer: Answer, keep: Tensor) -> Answer:

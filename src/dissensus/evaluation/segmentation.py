@@ -17,7 +17,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.evaluation.functions import Answer, Functions
-from dissensus.evaluation.predictions import Shapes, Unweighted, check_hard, checked_shapes, now
+from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, unweighted
 from dissensus.metrics import CalibrationBins, ConfusionCounts, ScoreHistogram
 from dissensus.metrics.checks import labelled
 
@@ -108,13 +108,12 @@ class PixelSums:
 
 
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
-    """(PixelSums, shapes of one input, images seen) of a labelled loader."""
-    sums, shapes, images, uncounted = PixelSums(), like, 0, Unweighted(name)
+    """(PixelSums, shapes of one input, None where they differ, images seen) of a labelled loader."""
+    sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
     for batch in loader:
         x, y, weight = batches.unpack(batch)
-        uncounted.look(weight)
-        batches.check_finite(x)
-        shapes = checked_shapes(x, shapes, name)
+        said = unweighted(weight, name, said)
+        shapes.add(checked_shapes(x, like, name))
         functions.posterior.check_batch(batches.to(x, functions.device), y)
         check_hard(y, functions)
         start = now(functions.device)
@@ -122,27 +121,34 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
         sums.seconds += now(functions.device) - start
         sums.update(predictive, y.to(functions.device), functions.ignore_index)
         images += batches.size(x)
-    return sums, shapes, images
+    return sums, shapes.pop() if len(shapes) == 1 else None, images
 
 
 def pixel_ood(
     functions: Functions, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
 ) -> dict[str, float]:
-    """OOD metrics of a loader of (x, mask): mask (B, H, W) is boolean, or 1 at OOD pixels, 0 elsewhere, other = void.
+    """OOD metrics of a loader of (x, mask): mask (B, H, W) is boolean, or 1 at OOD pixels, 0 elsewhere.
 
-    auroc, aupr and fpr95 are means over images of the ranking within each; pooled_auroc, pooled_aupr and pooled_fpr95
-    rank the pixels of all images together.
+    One other number may mark void pixels: the likelihood's ignore_index, or one that is no class. auroc, aupr and fpr95 are
+    means over images of the ranking within each; pooled_auroc, pooled_aupr and pooled_fpr95 rank all images' pixels together.
     """
     histogram = ScoreHistogram.empty(device=functions.device)
-    total, images = torch.zeros(3, dtype=torch.float64), 0
+    total, images, voids = torch.zeros(3, dtype=torch.float64), 0, set[int]()
     for batch in loader:
         x, mask, _ = batches.unpack(batch)
         checked_shapes(x, like, name)
-        value = pixel_score(functions.answer(x) if score == "energy" else Answer(functions.predict(x), None), score)
+        answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
+        value = pixel_score(answer, score)
         if mask.is_floating_point() or mask.shape != value.shape:
             raise ValueError(
                 f"expected a mask of shape {tuple(value.shape)} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
                 "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void ones"
+            )
+        voids |= set(torch.unique(mask).tolist()) - {0, 1}
+        if len(voids) > 1 or voids & (set(range(answer.predictive.members.shape[2])) - {functions.ignore_index}):
+            raise ValueError(
+                f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
+                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
             )
         mask = mask.to(value.device)
         ood, void = mask == 1, (mask != 0) & (mask != 1)

@@ -1,19 +1,14 @@
 """Gathering curvature: what each batch says of the last layer of one network."""
 
-import logging
-import math
-
 import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.likelihood import Likelihood, Regression, spread
+from dissensus.core.likelihood import Regression, spread
 from dissensus.core.particles import Member
 from dissensus.methods.curvature import Gathered, output_curvature
 from dissensus.methods.last_layer import LastLayer, check_outputs, watching
-
-log = logging.getLogger("dissensus")
 
 
 def gather(gathered: Gathered, member: Member, last: LastLayer, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
@@ -44,15 +39,3 @@ def gather(gathered: Gathered, member: Member, last: LastLayer, x: Inputs, y: Te
     phi, rows = last.rows(features, made)  # (n, D), (n, C)
     w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
     gathered.add(phi, *output_curvature(member.likelihood, rows), w.reshape(-1).double())
-
-
-def warn_of_untrained_noise(likelihood: Likelihood) -> None:
-    """Says where a noise that should have been learned is still what it was built with: curvature and evidence rest on it."""
-    if not isinstance(likelihood, Regression) or likelihood.noise != "learned":
-        return
-    if math.isclose(float(likelihood.log_noise.detach().exp()), likelihood.initial, rel_tol=1e-6):
-        log.warning(
-            "the noise of this regression is still %g, which nobody has trained, and Laplace takes it as it is; pass "
-            "likelihood=posterior.likelihood of the posterior that the network was trained in, or Regression(noise=...)",
-            likelihood.initial,
-        )

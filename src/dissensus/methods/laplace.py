@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
+from dissensus.core import noise
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
@@ -27,7 +28,7 @@ from dissensus.methods.curvature import (
     Structure,
     check_known,
 )
-from dissensus.methods.gathering import gather, warn_of_untrained_noise
+from dissensus.methods.gathering import gather
 from dissensus.methods.last_layer import LastLayer, last_layer
 from dissensus.methods.networks import Networks
 from dissensus.methods.sampling import SamplingPosterior, by_network
@@ -96,6 +97,7 @@ class Laplace(SamplingPosterior):
         check_loader(loader)
         check_prior(None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
+        self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
         with evaluation(self):
             curvature = self._gathered(loader, data_size or self.data_size)
         for each in curvature:
@@ -183,7 +185,6 @@ class Laplace(SamplingPosterior):
         particles = self.particles
         held = not self.built_with.own
         members = [particles.template if held else particles.whole_member(m) for m in range(particles.members)]
-        warn_of_untrained_noise(members[0].likelihood)
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
         seen = 0.0
         for batch in loader:
@@ -191,7 +192,6 @@ class Laplace(SamplingPosterior):
             if batches.size(x) == 0:
                 continue
             batches.check_finite(x, anywhere=True)
-            batches.check_weight(weight)
             x = batches.to(x, self.device)
             self.check_batch(x, y)
             for member in members[len(gathered) :]:

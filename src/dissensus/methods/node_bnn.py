@@ -229,6 +229,7 @@ class NodeBNN(Posterior):
         return collapsed(self.particles, self.sites, self.mean[component])
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))

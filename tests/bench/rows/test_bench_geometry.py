@@ -86,6 +86,14 @@ def test_numbers_of_a_region_are_means_over_it():
     assert spoken("region/off_data/entropy") == ("off the data", "entropy")
 
 
+@pytest.mark.parametrize("shape", [(4, 30, 1), (4, 31)], ids=["fewer points", "no outputs"])
+def test_predictions_of_another_grid_are_one_error(shape):
+    found = line(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
+    means = torch.randn(*shape)
+    with pytest.raises(ValueError, match=r"expected predictions at the 31 points of the grid, got Regression.*--again"):
+        with_grid(NOTHING, RegressionPredictive(means, torch.ones_like(means)), found, torch.zeros(1, 1))
+
+
 def test_a_square_is_drawn_with_the_first_input_to_the_right():
     x, _ = ds.data.five_blobs(4)
     found = geometry("five_blobs", x)

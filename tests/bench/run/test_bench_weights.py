@@ -345,3 +345,16 @@ def test_an_archive_with_its_pickle_in_capitals_is_looked_at_too(tmp_path):
             renamed.writestr(entry.replace("data.pkl", "DATA.PKL"), whole.read(entry))
     with pytest.raises(ValueError, match=r"asks for __?builtin(s|__).bytearray"):
         load_weights(net(), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(("name", "at"), [("net.npz", -5), ("net.pt", -49)])
+def test_a_file_whose_parts_would_begin_before_it_is_named(tmp_path, name, at):
+    network, path = net(), tmp_path / name
+    write(path, network.state_dict())
+    raw = bytearray(path.read_bytes())
+    raw[at] = 255  # where the list of parts begins: others are then looked for at a negative place
+    path.write_bytes(raw)
+    with pytest.raises(
+        ValueError, match=rf"expected a whole \.\w+ file of plain tensors, got .*{name}.*save state_dict"
+    ):
+        load_weights(network, path)

@@ -20,6 +20,10 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
     sd: mean over the region of the standard deviation of the members' means, √epistemic. entropy: mean of the entropy of
     the mean probabilities, in nats.
     """
+    if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
+        raise ValueError(
+            f"expected predictions at the {len(geometry.positions)} points of the grid, got {predictive}; evaluate with --again"
+        )
     arrays = {"positions": geometry.positions, "seen": geometry.seen[:POINTS], "targets": targets[:POINTS]}
     if isinstance(predictive, ClassificationPredictive):
         quantity, values = "entropy", predictive.total  # (n,)

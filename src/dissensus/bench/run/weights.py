@@ -67,9 +67,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise too_large(path, size, limit)
     try:
         state = READERS[path.suffix](path, limit)
-    except (OSError, Refused):
-        raise
-    except Exception as error:  # whatever the parser underneath raises on a damaged file
+    except Exception as error:  # whatever the parser underneath raises on a damaged file, OSError too
+        if isinstance(error, Refused) or getattr(error, "filename", None) is not None:  # a name: it could not be opened
+            raise
         raise ValueError(
             f"expected a whole {path.suffix} file of plain tensors, got {path} ({_line(error)}); save state_dict() again"
         ) from error

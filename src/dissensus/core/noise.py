@@ -1,0 +1,45 @@
+"""A learned noise that no step has moved yet: where it starts, and what to say where it predicts all the same."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dissensus.core.likelihood import Regression, spread
+from dissensus.core.particles import Particles
+
+FAR = 3.0  # times a start of 1: errors of standardised targets are smaller
+
+
+def untrained(particles: Particles) -> Tensor | None:
+    """The logarithm of a learned noise, () or (M,), that is still what it was built with; None where there is none."""
+    noise = {**particles.shared_parameters(), **particles.own_parameters()}.get("likelihood.log_noise")
+    if noise is None or not noise.requires_grad or not isinstance(particles.likelihood, Regression):
+        return None
+    start = math.log(particles.likelihood.initial or 1.0)
+    return noise if bool(((noise.detach() - start).abs() < 1e-6).all()) else None
+
+
+def started(particles: Particles, outputs: Callable[[], Tensor], y: Tensor, weight: Tensor | None) -> str | None:
+    """Starts the noise at the error of the outputs where that is far above 1: from 1, intervals are too narrow for long."""
+    if (noise := untrained(particles)) is None or particles.likelihood.initial is not None:
+        return None
+    squares = (y - outputs()).double().square()
+    w = torch.ones_like(squares) if weight is None else spread(weight, squares)
+    error = float(((w * squares).sum() / w.sum()).sqrt())
+    if not FAR < error < math.inf:
+        return None
+    noise.data.fill_(math.log(error))
+    return (
+        f"targets are {error:.3g} off the outputs in the first batch: the learned noise starts there instead of at 1; "
+        "standardise the targets (ds.data.Standardiser.of_rows), or training will take long"
+    )
+
+
+def doubt(particles: Particles) -> str | None:
+    """A warning where the noise was never trained."""
+    return None if (noise := untrained(particles)) is None else (
+        f"the learned noise was never trained and is still {float(noise.detach().flatten()[0].exp()):g}; train it, or pass "
+        "Regression(noise=...) or likelihood=posterior.likelihood of the posterior that the network was trained in"
+    )  # fmt: skip
