@@ -9,14 +9,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, has_ties, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, has_ties, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -26,6 +26,8 @@ from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class Particles(nn.Module):
@@ -293,15 +295,19 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
-        return self.whole_member(index).network
+        return self._copied(self.template.network, PREFIX, index)
 
-    def whole_member(self, index: int) -> Member:
-        """A copy of one member, network, likelihood and latents, that shares nothing with this one."""
+    def member_likelihood(self, index: int) -> Likelihood:
+        """A copy of one member's likelihood."""
+        return self._copied(self.template.likelihood, "likelihood.", index)
+
+    def _copied(self, part: Part, prefix: str, index: int) -> Part:
+        """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
         with self.turn(), torch.no_grad():
-            member = copy.deepcopy(self.template)
+            copied = copy.deepcopy(part)
             values = {**self.shared_parameters(), **self.shared_buffers()}
             values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
-            for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
-                tensor.data = values[name].detach().clone()
-        return member
+            for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
+                tensor.data = values[f"{prefix}{name}"].detach().clone()
+        return copied

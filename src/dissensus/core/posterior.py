@@ -252,6 +252,7 @@ class Posterior(TrainingRules, ABC):
         self.likelihood.check(self.output_shape(x), y)
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         if not self._started:
             self._started = True
             self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))

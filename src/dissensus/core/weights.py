@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
-
-PREFIX = "network."
 
 
 @dataclass(frozen=True)

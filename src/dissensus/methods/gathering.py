@@ -1,20 +1,27 @@
 """Gathering curvature: what each batch says of the last layer of one network."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.likelihood import Regression, spread
-from dissensus.core.particles import Member
+from dissensus.core.likelihood import Likelihood, Regression, spread
 from dissensus.methods.curvature import Gathered, output_curvature
 from dissensus.methods.last_layer import LastLayer, check_outputs, watching
 
 
-def gather(gathered: Gathered, member: Member, last: LastLayer, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+def gather(
+    gathered: Gathered,
+    network: nn.Module,
+    likelihood: Likelihood,
+    last: LastLayer,
+    x: Inputs,
+    y: Tensor,
+    weight: Tensor | None,
+) -> None:
     """Adds what one batch has to say of one network."""
     with watching(last) as seen, batches.unchanged(x):
-        outputs = batches.call(member.network, x)
+        outputs = batches.call(network, x)
     if len(seen) != 1:  # the layer was found with the first batch
         raise ValueError(
             f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
@@ -24,13 +31,13 @@ def gather(gathered: Gathered, member: Member, last: LastLayer, x: Inputs, y: Te
     if not bool(outputs.isfinite().all()):
         raise ValueError("expected finite outputs, got NaN or infinity; fit a network that is whole")
     check_outputs(last, made, outputs)
-    if last.channels == -1 and made.ndim > 2 and not isinstance(member.likelihood, Regression):
+    if last.channels == -1 and made.ndim > 2 and not isinstance(likelihood, Regression):
         raise ValueError(
             f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, whose axis 1 is not the "
             "layer's; let a 1×1 convolution make outputs at positions"
         )
-    counted = member.likelihood.counted(y)
-    log_prob = member.likelihood.log_prob(outputs.double(), y if counted is None else torch.where(counted, y, 0))
+    counted = likelihood.counted(y)
+    log_prob = likelihood.log_prob(outputs.double(), y if counted is None else torch.where(counted, y, 0))
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
     if counted is not None:
         w = w * counted
@@ -38,4 +45,4 @@ def gather(gathered: Gathered, member: Member, last: LastLayer, x: Inputs, y: Te
     positions = made.select(last.channels, 0)  # (B, ...)
     phi, rows = last.rows(features, made)  # (n, D), (n, C)
     w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
-    gathered.add(phi, *output_curvature(member.likelihood, rows), w.reshape(-1).double())
+    gathered.add(phi, *output_curvature(likelihood, rows), w.reshape(-1).double())

@@ -17,10 +17,10 @@ from dissensus.core import batch as batches
 from dissensus.core import noise
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import check_prior
-from dissensus.core.weights import PREFIX
 from dissensus.methods.curvature import (
     STRUCTURES,
     Curvature,
@@ -184,7 +184,11 @@ class Laplace(SamplingPosterior):
         """The curvature of so many data as in the loader, network by network; precisions are not chosen yet."""
         particles = self.particles
         held = not self.built_with.own
-        members = [particles.template if held else particles.whole_member(m) for m in range(particles.members)]
+        members = (
+            [(self.network, self.likelihood)]
+            if held
+            else [(particles.member(m), particles.member_likelihood(m)) for m in range(particles.members)]
+        )
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
         seen = 0.0
         for batch in loader:
@@ -194,22 +198,22 @@ class Laplace(SamplingPosterior):
             batches.check_finite(x, anywhere=True)
             x = batches.to(x, self.device)
             self.check_batch(x, y)
-            for member in members[len(gathered) :]:
-                last = last_layer(member.network, x, self.layer)
+            for network, _ in members[len(gathered) :]:
+                last = last_layer(network, x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
             seen += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
             y, weight = y.to(self.device), None if weight is None else weight.to(self.device)
-            for member, (sums, last, _) in zip(members, gathered, strict=True):
-                gather(sums, member, last, x, y, weight)
+            for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
+                gather(sums, network, likelihood, last, x, y, weight)
         if not gathered or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
         if data_size is not None:
             for sums, _, _ in gathered:
                 torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
         return [
-            Curvature.of(sums, mean, layer=list(member.network.modules()).index(last.layer))
-            for member, (sums, last, mean) in zip(members, gathered, strict=True)
+            Curvature.of(sums, mean, layer=list(network.modules()).index(last.layer))
+            for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
         ]
 
     def _last(self) -> LastLayer:

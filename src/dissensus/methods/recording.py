@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dissensus.core.member import PREFIX
 from dissensus.core.optimisation import check_once
 from dissensus.core.recorder import Recorder
-from dissensus.core.weights import PREFIX, Weights
+from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL, Snapshots
 from dissensus.numerics.tree import Tensors
