@@ -71,9 +71,9 @@ def chain(net, **keywords):
     return seen(SGLD(net(), members=3, **keywords))
 
 
-def node_bnn(net, **keywords):
+def node_bnn(net, *, networks=None, **keywords):
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
-    return ds.NodeBNN(net(), components=2, samples=4, init_std=0.1, **keywords)
+    return ds.NodeBNN(one_or_many(net, networks), components=2, samples=4, init_std=0.1, **keywords)
 
 
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
@@ -125,6 +125,7 @@ METHODS = {
     "multi_mc_dropout": lambda net, **keywords: ds.MCDropout(
         [net(dropout=0.3) for _ in range(2)], samples=3, **keywords
     ),
+    "multi_node_bnn": lambda net, **keywords: node_bnn(net, networks=2, **keywords),
     "multi_laplace": lambda net, **keywords: fitted(net, networks=2, **keywords),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),

@@ -75,12 +75,9 @@ class MemberFunctions(DrawnFunctions):
         if self.particles.how == "vectorised":
             yield from super().predict_parts(x)
             return
-        rows, shared = self.particles.rows(), self.particles.shared_parameters()
-        common = self.particles.shared_buffers()
         for i in range(self.members):
-            row = rows.at(i)
             with batches.unchanged(x):
-                described, _ = self.particles.call(_described, {**shared, **row.own}, {**common, **row.buffers}, x)
+                described, _ = self.particles.call(_described, *self.particles.at(i), x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:

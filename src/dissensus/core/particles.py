@@ -274,6 +274,11 @@ class Particles(nn.Module):
         with self.turn(), self.runner.running():
             return self.runner.run(one, rows, count, device=self.device, how=how)
 
+    def at(self, index: int) -> tuple[Tensors, Tensors]:
+        """(parameters, buffers) of one member, for `call`."""
+        row = Rows(self.own_parameters(), self.own_buffers(), {}).at(index)
+        return {**self.shared_parameters(), **row.own}, {**self.shared_buffers(), **row.buffers}
+
     def vectorising(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""
         return self.runner.vectorising(self.device)

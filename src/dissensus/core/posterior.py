@@ -266,11 +266,9 @@ class Posterior(TrainingRules, ABC):
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
-        particles, row = self.particles, self.particles.rows().at(0)
-        state = {**particles.shared_buffers(), **row.buffers}
-        params = {**particles.shared_parameters(), **row.own}
+        particles = self.particles
         with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
-            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
+            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
             self.draws_itself |= watch.drew
         self._known.doubt(self.likelihood.doubt(outputs))
         return outputs

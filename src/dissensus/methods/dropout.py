@@ -140,7 +140,7 @@ class DroppedFunctions(DrawnFunctions):
 
             particles = self.particles
             with torch.no_grad():
-                particles.call(run, particles.shared_parameters(), particles.shared_buffers())
+                particles.call(run, *particles.at(0))
             if not met:
                 raise ValueError(
                     f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "

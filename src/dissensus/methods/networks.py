@@ -23,13 +23,16 @@ def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.M
     """
     if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
         return Particles.hold(networks, likelihood or Classification(), latents)
-    return stack_members(networks, likelihood, latents)
+    each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
+    return stack_members(networks, likelihood, each)
 
 
 def stack_members(
-    modules: Sequence[nn.Module] | nn.ModuleList, likelihood: Likelihood | None, latents: nn.Module | None = None
+    modules: Sequence[nn.Module] | nn.ModuleList,
+    likelihood: Likelihood | None,
+    latents: Sequence[nn.Module] | None = None,
 ) -> Particles:
-    """M networks of one architecture, checked and copied into a stack."""
+    """M networks of one architecture, checked and copied into a stack, with the latents of each."""
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         raise TypeError("expected a sequence of modules, got one module; pass [make() for _ in range(M)], or use MAP")
     modules = list(modules)
@@ -41,8 +44,7 @@ def stack_members(
     check_same_architecture(modules)
     check_distinct_weights(modules)
     say_other_attributes(modules)
-    each = None if latents is None else [copy.deepcopy(latents) for _ in modules]
-    return Particles.stack(modules, likelihood or Classification(), latents=each)
+    return Particles.stack(modules, likelihood or Classification(), latents=latents)
 
 
 def described(particles: Particles) -> dict[str, Any]:

@@ -41,9 +41,7 @@ def check_layers(
                 passed = {name for name, layer in layers.items() if layer.seen}
                 return passed, {name for name in passed if written_into(layers[name])}
 
-        found: tuple[set[str], set[str]] = particles.call(
-            run, particles.shared_parameters(), particles.shared_buffers()
-        )[0]
+        found: tuple[set[str], set[str]] = particles.call(run, *particles.at(0))[0]
         return found
 
     network, names = particles.template.network, list(by_layer(sites, ones))
