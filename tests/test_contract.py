@@ -40,7 +40,9 @@ def observed(name, net, **keywords):
 def seen(posterior):
     for parameter in posterior.parameters():
         parameter.grad = torch.randn_like(parameter)
-    posterior.observe(optimizer_for(posterior, torch.optim.SGD, lr=0.01))
+    optimizer = optimizer_for(posterior, torch.optim.SGD, lr=0.01)
+    optimizer.step()
+    posterior.observe(optimizer)
     posterior.zero_grad()
     posterior.steps.zero_()
     return posterior

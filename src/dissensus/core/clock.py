@@ -1,15 +1,18 @@
 """Clock: how long a training run is, and how many steps of it are done. A method's schedules read it."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.optimisation import check_once
+from dissensus.core.optimisation import has_stepped
 
 
 class Clock(nn.Module):
     """Base class of `TrainingRules`. `fit`, or a loop of one's own, calls `begin` once and `observe` after every step."""
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
+    ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +37,8 @@ class Clock(nn.Module):
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
 
-    def observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts a step; to be called after every optimizer.step(). Trackers look at the weights here."""
-        check_once(self, optimizer)
-        self.steps += 1
+    def observe(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimiser has stepped since the last call; if so, counts it, and trackers look at the weights."""
+        stepped = has_stepped(self, optimizer)
+        self.steps += stepped
+        return stepped
