@@ -13,6 +13,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.optimisation import note_step
 from small_chain import SGLD
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
@@ -40,7 +41,9 @@ def observed(name, net, **keywords):
 def seen(posterior):
     for parameter in posterior.parameters():
         parameter.grad = torch.randn_like(parameter)
-    posterior.observe(optimizer_for(posterior, torch.optim.SGD, lr=0.01))
+    optimizer = optimizer_for(posterior, torch.optim.SGD, lr=0.01)
+    note_step(optimizer)  # one that moves nothing
+    posterior.observe(optimizer)
     posterior.zero_grad()
     posterior.steps.zero_()
     return posterior

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Objective(Protocol):
 
     particles: Particles
     train_samples: int
+    ranks: Literal["independent"] | None
 
     @property
     def coupled(self) -> bool: ...

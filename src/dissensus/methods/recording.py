@@ -40,12 +40,13 @@ class RecordingPosterior(SamplingPosterior):
         self.snapshots.wait()
 
     @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> None:
+    def observe(self, optimizer: Optimizer) -> bool:
         if self.snapshots.upcoming:
             self.check_network()
-        super().observe(optimizer)
-        if self.snapshots.due():
+        stepped = super().observe(optimizer)
+        if stepped and self.snapshots.due():
             self.record(self.snapshots.taken.add())
+        return stepped
 
 
 def nothing_recorded(snapshots: Snapshots) -> ValueError:

@@ -95,10 +95,10 @@ class Tracked(Posterior):
         for posterior in self:
             posterior.begin_unmeasured(epochs)
 
-    def observe(self, optimizer: Optimizer) -> None:
-        super().observe(optimizer)
+    def observe(self, optimizer: Optimizer) -> bool:
         for posterior in self:
             posterior.observe(optimizer)
+        return super().observe(optimizer)
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         for posterior in self:

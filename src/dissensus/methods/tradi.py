@@ -112,12 +112,14 @@ class TRADI(SamplingPosterior):
         if not self.ready:  # weights may have been loaded into the network since this was built
             self._start()
 
-    def observe(self, optimizer: Optimizer) -> None:
+    def observe(self, optimizer: Optimizer) -> bool:
         known = {id(p) for p in [*self._trained.values(), *self.likelihood.parameters()]}
         if any(id(p) not in known and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             self.check_network()
-        self.filters.step(optimizer)
-        super().observe(optimizer)
+        stepped = super().observe(optimizer)
+        if stepped:
+            self.filters.step(optimizer)
+        return stepped
 
     def _start(self) -> None:
         weights = self.filters.weights

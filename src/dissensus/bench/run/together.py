@@ -104,12 +104,13 @@ class SharedTraining(Tracked):
         self.active = list(range(len(methods)))
         self.seconds = [0.0] * len(methods)  # on a processor; a GPU does not wait to be timed
 
-    def observe(self, optimizer: Optimizer) -> None:
+    def observe(self, optimizer: Optimizer) -> bool:
         self.steps += 1
         for i in self.active:
             start = time.perf_counter()
             self[i].observe(optimizer)
             self.seconds[i] += time.perf_counter() - start
+        return True
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing: what is drawn at the end of the head would be thrown away."""
