@@ -269,3 +269,13 @@ def test_a_likelihood_of_ones_own_has_no_rate():
     found = theory.regime(ensemble(width=8, members=2, likelihood=Doubled(1.0)), inputs(5))
     assert found.rate is None
     assert found.measured
+
+
+def test_the_stable_rate_leaves_a_layer_under_two_names_as_it_was():
+    rates, (x, _) = [], tiny.points(6)
+    for twice in (False, True):
+        torch.manual_seed(0)
+        posterior = ds.BatchEnsemble(tiny.Named(twice=twice).double(), members=3, modulation=LAWS["sign"])
+        rates.append(theory.regime(posterior, x).rate)
+        posterior.member(0)
+    assert rates[1] == pytest.approx(rates[0], rel=1e-9)

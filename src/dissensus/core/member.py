@@ -45,12 +45,6 @@ def emptied(member: Member) -> Member:
     return copied
 
 
-def has_ties(module: nn.Module) -> bool:
-    """Whether a tensor of the module has several names."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return len({id(tensor) for _, tensor in named}) < len(named)
-
-
 def member_index(index: int, members: int) -> int:
     """The index from 0 to M − 1; negative ones count from the end."""
     if not -members <= index < members:

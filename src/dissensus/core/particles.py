@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, has_ties, member_index
+from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
+from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -41,7 +40,7 @@ class Particles(nn.Module):
         self.training = template.training
         self._settle()
         # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
-        self._may_be_tied = shared is template or has_ties(template)
+        self._ties = None if shared is template else ties(template)
         self._frozen: set[str] = set()  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
@@ -195,10 +194,9 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
-        if self.training:  # batch norm writes its statistics in place: into copies
+        if self.template.training:  # batch norm writes its statistics in place: into copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        tensors, ties = {**params, **buffers}, self._may_be_tied
-        return functional_call(self.template, tensors, (function, *args), tie_weights=ties)  # type: ignore[no-any-return]
+        return call_with(self.template, {**params, **buffers}, function, *args, tied=self._ties)  # type: ignore[no-any-return]
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from dissensus.numerics.tree import call_with
 from dissensus.theory import jacobians
 from dissensus.theory.budget import check_budget
 from dissensus.theory.structured import contracted, dense_layers
@@ -71,7 +71,7 @@ def empirical_ntk(
     rest = frozen | dict(module.named_buffers())
 
     def function(params: jacobians.Params, x: Tensor) -> Tensor:
-        found: Tensor = functional_call(module, {**rest, **params}, (x[None],))
+        found: Tensor = call_with(module, {**rest, **params}, x[None])
         return found.reshape(-1)  # (O,)
 
     if method == "auto":
