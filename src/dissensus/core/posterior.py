@@ -267,7 +267,7 @@ def evaluation(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
     with (
         posterior.particles.turn(),
-        eval_mode(posterior, posterior.particles.template),
+        eval_mode(posterior, *posterior.particles.templates),
         torch.no_grad(),
         looking_ahead(),
         same_random_state(posterior.device, mine=lambda: posterior.draws_itself),

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dissensus.core.attributes import unmade
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
-from dissensus.surgery.attributes import say_other_attributes
 
 
 class DeepEnsemble(Posterior):
@@ -58,11 +59,9 @@ def stack_members(modules: Sequence[nn.Module], likelihood: Likelihood | None) -
     if not modules:
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected modules, got {type(module).__name__}; pass [make() for _ in range(M)]")
+        check_initialised(module)
     check_same_architecture(modules)
     check_distinct_weights(modules)
-    say_other_attributes(modules)
     return Particles.stack(modules, likelihood or Classification())
 
 
@@ -71,7 +70,7 @@ def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
 
     Buffers that no file holds stay as they are.
     """
-    copies = [copy.deepcopy(network) for _ in range(members)]
+    copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
             for tensor in each.state_dict().values():
