@@ -132,7 +132,7 @@ class Runner:
         return result
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], Any]) -> Any:
-        """run(): a member's gradients; where checkpoints need its tensors in the backward pass too, in_place(), which has them."""
+        """run(): a member's gradients; in_place(), where checkpoints need the member's tensors in the backward pass too."""
         if not self.recomputes:
             with suppress(RuntimeError):
                 return run()

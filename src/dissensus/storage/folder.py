@@ -71,7 +71,8 @@ def load(
 ) -> Posterior:
     """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
 
-    `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
+    `network`: one module as template, left untouched, with the attributes of the saved one; not needed for networks of
+    `dissensus.nets`. `likelihood`: needed
     only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
     What was frozen, and layers that were in eval mode by hand, stay so when it is trained on.
     """
