@@ -597,7 +597,9 @@ def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_compu
         posterior.backward(x, y)
 
 
-@pytest.mark.parametrize("build", [lambda net: ds.DeepEnsemble([net(), net()]), lambda net: ds.MAP(net())], ids=["stack", "map"])
+@pytest.mark.parametrize(
+    "build", [lambda net: ds.DeepEnsemble([net(), net()]), lambda net: ds.MAP(net())], ids=["stack", "map"]
+)
 def test_networks_without_values_are_refused_in_one_line(build):
     with pytest.raises(ValueError, match=r"expected initialised tensors, got lazy 'weight'; run the network on one"):
         build(lambda: nn.LazyLinear(2))
