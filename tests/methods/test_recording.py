@@ -8,7 +8,6 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.methods import MAP, SWA, SWAG, TRADI, SnapshotEnsemble, track
-from dissensus.storage import folder as storage
 
 EPOCHS, STEPS = 8, 4
 
@@ -208,24 +207,6 @@ def test_states_of_earlier_versions_have_no_plan_and_still_load(tmp_path):
     ds.fit(other, batches(), epochs=EPOCHS, progress=False)  # a new run
     assert int(other.snapshots.taken) == 4
     assert other.snapshots.start == 32 + 25
-
-
-def test_folders_of_earlier_versions_have_no_plan_and_still_load(tmp_path, monkeypatch):
-    posterior, x = made(SWAG, rank=2, samples=2), tiny.points()[0]
-    ds.fit(posterior, batches(), epochs=EPOCHS, progress=False)
-    every = storage.unique_tensors
-
-    def without_plan(module):
-        tensors, ties = every(module)
-        return {name: tensor for name, tensor in tensors.items() if not name.endswith("plan")}, ties
-
-    monkeypatch.setattr(storage, "unique_tensors", without_plan)
-    ds.save(posterior, tmp_path / "old")
-    monkeypatch.undo()
-    old = ds.load(tmp_path / "old", tiny.mlp())
-    torch.testing.assert_close(old.predict(x).members, posterior.predict(x).members, rtol=0, atol=1e-12)
-    ds.save(posterior, tmp_path / "new")
-    assert ds.load(tmp_path / "new", tiny.mlp()).snapshots.start == posterior.snapshots.start
 
 
 def test_a_copy_has_a_plan_of_its_own():

@@ -1,7 +1,6 @@
 """TRADI: the filters against a scalar recomputation in float64, the sampler against its covariance."""
 
 import copy
-import json
 import logging
 import math
 
@@ -13,7 +12,7 @@ import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
 from dissensus.methods.kalman import kalman
-from saved_files import make_earlier
+from saved_files import config_of, reseal
 
 # ---------------------------------------------------------------------------------------------------- gains
 
@@ -446,10 +445,9 @@ def test_what_is_correlated_is_saved_and_older_files_mean_tensors(tmp_path):
     posterior = TRADI(network(), correlation="layer", samples=2)
     ds.save(posterior, tmp_path)
     assert ds.load(tmp_path, network()).correlation == "layer"
-    make_earlier(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = config_of(tmp_path)
     del config["arguments"]["correlation"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    reseal(tmp_path, config)
     assert ds.load(tmp_path, network()).correlation == "tensor"
 
 

@@ -153,9 +153,9 @@ def _best(
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
-    """Whether compiling can gain: not for convolutions on a CPU, which are library calls."""
-    network = posterior.particles.template.network
-    return on_gpu or not any(isinstance(module, nn.modules.conv._ConvNd) for module in network.modules())
+    """Whether compiling can gain: not for convolutions on a CPU, which are library calls, nor for members that differ."""
+    first, *others = posterior.particles.templates
+    return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
 def timed(

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from dissensus.core.attributes import unmade
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
-from dissensus.surgery.attributes import say_other_attributes
 
 
 class DeepEnsemble(Posterior):
     """M independent members. The loss is the sum over members, so each trains exactly as it would alone.
 
-    `modules`: a sequence of networks, each built by the caller, copied into a stack; the caller's stay usable.
+    `modules`: a sequence of networks, each built by the caller, copied into a stack; the caller's stay usable. Networks
+    that differ in attributes, hooks or modes run one after the other, each with its own.
     """
 
     name = "deep_ensemble"
@@ -58,11 +60,9 @@ def stack_members(modules: Sequence[nn.Module], likelihood: Likelihood | None) -
     if not modules:
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected modules, got {type(module).__name__}; pass [make() for _ in range(M)]")
+        check_initialised(module)
     check_same_architecture(modules)
     check_distinct_weights(modules)
-    say_other_attributes(modules)
     return Particles.stack(modules, likelihood or Classification())
 
 
@@ -71,7 +71,7 @@ def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
 
     Buffers that no file holds stay as they are.
     """
-    copies = [copy.deepcopy(network) for _ in range(members)]
+    copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
             for tensor in each.state_dict().values():
