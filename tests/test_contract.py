@@ -1,6 +1,7 @@
 """The contract: one table of methods, one set of tests that every one of them passes."""
 
 import copy
+import functools
 import json
 import math
 import pickle
@@ -13,6 +14,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.optimisation import note_step
 from small_chain import SGLD
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
@@ -45,7 +47,9 @@ def one_or_many(net, networks):
 def seen(posterior):
     for parameter in posterior.parameters():
         parameter.grad = torch.randn_like(parameter)
-    posterior.observe(optimizer_for(posterior, torch.optim.SGD, lr=0.01))
+    optimizer = optimizer_for(posterior, torch.optim.SGD, lr=0.01)
+    note_step(optimizer)  # one that moves nothing
+    posterior.observe(optimizer)
     posterior.zero_grad()
     posterior.steps.zero_()
     return posterior
@@ -163,6 +167,24 @@ def template(request):
 def test_every_method_is_in_the_table():
     built = {make(tiny.mlp).name for make in METHODS.values()}
     assert built - set(OURS) == set(ds.METHODS)
+
+
+def test_a_layer_under_two_names_trains_and_is_saved_as_one_under_one_name(build, template, method, tmp_path):
+    x, y = tiny.points()
+    found = []
+    for twice in (False, True):
+        torch.manual_seed(0)
+        posterior = build(functools.partial(tiny.Named, twice=twice))
+        before = tiny.state(posterior)
+        ds.fit(posterior, [(x, y), (x.flip(1), y)], epochs=2, progress=False)
+        moved = [name for name, p in posterior.named_parameters() if not torch.equal(p, before[name])]
+        found.append((moved, posterior.eval()(x), posterior.member(0)(x), copy.deepcopy(posterior)(x)))
+    assert found[0][0] == found[1][0]
+    for once, again in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(again, once, rtol=0, atol=1e-12)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, template(tiny.Named).to(torch.float64), method=method)
+    assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
 
 
 # ---------------------------------------------------------------------------------------------------- shapes and values

@@ -32,7 +32,7 @@ from dissensus.reporting.report import report_content
 from dissensus.training.checkpoint import resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
-from saved_files import config_of, make_earlier, reseal
+from saved_files import config_of, reseal
 
 SECONDS, BYTES = (
     2.0,
@@ -65,12 +65,10 @@ def laplace() -> ds.Posterior:
     return ds.Laplace(net(), samples=2).fit_posthoc([(torch.randn(8, 2), torch.arange(8) % 2)])
 
 
-def saved(make: Callable[[], ds.Posterior], *, earlier: bool = False) -> Callable[[Path], list[str]]:
+def saved(make: Callable[[], ds.Posterior]) -> Callable[[Path], list[str]]:
     def files(folder: Path) -> list[str]:
         ds.save(make(), folder)
-        if earlier:
-            make_earlier(folder)
-        return ["posterior.safetensors", "config.json"] if earlier else ["posterior.safetensors"]
+        return ["posterior.safetensors"]
 
     return files
 
@@ -218,9 +216,7 @@ READERS = {
     "load": Reader(saved(ensemble), ds.load),
     "load swag": Reader(saved(swag), ds.load),
     "load laplace": Reader(saved(laplace), ds.load),
-    "load earlier": Reader(saved(ensemble, earlier=True), ds.load),
     "summarise": Reader(saved(ensemble), lambda folder: ds.summarise(folder, [(x, y)])),
-    "summarise earlier": Reader(saved(ensemble, earlier=True), lambda folder: ds.summarise(folder, [(x, y)])),
     "resume": Reader(checkpoint, resumed),
     "idx": Reader(written(images=IDX), lambda folder: formats.read_idx(folder / "images")),
     "idx.gz": Reader(written(images=gzip.compress(IDX)), lambda folder: formats.read_idx(folder / "images")),

@@ -34,6 +34,21 @@ class Pair(nn.Module):
         return self.head(self.drop(torch.tanh(self.left(a) + self.right(b))))
 
 
+class Named(nn.Module):
+    """One hidden layer with batch norm; `twice`: the encoder is registered under two names and run by the second."""
+
+    def __init__(self, dropout: float = 0.0, *, twice: bool = True) -> None:
+        super().__init__()
+        drop = [nn.Dropout(dropout)] if dropout else []
+        encoder = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), *drop)
+        self.parts = nn.ModuleList([encoder])
+        self.encoder = encoder if twice else None
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.encoder or self.parts[0])(x))
+
+
 def segmenter(dropout: float = 0.0) -> nn.Module:
     """(B, 2, H, W) -> (B, 3, H, W)."""
     drop = [nn.Dropout2d(dropout)] if dropout else []

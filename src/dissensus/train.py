@@ -89,7 +89,7 @@ def fit(
     (`ds.refresh`); not where training goes on at once.
     """
     check_loader(loader, validation)
-    checks.check_ranks(ranks)
+    checks.check_ranks(posterior, ranks)
     checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
     checks.check_settings(
         posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
@@ -107,6 +107,7 @@ def fit(
         history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
         if default and isinstance(scheduler, LambdaLR):
             restart(optimizer, scheduler)
+    checks.check_schedule(scheduler, epochs - len(history))
     posterior.batches_per_step = accumulate
     length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
     settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
@@ -218,9 +219,8 @@ class _Run:
         return plan
 
     def _build(self, x: batches.Inputs, y: Tensor, weight: Tensor | None) -> Step:
-        self.memory = training_memory(
-            self.posterior, self.optimizer, x, y, weight, precision=self.settings["precision"]
-        )
+        precision = self.settings["precision"]
+        self.memory = training_memory(self.posterior, self.optimizer, x, y, weight, precision=precision)
         self.step, self.plan = build_step(
             self.engine,
             self.posterior,

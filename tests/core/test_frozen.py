@@ -12,7 +12,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 
-EARLIER = Path(__file__).parents[1] / "folders" / "frozen"  # written when every tensor was each member's own
+OWN = Path(__file__).parents[1] / "folders" / "frozen"  # its tensors are all each member's own
 
 
 def backbone():
@@ -123,8 +123,8 @@ def test_a_saved_posterior_with_frozen_tensors_loads_whatever_the_template_freez
 def test_a_folder_in_which_frozen_tensors_are_own_still_loads(frozen):
     template = tiny.mlp().double()
     template[:2].requires_grad_(not frozen)
-    loaded = ds.load(EARLIER, template)
-    stored = load_file(EARLIER / "posterior.safetensors")
+    loaded = ds.load(OWN, template)
+    stored = load_file(OWN / "posterior.safetensors")
     assert tiny.largest_difference(tiny.state(loaded), stored) == 0
     inputs = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
     known = torch.tensor([0.24501170719499146, 0.3312808424462718, 0.4237074503587366], dtype=torch.float64)

@@ -63,14 +63,87 @@ def test_an_optimizer_is_looked_at_once_not_at_every_step(monkeypatch):
     assert len(looked) == 3
 
 
+class Wrapped(SGD):
+    """As Accelerate wraps an optimiser: it steps where gradients are complete, and is no optimiser beneath."""
+
+    def __init__(self, optimizer, every):
+        self.optimizer, self.every, self.calls = optimizer, every, 0
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        if self.calls % self.every == 0:
+            self.optimizer.zero_grad(set_to_none)
+
+
+WATCHERS = {
+    "swag": lambda network: ds.SWAG(network, start=0, every=1),
+    "tradi": lambda network: ds.TRADI(network),
+    "tracked": lambda network: ds.track(network, [ds.SWAG, ds.TRADI]),
+}
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("name", WATCHERS)
+def test_batches_that_gather_gradients_are_not_counted_as_steps(name, fused):
+    """Sixteen steps of four batches each, observed after every batch, are those observed after every step."""
+    found = []
+    for every_batch in (True, False):
+        torch.manual_seed(0)
+        posterior = WATCHERS[name](tiny.mlp().double())
+        optimizer = Wrapped(torch.optim.Adam(posterior.parameters(), lr=0.01, fused=fused), every=4)
+        posterior.begin(4, 4)
+        for batch in range(64):
+            optimizer.zero_grad()
+            posterior.backward(*tiny.points(seed=batch))
+            optimizer.step()
+            if every_batch or batch % 4 == 3:
+                assert posterior.observe(optimizer) is (batch % 4 == 3)
+        assert int(posterior.steps) == 16
+        found.append(tiny.state(posterior))
+    assert tiny.largest_difference(*found) == 0
+
+
+def test_a_step_that_a_scaler_skips_is_not_counted():
+    posterior = ds.SWAG(tiny.mlp().double(), start=0, every=1)
+    optimizer = SGD(posterior.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        scaler.scale(posterior.loss(*tiny.points())).backward()
+        if number == 1:
+            next(posterior.parameters()).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert posterior.observe(optimizer) is (number != 1)
+    assert int(posterior.steps) == int(posterior.snapshots.taken) == 3
+
+
+def test_weights_that_are_set_by_hand_are_observed():
+    """Snapshots from a folder of checkpoints: no optimiser steps."""
+    posterior = ds.SWA(tiny.mlp().double(), start=0, every=1)
+    optimizer = SGD(posterior.parameters(), lr=0.1)
+    network = posterior.network
+    for value in (1.0, 2.0, 6.0):
+        network.load_state_dict({name: torch.full_like(t, value) for name, t in network.state_dict().items()})
+        assert posterior.observe(optimizer)
+    assert all(torch.allclose(p, torch.full_like(p, 3.0)) for p in posterior.member(0).parameters())
+
+
 def test_what_was_looked_at_keeps_nothing_alive_and_is_not_pickled():
     posterior = ds.MAP(tiny.mlp().double())
     step(posterior, SGD(posterior.parameters(), lr=0.1))
-    count = len(optimisation._checked)
+    count = len(optimisation._shown)
     pickle.loads(pickle.dumps(posterior))
     del posterior
     gc.collect()
-    assert len(optimisation._checked) < count
+    assert len(optimisation._shown) < count
 
 
 def test_a_compiled_step_may_observe():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
 import tiny
@@ -364,7 +365,14 @@ def test_frozen_parameters_stay_frozen(how):
     assert all(p is not frozen for g in posterior.parameter_groups(lr=1.0) for p in g["params"])
 
 
-@pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, tiny.mlp()])], ids=["held", "stacked"])
+def two_like(network):
+    other = tiny.mlp()
+    for part, like in zip(other.modules(), network.modules(), strict=True):
+        part.training = like.training
+    return ds.DeepEnsemble([network, other])
+
+
+@pytest.mark.parametrize("build", [ds.MAP, two_like], ids=["held", "stacked"])
 def test_parts_set_to_eval_stay_so(build):
     network = tiny.mlp()
     network[1].eval()
@@ -521,3 +529,82 @@ def test_random_state_is_put_back():
     first = torch.rand(3)
     restore()
     assert torch.equal(torch.rand(3), first)
+
+
+class Checkpointed(nn.Module):
+    """A network whose middle is computed again in the backward pass."""
+
+    def __init__(self, dropout=0.0, *, again=True, reentrant=False):
+        super().__init__()
+        self.first, self.norm, self.middle = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.drop, self.last = nn.Dropout(dropout), nn.Linear(6, 3)
+        self.again, self.reentrant = again, reentrant
+
+    def block(self, x):
+        return self.drop(torch.tanh(self.middle(self.norm(x))))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant) if self.again else self.block(x))
+
+
+CHECKPOINTED = {
+    "deep_ensemble": lambda nets: ds.DeepEnsemble(nets),
+    "svgd": lambda nets: ds.SVGD(nets, data_size=12),
+    "weight_rde": lambda nets: ds.WeightRDE(nets, data_size=12),
+    "function_rde": lambda nets: ds.FunctionRDE(nets, data_size=12),
+    "batch_ensemble": lambda nets: ds.BatchEnsemble(nets[0], members=3, modulation=ds.Modulation.normal(1.0, 0.5)),
+    "mc_dropout": lambda nets: ds.MCDropout(nets[0], samples=3),
+    "map": lambda nets: ds.MAP(nets[0]),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_activations_computed_again_in_the_backward_pass_change_nothing(name):
+    x, y = tiny.points()
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        dropout = 0.3 if name == "mc_dropout" else 0.0
+        posterior = CHECKPOINTED[name]([Checkpointed(dropout, again=again).double() for _ in range(2)])
+        for _ in range(2):
+            torch.manual_seed(1)
+            posterior.zero_grad()
+            posterior.backward(x, y)
+        found.append((tiny.gradients(posterior), {n: b for n, b in tiny.state(posterior).items() if "running" in n}))
+    for once, twice in zip(*found, strict=True):
+        assert tiny.largest_difference(once, twice) < 1e-12
+
+
+def test_reentrant_checkpoints_are_refused_by_torchs_own_words():
+    posterior, (x, y) = ds.DeepEnsemble([Checkpointed(reentrant=True).double() for _ in range(2)]), tiny.points()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        posterior.backward(x, y)
+
+
+class Deeper(Checkpointed):
+    """Without dropout of its own, which `rate` does not take."""
+
+    def __init__(self):
+        super().__init__()
+        del self.drop
+        self.drop = nn.Identity()
+
+
+def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_computed_again():
+    posterior, (x, y) = ds.MCDropout(Deeper().double(), rate=0.3, samples=3), tiny.points()
+    with pytest.raises(ValueError, match="computed again in the backward pass, got others there"):
+        posterior.backward(x, y)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda net: ds.DeepEnsemble([net(), net()]), lambda net: ds.MAP(net())], ids=["stack", "map"]
+)
+def test_networks_without_values_are_refused_in_one_line(build):
+    with pytest.raises(ValueError, match=r"expected initialised tensors, got lazy 'weight'; run the network on one"):
+        build(lambda: nn.LazyLinear(2))
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="expected tensors with values, got 'weight' on the meta"),
+    ):
+        build(lambda: nn.Linear(2, 2))

@@ -142,6 +142,43 @@ def test_backward_works_without_grad_mode():
     assert len(tiny.gradients(posterior)) == 6
 
 
+METHODS = {
+    "map": lambda: ds.MAP(tiny.mlp()),
+    "deep_ensemble": lambda: ds.DeepEnsemble([tiny.mlp() for _ in range(2)]),
+    "svgd": lambda: ds.SVGD([tiny.mlp() for _ in range(2)], data_size=12),
+    "function_rde": lambda: ds.FunctionRDE([tiny.mlp() for _ in range(2)], data_size=12),
+    "batch_ensemble": lambda: ds.BatchEnsemble(tiny.mlp(), members=2, modulation=ds.Modulation.sign()),
+    "node_bnn": lambda: ds.NodeBNN(tiny.mlp(), data_size=12),
+    "tracked": lambda: ds.track(tiny.mlp(), [ds.SWAG, ds.TRADI]),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_trained_where_no_gradient_is_recorded(name):
+    posterior, (x, y) = METHODS[name]().double(), tiny.points()
+    before = tiny.state(posterior)
+    for train in (
+        lambda: ds.fit(posterior, [(x, y)], epochs=1, progress=False),
+        lambda: posterior.backward(x, y),
+        lambda: posterior.loss(x, y),
+    ):
+        with (
+            torch.inference_mode(),
+            pytest.raises(ValueError, match=r"^expected gradients to be recorded, got torch.inference_mode\(\)"),
+        ):
+            train()
+    assert tiny.largest_difference(tiny.state(posterior), before) == 0
+    with torch.no_grad():
+        ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    assert int(posterior.steps) == 1
+    assert (
+        tiny.largest_difference(
+            tiny.state(posterior.particles), {k[10:]: before[k] for k in before if k.startswith("particles.")}
+        )
+        > 1e-6
+    )
+
+
 def test_an_uncoupled_method_says_so():
     posterior = tiny.ensemble(tiny.mlp)
     assert not posterior.coupled

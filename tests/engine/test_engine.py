@@ -13,6 +13,7 @@ import dissensus as ds
 from dissensus.core import gradients
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
+from dissensus.engine import strategies
 from dissensus.engine.memory import prediction_bytes, training_memory
 from dissensus.engine.strategies import OrElse, Plainer, functional_member_gradients, strategy
 from tiny import Repelling
@@ -163,9 +164,7 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.Log
         for _ in range(3):
             run(posterior, *data(), None)
     assert len(calls) == 1
-    assert [r.message for r in caplog.records] == [
-        "members run uncompiled: this network cannot be compiled (no such kernel)"
-    ]
+    assert [r.message for r in caplog.records] == ["members run uncompiled: the compiler gave up (no such kernel)"]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +265,20 @@ def test_the_history_says_how_members_really_ran(engine: str) -> None:
     posterior = ds.DeepEnsemble([Recurrent() for _ in range(2)]).double()
     history = ds.fit(posterior, Batches(*data(), batch_size=25), epochs=1, engine=engine, progress=False)
     assert history.engine == "loop"
+
+
+def test_steps_past_the_limit_of_recompilations_are_not_called_compiled(monkeypatch, caplog) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        strategies, "_compile", lambda function: torch.compile(function, dynamic=False, backend="eager")
+    )
+    posterior, (x, y) = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)]).double(), data()
+    batches = [(x[:size], y[:size]) for size in (4, 5)]  # the second needs another compilation
+    with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.INFO, logger="dissensus"):
+        history = ds.fit(posterior, batches, epochs=1, engine="vectorised+compiled", progress=False)
+    assert history.engine == "vectorised"
+    assert "members run uncompiled: the compiler gave up" in caplog.text
+    assert not torch._dynamo.config.fail_on_recompile_limit_hit  # left as found
 
 
 def test_an_empty_batch_is_named() -> None:

@@ -210,5 +210,5 @@ def test_a_single_module_is_refused(make):
 
 
 def test_things_that_are_no_modules_are_refused():
-    with pytest.raises(TypeError, match="expected modules, got type"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got type"):
         ds.DeepEnsemble([nn.Linear, nn.Linear])

@@ -1,7 +1,6 @@
 """Repulsion in weight, function and feature space: the papers' updates written out, and posteriors that are known."""
 
 import copy
-import json
 import math
 
 import pytest
@@ -16,7 +15,7 @@ from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
 from dissensus.numerics import kernels, scores
 from dissensus.numerics.annealing import Annealing
-from saved_files import make_earlier
+from saved_files import config_of, reseal
 
 STRATEGIES = {
     "vectorised": strategies.vectorised,
@@ -347,12 +346,10 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
     loaded = ds.load(tmp_path, plain())
     assert (loaded.strength.repulsion, loaded.strength.batch_size) == ("1/N", 12)
     assert loaded.config() == saved.config()
-    make_earlier(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
+    config = config_of(tmp_path)
     for key in ("repulsion", "batch_size"):  # what folders of before do not say
         del config["arguments"][key]
-    path.write_text(json.dumps(config))
+    reseal(tmp_path, config)
     older = ds.load(tmp_path, plain())
     assert (older.strength.repulsion, older.strength.batch_size) == ("1/B", None)
     assert torch.equal(older.predict(x).members, saved.predict(x).members)

@@ -164,7 +164,8 @@ def test_fit_observes_every_step_with_the_gradient_it_used(accumulate):
             optimizer.step()
             hand.observe(optimizer)
     assert int(posterior.filters.observed) == 6 // accumulate
-    assert tiny.largest_difference(posterior.mean, hand.mean) < 1e-12
+    # The gradient of a bias before batch norm is rounding, about 1e-17, which Adam divides by its eps, 1e-8.
+    assert tiny.largest_difference(posterior.mean, hand.mean) < 1e-9
     assert tiny.largest_difference(posterior.variance, hand.variance) < 1e-15
 
 
@@ -192,6 +193,7 @@ def test_half_precision_weights_are_tracked_in_float32():
     start = module.weight.detach().float()
     module.weight.grad = torch.full_like(module.weight, 2.0**-10)
     module.bias.grad = torch.zeros_like(module.bias)
+    optimizer.step()
     posterior.observe(optimizer)
     assert posterior.mean["weight"].dtype == torch.float32
     # the step is far below what bfloat16 could hold next to the weight
@@ -520,7 +522,7 @@ def test_observing_before_backward_is_refused():
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"expected gradients in .grad, got none; call observe after backward"):
         posterior.observe(optimizer)
-    assert int(posterior.steps) == int(posterior.filters.observed) == 0
+    assert int(posterior.filters.observed) == 0
 
 
 def test_an_optimizer_over_other_tensors_is_refused():

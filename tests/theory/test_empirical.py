@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+import tiny
 from dissensus import theory
 from dissensus.nets import Residual
 
@@ -302,3 +303,15 @@ def test_precision_is_put_back_as_it_was_found():
     theory.empirical_ntk(Looking(3, 2), torch.randn(4, 3), method="jacobian")
     assert not seen[-1]
     assert torch.backends.cudnn.allow_tf32 == before
+
+
+@pytest.mark.parametrize("method", ["jacobian", "products"])
+def test_a_layer_under_two_names_counts_once_and_keeps_its_tensors(method):
+    kernels = []
+    for twice in (False, True):
+        torch.manual_seed(0)
+        network = tiny.Named(twice=twice).double().eval()
+        held = dict(network.named_parameters())
+        kernels.append(theory.empirical_ntk(network, tiny.points(5)[0], method=method))
+        assert all(parameter is held[name] for name, parameter in network.named_parameters())
+    torch.testing.assert_close(kernels[1], kernels[0], rtol=0, atol=1e-12)

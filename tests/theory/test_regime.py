@@ -282,3 +282,13 @@ def test_inputs_that_are_empty_or_not_finite_are_refused(measure):
         ValueError, match=r"expected .* at least one .*, got none|expected at least one input, got none"
     ):
         measure(posterior, inputs(0))
+
+
+def test_the_stable_rate_leaves_a_layer_under_two_names_as_it_was():
+    rates, (x, _) = [], tiny.points(6)
+    for twice in (False, True):
+        torch.manual_seed(0)
+        posterior = ds.BatchEnsemble(tiny.Named(twice=twice).double(), members=3, modulation=LAWS["sign"])
+        rates.append(theory.regime(posterior, x).rate)
+        posterior.member(0)
+    assert rates[1] == pytest.approx(rates[0], rel=1e-9)

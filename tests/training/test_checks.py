@@ -1,9 +1,10 @@
-"""What fit refuses or warns of: several ranks unless each is to have a model of its own, schedules over batches."""
+"""What training refuses or warns of: several ranks unless each is to have its own model, schedules that do not fit."""
 
 import pytest
 import torch
 import torch.distributed as distributed
 import torch.multiprocessing as multiprocessing
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 import dissensus as ds
@@ -11,19 +12,29 @@ import tiny
 
 
 def rank(number: int, store: str, results: str) -> None:
-    """One process of a group of two: what fit says, and the loss of an independent run."""
+    """One process of a group of two: what training says, and the losses of independent runs."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     torch.manual_seed(number)
     posterior, loader = ds.MAP(tiny.mlp().double()), [tiny.points()]
-    try:
-        ds.fit(posterior, loader, epochs=1, progress=False)
-        said = "nothing"
-    except ValueError as error:
-        said = str(error)
+    wrapped = ds.MAP(DistributedDataParallel(tiny.mlp().double()))
+    said = []
+    for train in (
+        lambda: ds.fit(posterior, loader, epochs=1, progress=False),
+        lambda: wrapped.backward(*loader[0]),
+        lambda: wrapped.loss(*loader[0]),
+        lambda: DistributedDataParallel(ds.MAP(tiny.mlp().double())).module.backward(*loader[0]),
+    ):
+        try:
+            train()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
     steps = int(posterior.steps)
+    other = ds.MAP(tiny.mlp().double())
+    other.ranks = "independent"
     history = ds.fit(posterior, loader, epochs=1, progress=False, ranks="independent")
-    torch.save([said, steps, history[0].loss], f"{results}{number}.pt")
+    torch.save([said, steps, history[0].loss, float(other.backward(*loader[0]))], f"{results}{number}.pt")
     distributed.destroy_process_group()
 
 
@@ -31,11 +42,14 @@ def rank(number: int, store: str, results: str) -> None:
 def test_two_ranks_are_refused_unless_they_are_to_be_independent(tmp_path):
     multiprocessing.spawn(rank, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=2)
     found = [torch.load(tmp_path / f"rank{i}.pt") for i in range(2)]
-    for i, (said, steps, _) in enumerate(found):
-        assert said.startswith(f"expected one process, got rank {i} of 2: fit does not share gradients or members")
-        assert 'ranks="independent"' in said
+    for i, (said, steps, *_) in enumerate(found):
+        assert len(said) == 4
+        for each in said:
+            assert each.startswith(f"expected one process, got rank {i} of 2: ranks share no gradients and no members")
+            assert 'ranks="independent"' in each
         assert steps == 0
     assert found[0][2] != found[1][2]  # two seeds, two models
+    assert found[0][3] != found[1][3]
 
 
 def test_a_group_of_one_and_no_group_train_as_ever(tmp_path):
@@ -102,6 +116,32 @@ def test_a_schedule_over_batches_is_said_to_be_stepped_each_epoch(name, caplog):
             scheduler = SCHEDULES[name](optimizer, steps)
             ds.fit(posterior, batches, epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
         assert ("was laid out for 6 steps and is stepped once an epoch, 2 times" in caplog.text) is said
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_cycle_that_ends_before_the_run_is_refused_before_anything_trains(resumed, tmp_path, monkeypatch):
+    def run(epochs, steps):
+        torch.manual_seed(0)
+        posterior = ds.MAP(tiny.mlp().double())
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        settings = {"checkpoint": tmp_path / "run.pt"} if resumed else {}
+        ds.fit(
+            posterior,
+            [tiny.points()],
+            epochs=epochs,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            progress=False,
+            **settings,
+        )
+
+    run(3, 3)
+    seen = []
+    monkeypatch.setattr(ds.MAP, "before_step", lambda *batch: seen.append(batch))
+    with pytest.raises(ValueError, match=r"^expected a OneCycleLR of 4 or more steps, one an epoch, got 3; set total"):
+        run(4, 3)  # resumed: the length is that of the checkpoint
+    assert not seen
 
 
 def test_a_posterior_that_is_frozen_throughout_is_said_to_be():

@@ -1,11 +1,12 @@
 """Clock: how long a training run is, and how many steps of it are done. A method's schedules read it."""
 
 import logging
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.optimisation import check_once
+from dissensus.core.optimisation import has_stepped
 
 log = logging.getLogger("dissensus")
 
@@ -15,6 +16,7 @@ class Clock(nn.Module):
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
     temperature: Tensor  # () by which predictions are softened; saved with the state
+    ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,8 @@ class Clock(nn.Module):
             )
             self.temperature.fill_(1.0)
 
-    def observe(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts a step; to be called after every optimizer.step(). Trackers look at the weights here."""
-        check_once(self, optimizer)
-        self.steps += 1
+    def observe(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimiser has stepped since the last call; if so, counts it, and trackers look at the weights."""
+        stepped = has_stepped(self, optimizer)
+        self.steps += stepped
+        return stepped

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Objective(Protocol):
 
     particles: Particles
     train_samples: int
+    ranks: Literal["independent"] | None
 
     @property
     def coupled(self) -> bool: ...
@@ -244,18 +245,20 @@ def member_gradients(
     posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
 ) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
-    own = {name: tensor.detach().requires_grad_() for name, tensor in state.own.items()}
-    shared = {name: tensor.detach().requires_grad_() for name, tensor in state.shared.items()}
-    params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
-    with torch.enable_grad():
-        value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, x, y, weight)
-        total = value if cotangent is None else value + inner(z, cotangent)
-    wanted = {**shared, **own}
-    if not wanted or not total.requires_grad:
-        return Gradients(value.detach(), {}, detached(buffers))
-    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    found = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-    return Gradients(value.detach(), found, detached(buffers))
+    wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
+    params = {**state.shared_frozen, **state.own_frozen, **wanted}
+    before, particles = {**state.shared_buffers, **state.own_buffers}, posterior.particles
+
+    def run(*_: Any) -> Gradients:
+        with torch.enable_grad():
+            value, z, buffers = posterior.member_loss(params, before, x, y, weight)
+            total = value if cotangent is None else value + inner(z, cotangent)
+        leaves = list(wanted.values()) if total.requires_grad else []
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
+        used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
+        return Gradients(value.detach(), used, detached(buffers))
+
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before)[0])  # type: ignore[no-any-return]
 
 
 def state_of(posterior: Objective) -> State:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dissensus.core.attributes import unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
@@ -36,7 +37,7 @@ class Member(nn.Module):
 
 def emptied(member: Member) -> Member:
     """A copy of the member with empty tensors, to be put in at every call. Tied tensors are tied in the copy."""
-    blanks: dict[int, Any] = {}
+    blanks = unmade(member)
     for parameter in member.parameters():
         empty = parameter.detach().new_empty(0)
         blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -45,12 +46,6 @@ def emptied(member: Member) -> Member:
     with turn(member.network):  # another thread's hooks and forwards must not be copied
         copied: Member = copy.deepcopy(member, blanks)
     return copied
-
-
-def has_ties(module: nn.Module) -> bool:
-    """Whether a tensor of the module has several names."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return len({id(tensor) for _, tensor in named}) < len(named)
 
 
 def member_index(index: int, members: int) -> int:
@@ -63,12 +58,16 @@ def member_index(index: int, members: int) -> int:
 
 
 def check_initialised(network: nn.Module) -> None:
-    """Raises where this is no network, or a lazy one, whose shapes are known only after a first batch."""
+    """Raises where this is no network, a lazy one, whose shapes are known only after a first batch, or one without values."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")
+        if tensor.is_meta:
+            raise ValueError(
+                f"expected tensors with values, got '{name}' on the meta device; use network.to_empty(device=…)"
+            )
 
 
 def check_likelihood(likelihood: object) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-# Posterior -> the optimiser it was last checked against. No attribute: copies and pickles of a posterior would carry it.
-_checked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+# Posterior -> the optimiser it was last shown, and how far that one was. No attribute: copies and pickles would carry it.
+_shown: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], list[int]]] = weakref.WeakKeyDictionary()
+# An optimiser's first tensor -> steps in this process. By a tensor, which those that wrap an optimiser (Accelerate's) share.
+_steps: Any = WeakTensorKeyDictionary()
 # Optimisers, by the name of a class or of one that it derives from, that mix the numbers of a tensor.
 MIXING = frozenset(("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "SOAP", "Shampoo"))
 
@@ -98,7 +102,7 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
         )
     if (refused := refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or take posterior.default_optimizer()")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(parameter) for parameter in _held(optimizer)}
     if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
         raise ValueError(
             "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks "
@@ -106,11 +110,32 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_once(posterior: nn.Module, optimizer: Optimizer) -> None:
-    """Calls `check_optimizer` the first time this posterior meets this optimiser; reads no tensor."""
+def note_step(optimizer: Optimizer, *_: object) -> None:
+    """Counts a step of any optimiser in the process; torch calls this, and who replays steps from a graph."""
+    if held := _held(optimizer):
+        _steps[held[0]] = _steps.get(held[0], 0) + 1
+
+
+register_optimizer_step_post_hook(note_step)
+
+
+def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimiser has stepped, or weights were set by hand, since this posterior was last shown it.
+
+    Calls `check_optimizer` the first time; reads no tensor. True where nobody can tell (compiled code).
+    """
     if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
-        return
-    known = _checked.get(posterior)
-    if known is None or known() is not optimizer:
+        return True
+    known, before = _shown.get(posterior, (None, []))
+    new = known is None or known() is not optimizer
+    if new:
         check_optimizer(posterior, optimizer)
-        _checked[posterior] = weakref.ref(optimizer)
+    held = _held(optimizer)
+    # Fused optimisers change weights without a new version; who sets weights by hand takes no step of an optimiser.
+    now = [_steps.get(held[0], 0), *(each._version for each in held)]
+    _shown[posterior] = weakref.ref(optimizer), now
+    return (now[0] > 0 if new else now != before) or all(each.grad is None for each in held)
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -13,38 +13,42 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, has_ties, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
 from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
+from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 
+NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
 Part = TypeVar("Part", bound=nn.Module)
 
 
 class Particles(nn.Module):
     """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all."""
 
-    def __init__(self, template: Member, *, own: nn.Module, shared: nn.Module, members: int) -> None:
+    def __init__(
+        self, *templates: Member, own: nn.Module, shared: nn.Module, members: int, frozen: Collection[str] = ()
+    ) -> None:
+        """`templates`: one that all members run in, or one for each, which then run in a loop."""
         super().__init__()
-        # In a tuple, so that the template's (emptied) tensors are not registered as this module's.
-        self._template = (template,)
+        # In a tuple, so that the templates' (emptied) tensors are not registered as this module's.
+        self.templates = templates
         self.own = own
         self.shared = shared
         self.members = members
-        self.training = template.training
+        self.training = self.template.training
         self._settle()
         # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
-        self._may_be_tied = shared is template or has_ties(template)
-        self._frozen: set[str] = set()  # tensors stored once because no member trains them
+        self._ties = None if shared is self.template else ties(self.template)
+        self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
     def _settle(self) -> None:
@@ -52,6 +56,8 @@ class Particles(nn.Module):
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
         self.runner = runner(self.template, own)
+        if len(self.templates) > 1:
+            self.how = "loop"
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
@@ -75,21 +81,26 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
+        Networks that differ in more than tensors (`core.attributes`) run each in its own template, in a loop.
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
         None: all are own but those that no member trains and all have alike, which are stored once. `frozen`: names of such
         tensors where `own` is given.
         """
         check_likelihood(likelihood)
-        for network in networks:
-            check_initialised(network)
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
+        apart = difference(networks) is not None
+        for number, member in enumerate(members if apart else ()):
+            where = next((tensor.device for tensor in tensors_of(member).values()), None)
+            member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
         columns = [tensors_of(member) for member in members]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
         alike = frozen_alike(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
-        particles = cls.split(emptied(members[0]), rows, own=rule, kept=kept, members=len(members), frozen=alike)
+        templates = [emptied(member) for member in (members if apart else members[:1])]
+        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
+        particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
 
     @classmethod
@@ -101,21 +112,19 @@ class Particles(nn.Module):
         own: Callable[[str], bool],
         kept: Collection[str],
         members: int,
-        frozen: Collection[str] = (),
     ) -> "Particles":
         """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
 
         Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
-        the names of buffers that a state dict holds; `frozen`: of tensors that are stored once since no member trains them.
+        the names of buffers that a state dict holds.
         """
         mine, common = split_trees(rows, own=own, kept=kept)
-        particles = cls(template, own=mine, shared=common, members=members)
-        particles._frozen = {*frozen}
-        return particles
+        return cls(template, own=mine, shared=common, members=members)
 
     @property
     def template(self) -> Member:
-        return self._template[0]
+        """The first member's."""
+        return self.templates[0]
 
     @property
     def likelihood(self) -> Likelihood:
@@ -126,11 +135,14 @@ class Particles(nn.Module):
         return turn(self.template.network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
+        for template in self.templates:
+            memo.update(unmade(template))
         return copied(self, memo, self.template.network)
 
     def apart(self) -> "Particles":
         """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
-        return Particles(self.copied_template(), own=self.own, shared=self.shared, members=self.members)
+        templates = (self.copied_template(), *map(emptied, self.templates[1:]))
+        return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
     def only(self, index: int) -> "Particles":
         """One member by itself, in a template of its own; its tensors are these members' rows, as they are at any time."""
@@ -140,24 +152,27 @@ class Particles(nn.Module):
         for own in (self.own, self.shared):
             kept = own.state_dict().keys()
             for name, tensor in tensors_of(own).items():
-                alone.plant(name, tensor[index] if own is self.own else tensor, persistent=name in kept)
-        return Particles(self.copied_template(), own=TensorTree(), shared=alone, members=1)
+                if name != NUMBER:
+                    alone.plant(name, tensor[index] if own is self.own else tensor, persistent=name in kept)
+        return Particles(self.copied_template(index), own=TensorTree(), shared=alone, members=1)
 
-    def copied_template(self) -> Member:
-        """A template of the same architecture, without tensors."""
+    def copied_template(self, index: int = 0) -> Member:
+        """A template like the one that this member runs in, without tensors."""
+        template = self.templates[index % len(self.templates)]
         try:
-            return emptied(self.template)
+            return emptied(template)
         except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-            # Some modules cannot be copied (weight norm by hooks). Theirs is used, in turns, and put back each time.
+            # Some modules cannot be copied (those that hold a lock). Theirs is used, in turns, and put back each time.
             log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
-            return self.template
+            return template
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
-        self.template.train(mode)
         fixed = self.frozen_norms() if mode else []
-        for name in (*self.template.always_eval, *fixed):
-            self.template.get_submodule(name).training = False
+        for template in self.templates:
+            template.train(mode)
+            for name in (*template.always_eval, *fixed):
+                template.get_submodule(name).training = False
         if new := sorted({*fixed} - {*self.template.always_eval, *self._said}):
             self._said.update(new)
             log.info("%s: in eval mode while the rest trains, since all parameters there are frozen", ", ".join(new))
@@ -170,21 +185,19 @@ class Particles(nn.Module):
 
     def share(self, names: Iterable[str]) -> None:
         """Stores these tensors once for all members, frozen, where they are own: a file is to be read that has them so."""
-        own, shared = tensors_of(self.own), tensors_of(self.shared)
-        moved = {name for name in names if name in own}
-        if not moved:
-            return
-        self._frozen |= moved
-        split = Particles.split(
-            self.template,
-            {**own, **{name: [tensor] * self.members for name, tensor in shared.items()}},
-            own=lambda name: name in own and name not in self._frozen,
-            kept={**self.own.state_dict(), **self.shared.state_dict()},
-            members=self.members,
-        )
-        self.own, self.shared = split.own, split.shared
+        self._frozen |= {name for name in names if name in tensors_of(self.own)}
+        self.store_once(self._frozen)
         for name in self._frozen & self.shared_parameters().keys():
             self.shared_parameters()[name].requires_grad_(False)
+
+    def store_once(self, names: Collection[str]) -> None:
+        """Stores the first member's of these tensors for all members."""
+        own, shared = tensors_of(self.own), tensors_of(self.shared)
+        if own.keys().isdisjoint(names):
+            return
+        rows: dict[str, Any] = {**own, **{name: [tensor] for name, tensor in shared.items()}}
+        kept = {**self.own.state_dict(), **self.shared.state_dict()}
+        self.own, self.shared = split_trees(rows, own=lambda name: name in own and name not in names, kept=kept)
         self._settle()
 
     @property
@@ -218,10 +231,11 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
-        if self.training:  # batch norm writes its statistics in place: into copies
+        # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
+        template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
+        if template.training:  # batch norm writes its statistics in place: into copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        tensors, ties = {**params, **buffers}, self._may_be_tied
-        return functional_call(self.template, tensors, (function, *args), tie_weights=ties)  # type: ignore[no-any-return]
+        return call_with(template, {**params, **buffers}, function, *args, tied=self._ties)  # type: ignore[no-any-return]
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
@@ -300,7 +314,7 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
-        return self._copied(self.template.network, PREFIX, index)
+        return self._copied(self.templates[index % len(self.templates)].network, PREFIX, index)
 
     def member_likelihood(self, index: int) -> Likelihood:
         """A copy of one member's likelihood."""
@@ -310,7 +324,7 @@ class Particles(nn.Module):
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
         with self.turn(), torch.no_grad():
-            copied = copy.deepcopy(part)
+            copied = copy.deepcopy(part, unmade(part))
             values = {**self.shared_parameters(), **self.shared_buffers()}
             values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:

@@ -297,7 +297,7 @@ def evaluation(posterior: Posterior) -> Iterator[None]:
         )
     with (
         posterior.particles.turn(),
-        eval_mode(posterior, posterior.particles.template),
+        eval_mode(posterior, *posterior.particles.templates),
         torch.no_grad(),
         looking_ahead(),
         same_random_state(posterior.device, mine=lambda: posterior.draws_itself),

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointError
 
 from dissensus.core.modes import plain_attention
 from dissensus.core.turns import has_attention
@@ -101,6 +102,7 @@ class Runner:
     """
 
     how: How = "vectorised"
+    recomputes = False  # whether activations were seen to be computed again in the backward pass
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
         self.attention = has_attention(template)
@@ -128,6 +130,19 @@ class Runner:
         result = loop(one, rows, count)
         self.note_fallback(attempt.failed)
         return result
+
+    def differentiate(self, run: Callable[[], Any], in_place: Callable[[], Any]) -> Any:
+        """run(): a member's gradients; in_place(), where checkpoints need the member's tensors in the backward pass too."""
+        if not self.recomputes:
+            with suppress(RuntimeError):
+                return run()
+        try:
+            found = in_place()
+        except CheckpointError as error:
+            where = "in the backward pass, got others there; leave activation checkpointing out"
+            raise ValueError(f"expected activations that can be computed again {where}") from error
+        self.recomputes = True
+        return found
 
     def note_fallback(self, reason: str) -> None:
         """Runs members one after the other from now on, and logs why, once."""

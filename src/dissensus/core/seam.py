@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Objective, Strategy, detached, inner, looped, of_members, vectorised
@@ -28,26 +28,21 @@ from dissensus.numerics.tree import Tensors
 
 def loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
-    with _turn(posterior):
-        return _loss(posterior, x, y, weight)
-
-
-def _loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
     particles = posterior.particles
-    particles.check_frozen()
-    if posterior.mixes:
-        return _surrogate(posterior, x, y, weight)
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, x, y, weight)
 
     members, samples = particles.members, posterior.train_samples
-    losses, z, buffers = particles.run(one, particles.rows(samples=samples), members * samples)
-    particles.write_buffers(of_members(buffers, members, samples))
-    total: Tensor = losses.sum()
-    if posterior.coupled:
-        total = total + inner(z, posterior.couple(detached(z)))
+    with _turn(posterior):
+        if posterior.mixes:
+            return _surrogate(posterior, x, y, weight)
+        losses, z, buffers = particles.run(one, particles.rows(samples=samples), members * samples)
+        particles.write_buffers(of_members(buffers, members, samples))
+        total: Tensor = losses.sum()
+        if posterior.coupled:
+            total = total + inner(z, posterior.couple(detached(z)))
     return total if samples == 1 else total / samples
 
 
@@ -65,14 +60,18 @@ def backward(
 @contextmanager
 def finding(posterior: Objective) -> Iterator[None]:
     """The context that strategies are called in: no other thread runs the network, and the runner is prepared."""
-    posterior.particles.check_frozen()
     with _turn(posterior), posterior.particles.runner.running():
         yield
 
 
-def add_gradients(posterior: Objective, gradients: Tensors) -> None:
-    """Adds gradients by name to `.grad`."""
+def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | None = None) -> None:
+    """Adds gradients by name to `.grad`; with a share s, makes (1 − s) of what is there and s of them a mean."""
     parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
+    if share is not None:
+        gradients = {name: gradient * share for name, gradient in gradients.items()}
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 - share)
     taken: set[int] = set()
     for name, gradient in gradients.items():
         parameter = parameters[name]
@@ -98,16 +97,35 @@ def _surrogate(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None
 
 
 def _turn(posterior: Objective) -> AbstractContextManager[object]:
-    """Inside, no other thread runs the network; coupled members run alone in the process.
+    """Inside, what can be trained is, no other thread runs the network, and coupled members run alone in the process.
 
     They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
     """
+    check_trainable(posterior)
+    posterior.particles.check_frozen()
     if not posterior.coupled:
         return posterior.particles.turn()
     both = ExitStack()
     both.enter_context(PROCESS)
     both.enter_context(posterior.particles.turn())
     return both
+
+
+def check_trainable(posterior: Objective) -> None:
+    """Raises where no gradient is recorded, or where each process of a group would train another model unawares."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "expected gradients to be recorded, got torch.inference_mode(), in which nothing trains; leave it (for the value "
+            "of a loss, torch.no_grad() will do)"
+        )
+    grouped = posterior.ranks is None and distributed.is_available() and distributed.is_initialized()
+    if grouped and (size := distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"expected one process, got rank {distributed.get_rank()} of {size}: ranks share no gradients and no members, even "
+            "with DistributedDataParallel, so each would train another model; train on one rank (members run together on a "
+            'GPU), or, for a model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
+            'posterior.ranks = "independent"'
+        )
 
 
 def automatic(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:

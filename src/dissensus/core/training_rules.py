@@ -84,10 +84,10 @@ class TrainingRules(Clock):
         for watcher in self.watched_by:
             watcher.begin_unmeasured(epochs)
 
-    def observe(self, optimizer: Optimizer) -> None:
-        super().observe(optimizer)
+    def observe(self, optimizer: Optimizer) -> bool:
         for watcher in self.watched_by:
             watcher.observe(optimizer)
+        return super().observe(optimizer)
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.

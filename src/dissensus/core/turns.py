@@ -9,7 +9,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -83,16 +83,9 @@ def _turn_of(network: nn.Module) -> _Turn:
     return found
 
 
-def turn(*networks: nn.Module) -> AbstractContextManager[object]:
-    """Inside, no other thread runs these networks. In compiled code it does nothing: that is called within a turn."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    if len(networks) == 1:
-        return _turn_of(networks[0])
-    stack = ExitStack()
-    for network in networks:
-        stack.enter_context(_turn_of(network))
-    return stack
+def turn(network: nn.Module) -> AbstractContextManager[object]:
+    """Inside, no other thread runs the network. In compiled code it does nothing: that is called within a turn."""
+    return nullcontext() if torch.compiler.is_compiling() else _turn_of(network)
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.turns import PROCESS
+from dissensus.core.running import first_line
 from dissensus.engine.eager import EagerStep
+from dissensus.engine.lanes import capturing
 from dissensus.engine.optimisers import can_be_captured, make_capturable
 
 log = logging.getLogger("dissensus")
@@ -94,7 +95,7 @@ class CapturedStep:
         except Exception as error:  # whatever a user's network does that a capture refuses
             torch.cuda.synchronize()
             self.posterior.steps.copy_(steps)
-            self._give_up(next(iter(str(error).strip().splitlines()), type(error).__name__)[:160])
+            self._give_up(first_line(error))
             return None
         self.pool = graph.graph.pool()
         self.graphs[key] = graph
@@ -118,7 +119,7 @@ class _Graph:
         self.graph = torch.cuda.CUDAGraph()
         step.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
-        with PROCESS, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with capturing(self.graph, pool=pool):
             self.losses = step.gradients_and_update(self.x, self.y, self.weight, observe=self.observes)
         self.gradients = [(p, p.grad) for group in step.optimizer.param_groups for p in group["params"]]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
-from dissensus.core.turns import PROCESS
-from dissensus.engine.lanes import Lanes
+from dissensus.core.running import first_line
+from dissensus.engine.lanes import Lanes, capturing
 from dissensus.engine.runner import in_lanes
 from dissensus.numerics.randomness import same_random_state
 
@@ -81,8 +81,7 @@ class CapturedFunction:
             torch.cuda.synchronize()
             self.failed = True
             self.graphs.clear()
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-            log.info("prediction is not captured in a CUDA graph: %s", reason)
+            log.info("prediction is not captured in a CUDA graph: %s", first_line(error))
             return None
         return self.graphs[key]
 
@@ -94,11 +93,8 @@ class _Graph:
         self.x = batches.apply(x, torch.clone)
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with (
-            PROCESS,
-            torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
-            in_lanes(drawn.particles.runner, *Lanes().for_members(drawn.members)) if lanes else nullcontext(),
-        ):
+        runner, members = drawn.particles.runner, drawn.members
+        with capturing(self.graph), in_lanes(runner, *Lanes().for_members(members)) if lanes else nullcontext():
             self.results = function(self.x)
 
     def replay(self, x: Inputs) -> tuple[Tensor, ...]:

@@ -14,17 +14,15 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
     shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
     if not own and not shared:
         return torch.zeros(particles.members)
-    norms = _norms(own, members=particles.members) if own else _norms([g.unsqueeze(0) for g in shared], members=1)
-    if own:
-        factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)  # (M,)
-        for gradient in own:
-            gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
-    if shared:
-        norm = _norms([g.unsqueeze(0) for g in shared], members=1)
-        factor = (largest / norm.clamp(min=1e-12)).clamp(max=1.0)
-        for gradient in shared:
-            gradient.mul_(factor[0].to(gradient.dtype))
-    return norms
+    found = []
+    for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
+        if gradients:
+            norms = _norms(gradients, members=len(gradients[0]))
+            factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
+            found.append(norms)
+    return found[0]
 
 
 def _norms(gradients: Iterable[Tensor], *, members: int) -> Tensor:

@@ -10,6 +10,7 @@ from dissensus.core import seam
 from dissensus.core.batch import Inputs
 from dissensus.core.errors import Diverged
 from dissensus.core.gradients import Strategy
+from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
 from dissensus.engine.clipping import clip_members
 from dissensus.engine.guard import Guard
@@ -17,7 +18,7 @@ from dissensus.engine.optimisers import fuse
 
 
 class EagerStep:
-    """One optimiser step of all members per `accumulate` batches, with gradients found by any strategy."""
+    """One optimiser step of all members per `accumulate` batches, as on one large one; gradients by any strategy."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class EagerStep:
         self.precision = precision
         self.accumulate = accumulate
         self.pending = 0  # batches whose gradients wait for a step
+        self.gathered = torch.zeros(())  # the weight of what counts in them
         self._restore = fuse(optimizer)
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
@@ -66,11 +68,10 @@ class EagerStep:
         return losses
 
     def finish(self) -> None:
-        """Steps with the mean gradient of the batches that wait for a step, if any do."""
+        """Steps with the gradient of the batches that wait for a step, if any do."""
         if self.pending == 0:
             return
         with self._forgetting():
-            self._take_mean()
             self.guard.look(None, complete=True)
         if not self.guard.reads:
             self.guard.undo()
@@ -87,28 +88,33 @@ class EagerStep:
         self._restore()
 
     def _batch(self, x: Inputs, y: Tensor, weight: Tensor | None, *, complete: bool) -> Tensor:
-        """(M,) losses; adds gradients to `.grad` and, where all is finite, stores batch statistics."""
+        """(M,) losses; takes gradients into `.grad` and, where all is finite, stores batch statistics."""
         with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
             found = self.strategy(self.posterior, x, y, weight)
             gradients = found.gradients
             if self.posterior.mixes:
                 self.guard.look_unmixed(gradients)
                 gradients = self.posterior.mix(gradients)
-        seam.add_gradients(self.posterior, gradients)
+        seam.add_gradients(self.posterior, gradients, share=self._share(y, weight, found.losses.dtype))
         with self._forgetting():
-            if complete:
-                self._take_mean()
             self.guard.look(found.losses, complete=complete)
         self.guard.write(found.buffers)
         return found.losses
 
-    def _take_mean(self) -> None:
-        if self.pending > 1:
-            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            # All of the posterior's, since those that the optimiser does not hold count in the norm for clipping too.
-            for parameter in {id(each): each for each in (*self.posterior.parameters(), *held)}.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.pending)
+    def _share(self, y: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """() how much of the step so far the batch is, by the weights of entries that count; None for a step of one batch.
+
+        Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean by these shares is the loss of one large batch.
+        """
+        if self.accumulate == 1:
+            return None
+        counted = self.posterior.likelihood.counted(y)
+        w = torch.ones(len(y), device=y.device) if weight is None else weight
+        if counted is not None:
+            w = spread(w, counted.to(w.dtype)) * counted
+        counts = w.sum(dtype=dtype)
+        self.gathered = counts if self.pending == 1 else self.gathered + counts
+        return torch.where(self.gathered > 0, counts / self.gathered, 1 / self.pending)
 
     def _update(self) -> None:
         if self.clip is not None:

@@ -5,7 +5,7 @@ makes fused optimisers skip their steps and keeps batch statistics and clock as 
 Either way the posterior stays as it was after the last good step. "Bad" means: not finite.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import flag_not_finite, largest, suspicious
+from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
 from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.tree import Tensors
@@ -118,6 +119,7 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and turns its clock back where the step was bad."""
+        note_step(self.optimizer)  # one that was replayed from a graph is not seen otherwise
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
@@ -145,9 +147,8 @@ class Guard:
         for what, tensors in found.items():
             mine, common = (~size.isfinite() for size in self._largest(tensors))
             if mine.any() or common:
-                raise Diverged(
-                    _numbers(mine if mine.any() else common.expand_as(mine)), int(self.posterior.steps), what
-                )
+                bad = mine if mine.any() else common.expand_as(mine)
+                raise Diverged(bad.nonzero().flatten().tolist(), int(self.posterior.steps), what)
 
     def _raise_if_halted(self) -> None:
         if self.halted > 0:
@@ -233,8 +234,3 @@ def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
         parts = torch.where(flag > 0, old, new).split([values[name].numel() for name in names])
         chosen |= {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
     return chosen
-
-
-def _numbers(members: Tensor) -> list[int]:
-    found: Sequence[int] = members.nonzero().flatten().tolist()
-    return list(found)

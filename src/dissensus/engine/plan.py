@@ -13,8 +13,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
-from dissensus.core.turns import PROCESS
 from dissensus.engine.eager import autocast
+from dissensus.engine.lanes import capturing
 from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
 
@@ -130,12 +130,10 @@ def _best(
     was_training = posterior.training
     posterior.train()
     try:
-        times = {kind: seconds(kind) for kind in candidates}
-        possible = {kind: found for kind, found in times.items() if found is not None}
+        possible = {kind: found for kind in candidates if (found := seconds(kind)) is not None}
         if captured and not possible:  # no graph can hold it: which is the fastest without one?
             captured = False
-            times = {kind: seconds(kind) for kind in candidates}
-            possible = {kind: found for kind, found in times.items() if found is not None}
+            possible = {kind: found for kind in candidates if (found := seconds(kind)) is not None}
         if not possible:  # each of them fails: let the plain loop say why, or work
             return Plan("loop", "compiled" in words, False)
         kind = min(possible, key=lambda each: possible[each])
@@ -155,9 +153,9 @@ def _best(
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
-    """Whether compiling can gain: not for convolutions on a CPU, which are library calls."""
-    network = posterior.particles.template.network
-    return on_gpu or not any(isinstance(module, nn.modules.conv._ConvNd) for module in network.modules())
+    """Whether compiling can gain: not for convolutions on a CPU, which are library calls, nor for members that differ."""
+    first, *others = posterior.particles.templates
+    return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
 def timed(
@@ -195,7 +193,7 @@ def _captured_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor,
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with PROCESS, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capturing(graph):
         result: Gradients = run(posterior, x, y, weight)
     seconds = _median(graph.replay, repeats=5, synchronise=True)
     del result, graph

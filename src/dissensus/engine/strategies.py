@@ -1,14 +1,16 @@
-"""Strategies: how the gradients of all members on one batch are found. All give the same results.
+"""Strategies: how the gradients of all members on one batch are found. All give the same results to rounding.
 
     loop         one member after the other
     vectorised   all at once, `vmap` over stacked tensors
     streamed     one member after the other, spread over CUDA streams so that small kernels of several run together
 
-each of them plain or compiled. A strategy changes nothing but the random state, so that it can be timed on a real batch.
+each of them plain or compiled. Where a gradient is 0 but for rounding (a bias before batch norm), Adam makes steps of the
+rounding, which differ. A strategy changes nothing but the random state, so that it can be timed on a real batch.
 """
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,14 +58,16 @@ class OrElse:
     def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
         if self.first is None:
             return self.second(posterior, x, y, weight)
-        with Attempt() as attempt:
+        # Past its limit of recompilations dynamo would run plain code and say nothing.
+        loud = nullcontext() if self.instead.kind else torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        with Attempt() as attempt, loud:
             return self.first(posterior, x, y, weight)
         result = self.second(posterior, x, y, weight)
         self.first = None
         if self.instead.kind == "loop":
             posterior.particles.runner.note_fallback(attempt.failed)
         else:
-            log.info("members run uncompiled: this network cannot be compiled (%s)", attempt.failed)
+            log.info("members run uncompiled: the compiler gave up (%s)", attempt.failed)
         return result
 
 

@@ -14,7 +14,8 @@ from dissensus.methods.networks import placeholders, stack_members
 class DeepEnsemble(Posterior):
     """M independent members. The loss is the sum over members, so each trains exactly as it would alone.
 
-    `modules`: a sequence of networks, each built by the caller, copied into a stack; the caller's stay usable.
+    `modules`: a sequence of networks, each built by the caller, copied into a stack; the caller's stay usable. Networks
+    that differ in attributes, hooks or modes run one after the other, each with its own.
     """
 
     name = "deep_ensemble"

@@ -15,7 +15,6 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.core.splitting import tensors_of
 from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
@@ -227,17 +226,8 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
         raise ValueError(
             f"expected a layer before the head '{head}', got '{layer}' in it; name the layer that feeds it"
         )
-    own, shared = tensors_of(stacked.own), tensors_of(stacked.shared)
-    headed = {name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")}
-    split = Particles.split(
-        stacked.template,
-        {**own, **{name: [tensor] * stacked.members for name, tensor in shared.items()}},
-        own=lambda name: name in own and name not in headed,
-        kept={**stacked.own.state_dict(), **stacked.shared.state_dict()},
-        members=stacked.members,
-        frozen=stacked._frozen,
-    )
-    encoders = [p.detach().reshape(len(p), -1) for p in split.own.parameters() if p.requires_grad]
+    stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
+    encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]
     if not encoders:
         raise ValueError(
             f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
@@ -251,4 +241,4 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
                     f"expected encoders that start at different weights, got those of members {j} and {i} equal; "
                     "build each one afresh instead of copying one"
                 )
-    return split
+    return stacked

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dissensus.core.attributes import unmade
 from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
-from dissensus.surgery.attributes import say_other_attributes
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
 
@@ -39,11 +40,9 @@ def stack_members(
     if not modules:
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected modules, got {type(module).__name__}; pass [make() for _ in range(M)]")
+        check_initialised(module)
     check_same_architecture(modules)
     check_distinct_weights(modules)
-    say_other_attributes(modules)
     return Particles.stack(modules, likelihood or Classification(), latents=latents)
 
 
@@ -69,7 +68,7 @@ def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
 
     Buffers that no file holds stay as they are.
     """
-    copies = [copy.deepcopy(network) for _ in range(members)]
+    copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
             for tensor in each.state_dict().values():

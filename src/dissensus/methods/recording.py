@@ -7,7 +7,6 @@ import torch
 from torch.optim import Optimizer
 
 from dissensus.core.member import PREFIX
-from dissensus.core.optimisation import check_once
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
@@ -36,14 +35,15 @@ class RecordingPosterior(SamplingPosterior):
             self.recorder.begin_unmeasured(epochs)
 
     @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> None:
+    def observe(self, optimizer: Optimizer) -> bool:
         if self.recorder.upcoming:
             known = {id(p) for p in self.trained.stored.values()} | self._beside
             if any(id(p) not in known and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
                 self.check_network()
-        check_once(self, optimizer)
-        self.recorder.observe(optimizer)
-        super().observe(optimizer)
+        stepped = super().observe(optimizer)
+        if stepped:
+            self.recorder.observe(optimizer)
+        return stepped
 
     @property
     def _beside(self) -> set[int]:

@@ -16,7 +16,7 @@ from dissensus.core.functions import DrawnFunctions, MemberFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Particles
+from dissensus.core.particles import NUMBER, Particles
 from dissensus.core.posterior import Posterior
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
@@ -113,7 +113,7 @@ class SamplingPosterior(Posterior):
         """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
         self.check_network()
         members = self.particles.members
-        if self.by_network and members > 1:
+        if members > 1 and (self.by_network or len(self.particles.templates) > 1):
             return nn.ModuleList(
                 self._family({name: rows[m : m + 1] for name, rows in samples.items()}, slice(m, m + 1))
                 for m in range(members)
@@ -123,7 +123,8 @@ class SamplingPosterior(Posterior):
     def _family(self, samples: Tensors, networks: slice) -> Particles:
         """Functions of these networks; their batch statistics are each function's own if `own_statistics`."""
         particles = self.particles
-        own = {name: t[networks] for name, t in {**particles.own_parameters(), **particles.own_buffers()}.items()}
+        stacked = {**particles.own_parameters(), **particles.own_buffers()}
+        own = {name: rows[networks] for name, rows in stacked.items() if name != NUMBER}
         common = {**particles.shared_parameters(), **particles.shared_buffers()}
         count = len(next(iter(samples.values()))[0]) if samples else self.samples
         several = networks.stop - networks.start > 1
@@ -132,7 +133,7 @@ class SamplingPosterior(Posterior):
         total = count * (networks.stop - networks.start)
         rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
         rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
-        template = particles.copied_template()
+        template = particles.copied_template(networks.start)
         template.always_eval = sorted({*template.always_eval, *particles.frozen_norms()})
         return Particles.split(
             template,

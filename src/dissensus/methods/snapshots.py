@@ -70,10 +70,10 @@ class SnapshotEnsemble(RecordingPosterior):
         )
         self.recorder = LastSnapshots(self._recordable(), kept=members, start=start, every=every)
 
-    def observe(self, optimizer: Optimizer) -> None:
+    def observe(self, optimizer: Optimizer) -> bool:
         if self.recorder.upcoming:
             self.recorder.weights = self._recordable()
-        super().observe(optimizer)
+        return super().observe(optimizer)
 
     def _recordable(self) -> Weights:
         """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""

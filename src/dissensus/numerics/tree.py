@@ -1,8 +1,11 @@
 """A tree of named tensors that is a module, so that `.to`, `state_dict` and checkpoints know it."""
 
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 Tensors = dict[str, Tensor]  # by name
 
@@ -44,6 +47,28 @@ class TensorTree(nn.Module):
             node.register_parameter(leaf, tensor)
         else:
             node.register_buffer(leaf, tensor, persistent=persistent)
+
+
+def ties(module: nn.Module) -> dict[str, str]:
+    """Other name -> first name of each tensor that several places hold; a layer with several names is one place."""
+    first: dict[Tensor, str] = {}
+    found: dict[str, str] = {}
+    for path, part in module.named_modules():
+        for leaf, tensor in chain(part._parameters.items(), part._buffers.items()):
+            name = f"{path}.{leaf}" if path else leaf
+            if tensor is not None and (source := first.setdefault(tensor, name)) != name:
+                found[name] = source
+    return found
+
+
+def call_with(module: nn.Module, tensors: Tensors, *args: Any, tied: Mapping[str, str] | None = None) -> Any:
+    """module(*args) with these tensors in place of its own, tied ones in all their places. `tied`: what `ties` says of it.
+
+    torch is given each place once: it would tie them itself, and leave tensors of this call in a layer with two names.
+    """
+    tied = ties(module) if tied is None else tied
+    others = {name: tensors[source] for name, source in tied.items() if source in tensors}
+    return functional_call(module, {**tensors, **others}, args, tie_weights=False)
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

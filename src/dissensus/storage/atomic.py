@@ -42,13 +42,11 @@ def temporary_name(path: Path) -> Path:
 
 def remove_strays(path: Path) -> None:
     """Removes temporary files that killed writers of `path` have left."""
-    # Process, thread and call; earlier versions wrote the process alone, and before the name where it was a probe.
-    name = re.escape(path.name)
-    ours = re.compile(rf"\.{name}\.(\d+)(?:-\d+-\d+)?\.tmp|\.(\d+)\.{name}(?:\.\d+\.tmp)?")
+    ours = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-\d+-\d+\.tmp")  # process, thread and call
     with suppress(OSError):  # tidying up must not fail what was written
         for entry in os.scandir(path.parent):
             found = ours.fullmatch(entry.name) if entry.name.startswith(".") else None
-            if found is not None and _abandoned(entry, int(found[1] or found[2])):
+            if found is not None and _abandoned(entry, int(found[1])):
                 os.unlink(entry.path)
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
+from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.nets import NETS
@@ -28,6 +29,11 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
     """
     if not isinstance(posterior, Posterior):
         raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
+    if len(templates := [member.network for member in posterior.particles.templates]) > 1:
+        raise ValueError(
+            f"expected members that differ in their registered tensors alone, got '{difference(templates) or 'modes'}' that "
+            "differs; a file holds one network for all: register what differs as a buffer"
+        )
     with posterior.particles.turn():
         tensors, ties = unique_tensors(posterior, without="watchers.")
         network = posterior.given()  # with its tensors: a layer's description may read them
@@ -38,6 +44,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
         "network": {
             "structure": structure(network),
+            "attributes": saved_attributes(network),
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
             **({"cut": True} if posterior.cuts else {}),
@@ -64,7 +71,8 @@ def load(
 ) -> Posterior:
     """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
 
-    `network`: one module as template, left untouched; not needed for networks of `dissensus.nets`. `likelihood`: needed
+    `network`: one module as template, left untouched, with the attributes of the saved one; not needed for networks of
+    `dissensus.nets`. `likelihood`: needed
     only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
     What was frozen, and layers that were in eval mode by hand, stay so when it is trained on.
     """
@@ -124,10 +132,8 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def checked_strides(config: Mapping[str, Any], header: Header, path: Path) -> dict[str, list[int]]:
-    """The strides in a config; earlier versions wrote none."""
-    strides: dict[str, list[int]] = config.get("strides", {})
-    if not isinstance(strides, dict):
-        raise damaged(path, "strides that are no table")
+    """The strides in a config."""
+    strides: dict[str, list[int]] = config["strides"]
     for name, each in strides.items():
         shape = header.shapes.get(name)
         whole = isinstance(each, list) and all(type(stride) is int and 0 <= stride < 2**62 for stride in each)
@@ -157,6 +163,10 @@ def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"expected {name} of a type like {expected[name].dtype}, got {tensor.dtype} in the file; load it into the "
                 "network it was saved from"
+            )
+        if name.endswith(".running_var") and bool((tensor < 0).any()):
+            raise ValueError(
+                f"expected variances of at least 0, got {name} below in the file; save the posterior again"
             )
     targets = {**dict(posterior.named_parameters()), **dict(posterior.named_buffers())}
     with torch.no_grad():

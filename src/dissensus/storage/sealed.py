@@ -1,7 +1,6 @@
 """posterior.safetensors: tensors, and in its header the config that explains them and a checksum over both.
 
-One file is all that is believed, so that one rename replaces a saved posterior. config.json beside it is a copy to read. In
-folders of earlier versions the header has no config: there config.json is believed, and holds the checksum of the file.
+One file is all that is believed, so that one rename replaces a saved posterior. config.json beside it is a copy to read.
 
 Layout of safetensors: the header's length in 8 bytes, the header as JSON (name -> dtype, shape, place; "__metadata__" ->
 strings), the tensors' bytes.
@@ -32,10 +31,11 @@ FIELDS = {
     "likelihood": dict,
     "network": dict,
     "tied": dict,
+    "strides": dict,
 }
-NETWORK_FIELDS = {"structure": list, "name": str | None, "arguments": dict | None}
+NETWORK_FIELDS = {"structure": list, "attributes": dict, "name": str | None, "arguments": dict | None}
 LIKELIHOOD_FIELDS = {"name": str, "arguments": dict}
-METADATA, CHECKSUM, FILE_CHECKSUM = "dissensus", "checksum", "sha256"
+METADATA, CHECKSUM = "dissensus", "checksum"
 LONGEST_HEADER = 100_000_000  # the limit of safetensors itself
 CHUNK = 1 << 20
 
@@ -64,51 +64,32 @@ def sealed(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[by
     digest.update(memoryview(plain)[header.start :])
     del plain
     signed = {**config, CHECKSUM: digest.hexdigest()}
-    data = format_tensors(whole, metadata={METADATA: json.dumps(signed)})
-    # The checksum of the file is for earlier versions, which look for it there.
-    copy = {**signed, FILE_CHECKSUM: hashlib.sha256(data).hexdigest()}
-    return data, json.dumps(copy, indent=1)
+    return format_tensors(whole, metadata={METADATA: json.dumps(signed)}), json.dumps(signed, indent=1)
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[tuple[dict[str, Any], Header, BufferedReader]]:
     """(config, header, the open file) of a saved posterior, checked against each other."""
     path = folder / TENSORS
-    while True:
-        if not path.is_file():
-            raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")
-        with path.open("rb") as file:
-            try:
-                config, header = read_config(folder, file)
-            except (ValueError, FileNotFoundError):
-                # An earlier version's two files, one of them replaced meanwhile, are no damaged folder: look again.
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    raise
-                continue
-            yield config, header, file
-            return
-
-
-def read_config(folder: Path, file: BufferedReader) -> tuple[dict[str, Any], Header]:
-    """(config, header) of a posterior.safetensors that is open; its checksum is compared, its tensors are not kept."""
-    path = folder / TENSORS
-    size = os.fstat(file.fileno()).st_size
-    length = file.read(8)
-    try:
-        header = parse_header(length, file.read(min(int.from_bytes(length, "little"), size, LONGEST_HEADER)), size)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, error) from error
-    if METADATA not in header.metadata:
-        return _earlier(folder, file), header
-    config = _checked(header.metadata[METADATA], path)
-    checksum = config.pop(CHECKSUM, None)
-    digest = _digest(config, header.entries)
-    file.seek(header.start)
-    while chunk := file.read(CHUNK):
-        digest.update(chunk)
-    if digest.hexdigest() != checksum:
-        raise changed(path, "its header")
-    return config, header
+    if not path.is_file():
+        raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")
+    with path.open("rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, file.read(8)
+        try:
+            header = parse_header(length, file.read(min(int.from_bytes(length, "little"), size, LONGEST_HEADER)), size)
+        except (ValueError, RecursionError) as error:
+            raise damaged(path, error) from error
+        config = _checked(header.metadata.get(METADATA), path)
+        checksum = config.pop(CHECKSUM, None)
+        digest = _digest(config, header.entries)
+        file.seek(header.start)
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+        if digest.hexdigest() != checksum:
+            raise ValueError(
+                f"expected {path} with the checksum in its header, got another; the file is truncated or was changed"
+            )
+        yield config, header, file
 
 
 def parse_header(length: bytes, text: bytes, size: int) -> Header:
@@ -145,12 +126,6 @@ def damaged(path: Path, error: object) -> ValueError:
     return ValueError(f"expected a whole {path}, got a damaged one ({error}); save the posterior again")
 
 
-def changed(path: Path, where: str) -> ValueError:
-    return ValueError(
-        f"expected {path} with the checksum in {where}, got another; the file is truncated or was changed"
-    )
-
-
 def check_fields(saved: Any, fields: Mapping[str, Any]) -> None:
     """Raises where saved is not a dict with these keys and types of values."""
     if not isinstance(saved, dict):
@@ -165,20 +140,6 @@ def check_fields(saved: Any, fields: Mapping[str, Any]) -> None:
 def _digest(config: Mapping[str, Any], entries: Mapping[str, Any]) -> hashlib._Hash:
     """A checksum begun with the config and with what the header says of the tensors; their bytes are to follow."""
     return hashlib.sha256(json.dumps([config, entries], sort_keys=True).encode())
-
-
-def _earlier(folder: Path, file: BufferedReader) -> dict[str, Any]:
-    """The config of a folder of an earlier version."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")
-    config = _checked(path.read_bytes(), path)
-    if not isinstance(config.get(FILE_CHECKSUM), str):
-        raise damaged(path, f"without {FILE_CHECKSUM}")
-    file.seek(0)
-    if hashlib.file_digest(file, "sha256").hexdigest() != config.pop(FILE_CHECKSUM):
-        raise changed(folder / TENSORS, CONFIG)
-    return config
 
 
 def _checked(text: Any, path: Path) -> dict[str, Any]:

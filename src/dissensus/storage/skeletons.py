@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dissensus.core import likelihood as likelihoods
+from dissensus.core.attributes import check_attributes, unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
@@ -100,7 +101,8 @@ def build_network(
     """A module of the saved structure: a copy of the caller's, or one of dissensus.nets."""
     if network is not None:
         check_structure(network, saved["structure"])
-        return copy.deepcopy(network)
+        check_attributes(network, saved["attributes"])
+        return copy.deepcopy(network, unmade(network))
     if saved["name"] not in NETS:
         raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
     most = 16 + 4 * (len(header.shapes) + len(tied))  # no network here has more layers for its tensors

@@ -71,17 +71,15 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
 def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
     """Buffers (M, ...) of these names after each member has seen the batch; counts it in `seen`."""
     before = dict(seen)
-    shared = {**particles.shared_parameters(), **particles.shared_buffers()}
+    shared, common = particles.shared_parameters(), particles.shared_buffers()
 
     def outputs(member: Member) -> Tensor:
         return batches.call(member.network, x)
 
     def one(row: Rows) -> Tensors:
-        tensors = {**shared, **row.own, **row.buffers}
-        copies = {name: tensors[name].clone() for name in kept}  # layers write in place
         seen.update(before)  # every member sees the same batch
         with _averaging(seen, batches.size(x)):
-            _, after = torch.func.functional_call(particles.template, {**tensors, **copies}, (outputs,))
+            _, after = particles.call(outputs, {**shared, **row.own}, {**common, **row.buffers})
         return {name: after[name] for name in kept}
 
     found: Tensors = particles.run(one, particles.rows(), particles.members)

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vjp, vmap
+from torch.func import jacrev, jvp, vjp, vmap
 
+from dissensus.numerics.tree import call_with, ties
 from dissensus.theory.budget import check_budget
 
 Params = dict[str, Tensor]
@@ -22,11 +23,10 @@ def trained(network: nn.Module) -> Params:
 
 def functional(network: nn.Module) -> tuple[Function, Params]:
     """A network (N, …) -> (N, O) as a function of what is trained and of one input."""
-    once = len(list(network.named_modules())) == len(list(network.named_modules(remove_duplicate=False)))
+    tied = ties(network)
 
     def function(params: Params, x: Tensor) -> Tensor:
-        # Ties of a layer under two names torch does not undo afterwards.
-        found: Tensor = functional_call(network, params, (x[None],), tie_weights=once)[0]
+        found: Tensor = call_with(network, params, x[None], tied=tied)[0]
         return found
 
     return function, {name: p.detach() for name, p in trained(network).items()}

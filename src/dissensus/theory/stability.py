@@ -60,12 +60,8 @@ class Outputs:
 
         def one(row: Rows) -> Tensor:
             buffers = {**self.particles.shared_buffers(), **row.buffers}
-            held = {name: buffer.clone() for name, buffer in buffers.items()}  # batch norm writes in place
-            found: Tensor = torch.func.functional_call(
-                self.particles.template,
-                {**shared, **row.own, **held},
-                (lambda member: batches.call(member.network, self.x),),
-            )[0]
+            params = {**shared, **row.own}
+            found: Tensor = self.particles.call(lambda member: batches.call(member.network, self.x), params, buffers)[0]
             return found
 
         return one

@@ -98,18 +98,12 @@ def restart(optimizer: Optimizer, scheduler: LambdaLR) -> None:
 
 def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Puts a checkpoint's state in place, all of it or nothing."""
-    cuda = posterior.device if posterior.device.type == "cuda" else None
     before = copy.deepcopy(_state(posterior, optimizer, scheduler))
     try:
-        _load(
-            {**state, "posterior": without_misfit_draws(state["posterior"], posterior)},
-            posterior,
-            optimizer,
-            scheduler,
-            cuda,
-        )
+        fitting = without_misfit_draws(state["posterior"], posterior)
+        _load({**state, "posterior": fitting}, posterior, optimizer, scheduler)
     except BaseException:
-        _load(before, posterior, optimizer, scheduler, cuda)
+        _load(before, posterior, optimizer, scheduler)
         raise
 
 
@@ -124,20 +118,14 @@ def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | 
     }
 
 
-def _load(
-    state: dict[str, Any],
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    cuda: torch.device | None,
-) -> None:
+def _load(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     posterior.load_state_dict(state["posterior"])
     optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None and state["scheduler"] is not None:
         scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["random"].cpu())
-    if cuda is not None and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), cuda)
+    if posterior.device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), posterior.device)
 
 
 def check_archive(path: Path) -> None:

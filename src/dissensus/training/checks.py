@@ -2,14 +2,15 @@
 
 import logging
 import os
+from typing import Literal
 from weakref import WeakSet
 
-import torch.distributed as distributed
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from dissensus.core.optimisation import check_optimizer
 from dissensus.core.posterior import Posterior
+from dissensus.core.seam import check_trainable
 from dissensus.numerics.checks import check_number, check_whole
 
 log = logging.getLogger("dissensus")
@@ -21,10 +22,6 @@ def check_settings(
     posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
 ) -> None:
     """Raises where settings make no sense for this posterior."""
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     check_whole("epochs", epochs)
     check_whole("accumulate", accumulate)
     if patience is not None:
@@ -80,26 +77,24 @@ def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
         )
 
 
-def check_ranks(ranks: str | None) -> None:
-    """Raises where several processes of a group would each train a model of their own without having asked for that."""
+def check_ranks(posterior: Posterior, ranks: Literal["independent"] | None) -> None:
+    """Raises where nothing would be trained, or several processes of a group would not know of each other."""
     if ranks not in (None, "independent"):
         raise ValueError(f'expected ranks of None or "independent", got {ranks!r}; leave it out in a single process')
-    grouped = distributed.is_available() and distributed.is_initialized()
-    if ranks is None and grouped and distributed.get_world_size() > 1:
+    posterior.ranks = ranks or posterior.ranks
+    check_trainable(posterior)
+
+
+def check_schedule(scheduler: object, epochs: int) -> None:
+    """Raises where a cycle ends before the epochs that are left: torch would raise in the middle of training."""
+    if isinstance(scheduler, OneCycleLR) and (needed := scheduler.last_epoch + epochs) > scheduler.total_steps:
         raise ValueError(
-            f"expected one process, got rank {distributed.get_rank()} of {distributed.get_world_size()}: fit does not share "
-            "gradients or members between ranks, so each would train another model; call it on one rank (members run together "
-            'on one GPU), or pass ranks="independent" for a run per rank with a seed and a checkpoint of its own'
+            f"expected a OneCycleLR of {needed} or more steps, one an epoch, got {scheduler.total_steps}; set total_steps"
         )
 
 
 def say_remarks(
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None = None,
-    *,
-    epochs: int = 1,
-    batches: int | None = None,
+    posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, *, epochs: int, batches: int | None
 ) -> None:
     """Logs what the posterior has to say of such an optimiser, and what is wrong with a schedule laid out over batches."""
     if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:

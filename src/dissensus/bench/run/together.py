@@ -113,10 +113,11 @@ class Watched:
         if watcher.device.type == "cuda":
             return
 
-        def observe(optimizer: Optimizer) -> None:
+        def observe(optimizer: Optimizer) -> bool:
             start = time.perf_counter()
-            type(watcher).observe(watcher, optimizer)
+            stepped = type(watcher).observe(watcher, optimizer)
             self.run.get_buffer("seconds")[i] += time.perf_counter() - start
+            return stepped
 
         watcher.observe = observe  # type: ignore[method-assign]
 

@@ -1,0 +1,113 @@
+"""What a forward can read of a network beside its registered tensors: numbers, functions, plain tensors, hooks, modes.
+
+Members that have all of it alike run in one template, into which their tensors are put; others run each in its own. Files
+hold the part that means the same in every process, so that `load` notices a network with other attributes.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+OWN = vars(nn.Module()).keys()
+Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What means something in this process alone: files leave it out."""
+
+    value: Any
+
+
+def difference(networks: Sequence[nn.Module]) -> str | None:
+    """The name of an attribute, hook or mode that networks of one architecture may not have alike; None: all are alike."""
+    training = all(network.training for network in networks)  # in eval mode all layers are, and none by hand
+    first, *others = (_attributes(network, modes=training) for network in networks)
+    names = (name for other in others for name in {**first, **other} if first.get(name) != other.get(name))
+    return next(names, None)
+
+
+def saved_attributes(network: nn.Module) -> dict[str, Any]:
+    """Name -> description, JSON, of attributes that can be described; those of torch's layers are in their `extra_repr`."""
+    kept = _attributes(network)
+    for name, part in network.named_modules():
+        if type(part).__module__.startswith("torch.nn.") and part.extra_repr():
+            kept = {key: each for key, each in kept.items() if key.rpartition(".")[0] != name}
+    found = json.loads(json.dumps(kept, default=lambda _: None))
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def check_attributes(network: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raises where an attribute has another value than the saved one's; None is one that a forward has yet to make."""
+    for name, mine in saved_attributes(network).items():
+        if mine != "None" and saved.get(name, mine) != mine:
+            raise ValueError(
+                f"expected a network with the attribute {name} = {saved[name]}, as was saved, got {mine}; pass a network built "
+                "as the saved one was, or set the attribute first"
+            )
+
+
+def made(part: nn.Module) -> list[str]:
+    """Names of the tensors that hooks (old weight norm and spectral norm, pruning) make of parameters in every forward."""
+    return [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
+
+
+def unmade(network: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy`, which refuses tensors with a graph: what hooks make is empty in a copy until they make it."""
+    return {id(vars(part)[name]): torch.empty(0) for part in network.modules() for name in made(part)}
+
+
+def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
+    """Name -> description of each attribute, registered ones left out; with `modes` also of layers in eval mode."""
+    registered = (*network.named_modules(), *network.named_parameters(), *network.named_buffers())
+    known: Known = {id(each): (f"@{name}", each) for name, each in registered}
+    found: dict[str, Any] = {}
+    for path, part in network.named_modules():
+        left_out = {*OWN, *made(part)}
+        values = {key: value for key, value in vars(part).items() if key not in left_out}
+        values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
+        values |= {"training": part.training} if modes else {}
+        found |= {f"{path}.{key}" if path else key: _described(value, known) for key, value in values.items()}
+    return found
+
+
+def _described(value: Any, known: Known) -> Any:
+    """A description that is equal for equal values; "#" within an object stands for one that it is part of."""
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if id(value) not in known:
+        known[id(value)] = "#", value
+        try:
+            known[id(value)] = _in_parts(value, known), value
+        except Exception:  # what can neither be read nor pickled equals itself alone
+            known[id(value)] = _Here(id(value)), value
+    return known[id(value)][0]
+
+
+def _in_parts(value: Any, known: Known) -> Any:
+    if isinstance(value, _Here):
+        return _Here(_described(value.value, known))
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
+        plain = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype} {hashlib.sha256(plain.tobytes()).hexdigest()[:16]}"
+    if isinstance(value, FunctionType):
+        held = value.__defaults__, value.__kwdefaults__, [cell.cell_contents for cell in value.__closure__ or ()]
+        return [value.__qualname__, _described(held, known), _Here((value.__module__, value.__code__))]
+    if isinstance(value, BuiltinFunctionType | type):
+        return [value.__qualname__, _Here(value)]
+    if type(value) in (list, tuple):
+        return [_described(each, known) for each in value]
+    if type(value) is dict:
+        return [[_described(key, known), _described(each, known)] for key, each in value.items()]
+    parts = value.__reduce_ex__(4)
+    return _Here([_described(list(each) if isinstance(each, Iterator) else each, known) for each in parts])
