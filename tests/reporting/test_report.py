@@ -207,8 +207,9 @@ def test_a_report_of_segmentations_is_made_of_what_there_is(tmp_path):
 
 def test_the_best_is_marked_and_its_equals_are(tmp_path):
     good, worse = classification(0), classification(0)
-    shift = torch.ones_like(worse.arrays["test/nll"])
-    worse.arrays["test/nll"] = worse.arrays["test/nll"] + shift
+    nll = worse.arrays["test/nll"]
+    shift = 1 + 0.1 * torch.linspace(-1, 1, len(nll), dtype=nll.dtype)
+    worse.arrays["test/nll"] = nll + shift
     worse.metrics["nll"] += 1
     results = results_of_evaluations({"good": good, "worse": worse, "twin": good}, "t")
     found, draws = tables.draws_of(results)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results
-from dissensus.reporting.sentences import cautions, tested
+from dissensus.reporting.sentences import cautions, few, tested
 from dissensus.reporting.tables import Table, draws_of, main_table
 
 
@@ -44,5 +44,5 @@ def print_results(results: Results) -> None:
     console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
     if all(len(several) == 1 for several in results.methods.values()):
         console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
-    for sentence in (*tested(draws["nll"]), *claims(results), *cautions(results)):
+    for sentence in (*tested(draws["nll"]), *few(draws), *claims(results), *cautions(results)):
         console.print(escape(sentence))

@@ -11,6 +11,8 @@ from dissensus.reporting.results import Results
 from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
 from dissensus.reporting.tables import Draws, best_method, p_text, rows_by_method
 
+FEW = 30, 10  # examples of one sample, and of each of two
+
 
 def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
     """One sentence each on prediction, on foreign inputs, on corrupted ones, on what mixing members gave, and on what is amiss.
@@ -18,7 +20,7 @@ def headline(results: Results, found: Sequence[Measure], draws: Draws, against: 
     `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
     """
     by_key = {measure.key: measure for measure in found}
-    sentences = [*tested(draws["nll"]), _prediction(results, by_key, draws, against)]
+    sentences = [*tested(draws["nll"]), *few(draws), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
         sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
@@ -47,6 +49,20 @@ def tested(each: dict[str, Resampled]) -> list[str]:
     return said
 
 
+def few(draws: Draws) -> list[str]:
+    """A caution where intervals rest on so few examples that skewed differences break Student's t."""
+    found: dict[str, int] = {}
+    for each in (one for by_method in draws.values() for one in by_method.values()):
+        if each.tested is not None and each.tested < FEW[len(each.measure.samples) - 1]:
+            found[each.measure.group] = min(each.tested, found.get(each.measure.group, each.tested))
+    if not found:
+        return []
+    return [
+        f"Few examples ({'; '.join(f'{group}: {count}' for group, count in found.items())}): intervals and p-values are rough, "
+        f"since one unusual example decides. Test on {FEW[0]} or more, to tell inputs apart on {FEW[1]} or more of each kind."
+    ]
+
+
 def cautions(results: Results) -> list[str]:
     """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
     said = []
@@ -70,8 +86,8 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, agai
     interval = each[best].interval()
     text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
     text += f": negative log-likelihood {nll.text(each[best].estimate)} nats"
-    if interval is not None:
-        text += f" (95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)})"
+    ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
+    text += f" ({ends or 'no interval'})"
     name = quality.label if quality.label.isupper() else quality.label.lower()
     text += f", {name} {_with_unit(quality, draws[quality.key][best].estimate)}."
     if results.baseline is None or results.baseline not in each or len(each) < 2:

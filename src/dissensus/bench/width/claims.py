@@ -22,7 +22,7 @@ Weights = Mapping[Place, float]
 
 
 class Claim(NamedTuple):
-    """A number with its 95 % interval, and the question it belongs to."""
+    """A number with its 95 % interval (NaN where nothing varies), and the question it belongs to."""
 
     question: str
     about: str
@@ -36,8 +36,9 @@ class Claim(NamedTuple):
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
         shown = [f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper)]
+        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{shown[1]} … {shown[2]}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
-        return f"{shown[0]} ({shown[1]} … {shown[2]}{alone})".replace("-", "−")
+        return f"{shown[0]} ({ends}{alone})".replace("-", "−")
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -68,14 +69,14 @@ def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, f
     if not seeds:
         return None
     values = [math.fsum(w * getattr(table[place][seed], name) for place, w in weights.items()) for seed in seeds]
-    error = 0.0
+    error, tested = 0.0, 2
     if all(name in table[place][seed].examples for place in weights for seed in seeds):
         each = torch.stack([
             torch.stack([w * table[place][seed].examples[name] for place, w in weights.items()]).sum(0)
             for seed in seeds
         ]).mean(0)  # (n,)  # fmt: skip
-        error = float(each.std()) / math.sqrt(len(each))
-    half = spread(values, error).half_width()
+        error, tested = float(each.std(correction=min(1, len(each) - 1))) / math.sqrt(len(each)), max(len(each), 2)
+    half = spread(values, error, tested).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
 
 
