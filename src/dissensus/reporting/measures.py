@@ -113,11 +113,11 @@ def member_measures(evaluation: Evaluation) -> list[Measure]:
     found = [
         Measure("members/count", "Members", "", None, 1, 0),
         Measure("nll", "NLL of the mixture", "", None, 1, 4, "nats"),
-        Measure("members/nll_best", "NLL of the best member", "", None, 1, 4, "nats"),
+        Measure("members/nll_best", "NLL of the best member, chosen on test rows", "", None, 1, 4, "nats"),
         Measure("members/nll", "NLL of a member, mean", "", None, 1, 4, "nats"),
         Measure("members/diversity", "Diversity", "", None, 1, 4, "nats"),
         Measure("accuracy", "Accuracy of the mixture", "", None, 100, 2, "%"),
-        Measure("members/accuracy_best", "Accuracy of the best member", "", None, 100, 2, "%"),
+        Measure("members/accuracy_best", "Accuracy of the best member, chosen on test rows", "", None, 100, 2, "%"),
         Measure("members/accuracy", "Accuracy of a member, mean", "", None, 100, 2, "%"),
     ]
     for name in evaluation.ood:

@@ -76,6 +76,10 @@ def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, f
             for seed in seeds
         ]).mean(0)  # (n,)  # fmt: skip
         error, tested = float(each.std(correction=min(1, len(each) - 1))) / math.sqrt(len(each)), max(len(each), 2)
+    return _interval(values, error, tested)
+
+
+def _interval(values: Sequence[float], error: float = 0.0, tested: int = 2) -> tuple[float, float, float]:
     half = spread(values, error, tested).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
 
@@ -167,33 +171,15 @@ def _best(table: Table) -> list[Claim]:
         seed: [max(sizes, key=lambda m: table[embedded(table, f, m)][seed].accuracy or 0.0) for f in factors]
         for seed in seeds
     }
-
-    def interval(values: Sequence[float]) -> tuple[float, float, float]:
-        half = spread(values, 0.0).half_width()
-        return fmean(values), fmean(values) - half, fmean(values) + half
-
-    said = [
-        Claim(
-            BEST,
-            f"log₂ of the best M, width {f:g}×",
-            *interval([math.log2(best[s][i]) for s in seeds]),
-            "doublings",
-            len(seeds),
-        )
-        for i, f in enumerate(factors)
-    ]
+    bests = {f"log₂ of the best M, width {f:g}×": [math.log2(best[s][i]) for s in seeds] for i, f in enumerate(factors)}
     logs = [math.log2(factor) for factor in factors]
     centred = [x - fmean(logs) for x in logs]
     slopes = [
         math.fsum(x * math.log2(m) for x, m in zip(centred, best[s], strict=True)) / math.fsum(x * x for x in centred)
         for s in seeds
     ]
-    return [
-        *said,
-        Claim(
-            BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings", len(seeds)
-        ),
-    ]
+    bests["doublings of the best M for every doubling of the width"] = slopes
+    return [Claim(BEST, about, *_interval(each), "doublings", len(seeds)) for about, each in bests.items()]
 
 
 def _price(table: Table) -> list[Claim]:
