@@ -26,7 +26,7 @@ from dissensus.reporting import figures, plots, tables
 from dissensus.reporting.report import write_report
 from dissensus.reporting.results import results_of_evaluations
 
-VOID = {"meta", "link", "img", "br", "use", "path", "rect", "line", "circle"}
+VOID = {"meta", "wbr", "link", "img", "br", "use", "path", "rect", "line", "circle"}
 NASTY = "<script>alert('x')</script> & --> $\\frac$ | name"
 
 

@@ -92,7 +92,7 @@ def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
     text = io.StringIO()
     lines = [columns, *([row.get(key) for key in columns] for row in rows)]
     safe = ([f"'{cell}" if FORMULA.match(str(cell)) else cell for cell in line] for line in lines)
-    broken = any("\r" in str(cell) for line in lines for cell in line)  # Python 3.11 quotes no carriage return by itself
+    broken = any("\r" in str(cell) for line in lines for cell in line)  # Python 3.11 quotes no carriage return
     csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL).writerows(safe)
     return text.getvalue()
 
