@@ -286,7 +286,7 @@ def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
 
 def test_a_report_says_what_its_intervals_count_and_how_many_seeds_each_method_has(tmp_path):
     report({"one": classification(0), "two": classification(1)}, tmp_path / "single.md")
-    assert "count the test examples only" in (tmp_path / "single.md").read_text()
+    assert "reflect test-set size only" in (tmp_path / "single.md").read_text()
     seeds = {"one": [classification(i) for i in range(3)], "two": [classification(i) for i in range(2)]}
     report(seeds, tmp_path / "several.md")
     text = (tmp_path / "several.md").read_text()

@@ -179,7 +179,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
 def _regression() -> list[Measure]:
     test = "test"
     return [
-        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), _root_mean),
+        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), root_mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
         Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
@@ -188,7 +188,7 @@ def _regression() -> list[Measure]:
     ]
 
 
-def _root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
+def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
     """(R,) root of the mean of squared errors."""
     return mean(weights, squared).sqrt()
 

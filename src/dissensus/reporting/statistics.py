@@ -20,7 +20,7 @@ from torch import Tensor
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import ROUNDING, resample_counts
-from dissensus.reporting.measures import Measure
+from dissensus.reporting.measures import Measure, root_mean
 from dissensus.reporting.spread import Spread, holm_level, spread
 from dissensus.reporting.spread import holm as adjusted
 
@@ -150,6 +150,9 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
     first, second = first.on(common), second.on(common)
     each = [first.values[seed] - second.values[seed] for seed in common]
     draws = None if first.draws is None or second.draws is None else first.draws - second.draws
+    if draws is not None and first.measure.statistic is root_mean and first.draws is not None:
+        # a − b = (a² − b²)/(a + b): means of squares are what a t-test is of, with few examples roots are not
+        draws = draws * (2 * first.draws - draws) / (first.estimate + second.estimate)
     found = _spread(first, each, draws)
     counted = _counted(first)
     if found is None:
