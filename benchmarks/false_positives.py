@@ -1,6 +1,7 @@
 """How often two equal methods are said to differ (p < 0.05), and how often real differences are found; CSV out.
 
     python benchmarks/false_positives.py --csv benchmarks/results/false_positives.csv
+    python benchmarks/false_positives.py --few --csv benchmarks/results/false_positives_few.csv
 
 Nothing is trained. Two methods of equal quality are drawn again and again, with S seeds each, and compared as a report compares
 them. Example i has the latent value
@@ -12,6 +13,10 @@ an example is softplus(−latent), it is right where the latent value is positiv
 `noise`: the standard deviation of u over that of the mean of c over the examples; 0 is no seed noise, inf no example noise.
 Beside the report's p: Student's t over seeds alone, the bootstrap over examples alone, and resampling the seeds like the
 examples. `found_k`: share of p < 0.05 where the true difference is k times the standard deviation of the measured one.
+
+`--few`: one seed, 2 to 30 test examples, as many foreign ones. `without`: share with no p, as nothing varies; `normal`: p < .05
+by the bootstrap's variance and the normal distribution instead of Student's t. "skewed": methods of equal mean NLL that are not
+exchangeable; the first one's is larger by e^z − e^½ with a standard normal z for each example.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +33,17 @@ from rows import Row, write_rows
 from torch import Tensor
 
 import dissensus
-from dissensus import metrics
 from dissensus.bench.run.provenance import commit, device_name
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.measures import Measure, measures
 from dissensus.reporting.spread import Spread
-from dissensus.reporting.statistics import compared, resampled
+from dissensus.reporting.statistics import Compared, compared, resampled
 
 SEEDS = (2, 3, 5, 10)
 NOISES = (0.0, 0.3, 1.0, 3.0, math.inf)
 SIZES = (3, 5, 10)
+FEW = (2, 3, 5, 10, 20, 30)
+FEW_METRICS = ("nll", "accuracy", "ece", "aurc", "rmse", "ood/far/auroc", "ood/far/aupr", "ood/far/fpr95", "skewed")
 ALPHA = 0.05
 SCORE = "max_probability"
 METRICS = {  # the share of the simulations it gets, and the noises; AUROC takes twenty times longer than a mean
@@ -57,7 +64,8 @@ class Simulated(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulations", type=int, default=1600)
-    parser.add_argument("--metrics", default=",".join(METRICS))
+    parser.add_argument("--metrics", default=None)
+    parser.add_argument("--few", action="store_true")
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--resamples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -71,7 +79,13 @@ def main() -> None:
         "device": device_name(torch.device("cpu")),
     }
     rows: list[Row] = []
-    for key in given.metrics.split(","):
+    for key in (given.metrics or ",".join(FEW_METRICS)).split(",") if given.few else ():
+        for examples in FEW:
+            shown = few(key, examples, given.simulations, given.resamples, given.seed)
+            about = {"metric": key, "seeds": 1, "examples": examples, "resamples": given.resamples}
+            rows.append({**about, "simulations": given.simulations, **shown, **origin})
+            print(f"{key:14s} examples {examples:2d}: {shown['false_positives']:.3f}", flush=True)
+    for key in (given.metrics or ",".join(METRICS)).split(",") if not given.few else ():
         share, noises = METRICS[key]
         count = max(1, round(share * given.simulations))
         for noise in noises:
@@ -107,14 +121,48 @@ def drawn(key: str, seeds: int, noise: float, examples: int, generator: torch.Ge
 
 def evaluation(key: str, inside: Tensor, outside: Tensor) -> Evaluation:
     """With the metric that is looked at."""
-    if key == "nll":
-        nll = torch.nn.functional.softplus(-inside)
-        return Evaluation("classification", {key: float(nll.mean())}, {"test/nll": nll}, SCORE)
-    if key == "accuracy":
-        correct = (inside > 0).double()
-        return Evaluation("classification", {key: float(correct.mean())}, {"test/correct": correct}, SCORE)
-    scores = {f"test/score/{SCORE}": -inside, f"ood/far/score/{SCORE}": -outside}
-    return Evaluation("classification", {key: float(metrics.auroc(-inside, -outside))}, scores, SCORE, ("far",))
+    arrays = {
+        "test/nll": torch.nn.functional.softplus(-inside),
+        "test/correct": (inside > 0).double(),
+        "test/confidence": inside.abs().sigmoid(),
+        "test/squared_error": inside.square(),
+        f"test/score/{SCORE}": -inside.abs().sigmoid() if key == "aurc" else -inside,
+        f"ood/far/score/{SCORE}": -outside,
+    }
+    return measured(
+        Evaluation("regression" if key == "rmse" else "classification", {key: 0.0}, arrays, SCORE, ("far",))
+    )
+
+
+def measured(given: Evaluation) -> Evaluation:
+    """With the value of its one metric."""
+    (measure,) = measures(given)
+    weights = [torch.ones(1, len(given.arrays[group[0]]), dtype=torch.float64) for group in measure.samples]
+    value = measure.statistic(weights, *(given.arrays[name] for group in measure.samples for name in group))
+    return replace(given, metrics={measure.key: float(value)})
+
+
+def few(key: str, examples: int, count: int, resamples: int, seed: int) -> Row:
+    """Shares of p < 0.05 with one seed and few examples, by Student's t and by the normal distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Compared | None] = []
+    for _ in range(count):
+        (first,), (second,) = drawn("nll" if key == "skewed" else key, 1, 0.0, examples, generator)
+        if key == "skewed":
+            more = torch.randn(examples, generator=generator, dtype=torch.float64).exp() - math.exp(0.5)
+            first = measured(replace(first, arrays={"test/nll": second.arrays["test/nll"] + more}))
+        pair = (resampled(*measures(each), [each], resamples=resamples) for each in (first, second))
+        found.append(compared(*pair))
+    known = [each for each in found if each is not None]
+    naive = [
+        Spread(0.0, 0, each.spread.examples * (1 - 1 / examples) ** 0.5).p_value(each.difference) for each in known
+    ]
+    return {
+        "false_positives": sum(each.p_value < ALPHA for each in known) / count,
+        "error": round(math.sqrt(ALPHA * (1 - ALPHA) / count), 5),
+        "without": 1 - len(known) / count,
+        "normal": sum(p < ALPHA for p in naive) / count,
+    }
 
 
 def simulated(key: str, pair: list[list[Evaluation]], resamples: int, generator: torch.Generator) -> Simulated:

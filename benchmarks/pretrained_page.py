@@ -160,7 +160,7 @@ def _eces(group: str) -> Callable[..., Any]:
             .split([1, 1000])
             for several in (first, second)
         )
-        return comparison((a - b)[0], drawn_a - drawn_b)
+        return comparison((a - b)[0], drawn_a - drawn_b, examples=len(first[0][f"{group}/correct"]))
 
     return compare
 

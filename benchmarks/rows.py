@@ -38,9 +38,9 @@ def summary(values: Iterable[float]) -> tuple[float, float, float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of a few repetitions, by Student's t; the mean itself where there is one alone."""
+    """The 95 % interval of the mean of a few repetitions, by Student's t; the mean itself where they are all the same."""
     given = [float(value) for value in values]
-    mean, half = statistics.fmean(given), spread(given, 0.0).half_width()
+    mean, half = statistics.fmean(given), spread(given, 0.0).half_width() if len(set(given)) > 1 else 0.0
     return mean - half, mean + half
 
 

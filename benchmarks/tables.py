@@ -245,6 +245,24 @@ def false_positive_table() -> str:
     return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
 
 
+def few_examples_table() -> str:
+    """How often equal methods are said to differ with one seed and few examples."""
+    found = rows("false_positives_few.csv")
+    names = {"nll": "NLL", "ood/far/auroc": "AUROC", "ood/far/aupr": "AUPR", "ood/far/fpr95": "FPR at 95 % TPR"}
+    names |= {"ece": "ECE", "aurc": "AURC", "rmse": "RMSE", "skewed": "NLL, skewed"}
+    metrics = list(dict.fromkeys(row["metric"] for row in found))
+    share = {(row["metric"], row["examples"]): f"{100 * float(row['false_positives']):.1f} %" for row in found}
+    before = {row["examples"]: f"{100 * float(row['normal']):.1f} %" for row in found if row["metric"] == "nll"}
+    titles = ["test examples", "NLL by the normal distribution", *(names.get(key, key) for key in metrics)]
+    lines = [[count, before[count], *(share[key, count] for key in metrics)] for count in before]
+    first = found[0]
+    facts = (
+        f"seed {first['seed']}, {first['simulations']} comparisons (error {100 * float(first['error']):.1f} points), "
+    )
+    facts += f"{first['resamples']} resamples; commit {first['commit']}, torch {first['torch']}, {first['device']}"
+    return f"{markdown(titles, lines)}\n\n*`python benchmarks/false_positives.py --few --csv FILE`; {facts}.*"
+
+
 def side_by_side() -> str:
     """Variants of FoRDE on all tasks that have them, one column per number."""
     headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
@@ -293,6 +311,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
     if rows("false_positives.csv"):
         yield docs / "bench.md", "false-positives", false_positive_table()
+        yield docs / "bench.md", "false-positives-few", few_examples_table()
 
 
 def main() -> None:

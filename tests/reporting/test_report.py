@@ -3,6 +3,7 @@
 import base64
 import csv
 import io
+import re
 from html.parser import HTMLParser
 from itertools import combinations
 
@@ -22,9 +23,10 @@ from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
 from dissensus.reporting import figures, plots, tables
+from dissensus.reporting.report import write_report
 from dissensus.reporting.results import results_of_evaluations
 
-VOID = {"meta", "link", "img", "br", "use", "path", "rect", "line", "circle"}
+VOID = {"meta", "wbr", "link", "img", "br", "use", "path", "rect", "line", "circle"}
 NASTY = "<script>alert('x')</script> & --> $\\frac$ | name"
 
 
@@ -207,8 +209,9 @@ def test_a_report_of_segmentations_is_made_of_what_there_is(tmp_path):
 
 def test_the_best_is_marked_and_its_equals_are(tmp_path):
     good, worse = classification(0), classification(0)
-    shift = torch.ones_like(worse.arrays["test/nll"])
-    worse.arrays["test/nll"] = worse.arrays["test/nll"] + shift
+    nll = worse.arrays["test/nll"]
+    shift = 1 + 0.1 * torch.linspace(-1, 1, len(nll), dtype=nll.dtype)
+    worse.arrays["test/nll"] = nll + shift
     worse.metrics["nll"] += 1
     results = results_of_evaluations({"good": good, "worse": worse, "twin": good}, "t")
     found, draws = tables.draws_of(results)
@@ -221,7 +224,51 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     difference = tables.difference_table(results, found, against, "worse")
     first = next(row for row in difference.rows if row.label == "NLL" and row.group == "test")
     assert first.cells[0].text == "−1.0000"
-    assert first.cells[0].best
+    assert not first.cells[0].best  # p < 0.001, but one seed says nothing of others
+    several = results_of_evaluations({"good": [good, good], "worse": [worse, worse]}, "t")
+    found, draws = tables.draws_of(several)
+    against = tables.differences(several, found, draws, "worse")
+    rows = {(row.group, row.label): row for row in tables.difference_table(several, found, against, "worse").rows}
+    assert rows["test", "NLL"].cells[0].best
+
+
+def test_nothing_in_a_title_or_a_name_is_live_in_markdown(tmp_path):
+    title, name = "![x](http://e/p.png) <img src=x> \\[a](http://e)", "[m](http://e) `*`|"
+    report({name: classification(0), "other": classification(1)}, tmp_path / "report.md", title=title)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# !\\[x\\](http://e/p.png) &lt;img src=x> \\\\\\[a\\](http://e)\n")
+    assert not re.search(r"(?<!\\)\[", text)
+    assert "| \\[m\\](http://e) \\`\\*\\`\\| |" in text
+
+
+def test_one_example_has_no_interval_and_is_cautioned_about(tmp_path):
+    given = {name: Evaluation("classification", {"nll": v, "accuracy": 1.0}, {"test/nll": torch.tensor([v])}, "entropy")
+             for name, v in (("a", 0.5521), ("b", 0.7))}  # fmt: skip
+    report(given, tmp_path / "report.md")
+    text = (tmp_path / "report.md").read_text()
+    assert "a predicts best: negative log-likelihood 0.5521 nats (no interval)" in text
+    assert "Few examples (test: 1)" in text
+    assert "p = " not in text.replace("p ≥ 0.05", "")
+    assert "p < 0.001" not in text
+
+
+def test_the_best_coverage_is_the_one_nearest_its_target(tmp_path):
+    def covered(share: float) -> Evaluation:
+        inside = (torch.arange(50) < 50 * share).double()
+        metrics = {"nll": 1.0, "rmse": 1.0, "coverage90": share}
+        return Evaluation("regression", metrics, {"test/covered90": inside}, "variance")
+
+    results = results_of_evaluations({"all": covered(1.0), "near": covered(0.86)}, "t")
+    found, draws = tables.draws_of(results)
+    row = next(r for r in tables.main_table(results, found, draws).rows if r.label.startswith("Coverage"))
+    assert [cell.best for cell in row.cells] == [False, True]
+
+
+def test_a_smoke_run_says_so(tmp_path):
+    results = results_of_evaluations({"a": classification(0)}, "t")
+    results.origins["a"][0]["size"] = "smoke"
+    write_report(results, tmp_path / "report.html")
+    assert "A smoke test" in (tmp_path / "report.html").read_text()
 
 
 def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
@@ -239,7 +286,7 @@ def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
 
 def test_a_report_says_what_its_intervals_count_and_how_many_seeds_each_method_has(tmp_path):
     report({"one": classification(0), "two": classification(1)}, tmp_path / "single.md")
-    assert "count the test examples only" in (tmp_path / "single.md").read_text()
+    assert "reflect test-set size only" in (tmp_path / "single.md").read_text()
     seeds = {"one": [classification(i) for i in range(3)], "two": [classification(i) for i in range(2)]}
     report(seeds, tmp_path / "several.md")
     text = (tmp_path / "several.md").read_text()

@@ -36,10 +36,31 @@ def test_both_add_up_in_squares():
 
 
 def test_nothing_to_vary_and_no_difference():
-    assert Spread(0.0, 0, 0.0).p_value(0.0) == 1.0
-    assert Spread(0.0, 2, 0.0).p_value(0.1) == 0.0
+    for nothing in (Spread(0.0, 0, 0.0), Spread(0.0, 2, 0.0)):
+        assert math.isnan(nothing.half_width())
+        assert math.isnan(nothing.p_value(0.1))
     assert Spread(0.3, 2, 0.1).p_value(0.0) == 1.0
-    assert spread([1.5], 0.2) == Spread(0.0, 0, 0.2)
+    assert Spread(0.0, 0, 0.1, 5).p_value(0.0) == 1.0
+    assert spread([1.5], 0.2, 7) == Spread(0.0, 0, 0.2, 7)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 31, 400])
+def test_one_seed_is_the_paired_t_test_over_examples(n):
+    differences = [0.3 + math.sin(3.0 * i) for i in range(n)]
+    theirs = scipy.stats.ttest_1samp(differences, 0)
+    found = Spread(0.0, 0, scipy.stats.sem(differences), n)
+    assert found.p_value(sum(differences) / n) == pytest.approx(theirs.pvalue, rel=1e-8)
+    low, high = theirs.confidence_interval(0.95)
+    assert found.half_width() == pytest.approx((high - low) / 2, rel=1e-9)
+
+
+def test_few_examples_beside_seeds_are_counted_by_students_t_too():
+    t = scipy.stats.t.ppf(0.975, 4)
+    for n in (3, 5, 10, 30, 900):
+        u = scipy.stats.t.ppf(0.975, n - 1)
+        # Wallace's formula is on the safe side, 4 % at three examples
+        found, exact = Spread(0.3, 4, 0.4, n).half_width(), math.hypot(0.3 * t, 0.4 * u)
+        assert exact < found < exact * (1 + 0.3 / (n - 1) ** 3 + 1e-3)
 
 
 def test_an_interval_holds_zero_exactly_where_p_is_not_below():
@@ -50,7 +71,8 @@ def test_an_interval_holds_zero_exactly_where_p_is_not_below():
         found = Spread(
             0.0 if one else size * draw.random(),
             0 if one else draw.randint(1, 12),
-            draw.choice([0.0, draw.random()]) * size,
+            draw.choice([1e-3 if one else 0.0, draw.random()]) * size,
+            draw.choice([2, 3, 10, 400, 5000]),
         )
         level = draw.choice([0.5, 0.9, 0.95, 0.99, 0.9995])
         # half of the means at the edge itself, where rounding would show

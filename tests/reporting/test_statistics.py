@@ -77,11 +77,11 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
             }
             assert float(found[r]) == pytest.approx(float(expected[measure.key]), abs=1e-12), measure.key
     assert len(measures(given)) == len(keys)
-    root = of_measures._root_mean(weights[:1], arrays["test/nll"])
+    root = of_measures.root_mean(weights[:1], arrays["test/nll"])
     torch.testing.assert_close(root.square(), of_measures.mean(weights[:1], arrays["test/nll"]))
 
 
-def test_one_seed_counts_examples_as_the_z_test_does():
+def test_one_seed_counts_examples_as_the_t_test_does():
     first = random_values(500)
     second = first + 0.02 * random_values(500, seed=1) + 0.002
     a, b = (resampled(NLL, [evaluation(v)], resamples=4000) for v in (first, second))
@@ -89,7 +89,7 @@ def test_one_seed_counts_examples_as_the_z_test_does():
     error = float((first - second).std()) / 500**0.5
     # the variance of 4000 draws has a relative error of √(2/4000), its root half of that
     assert pair.spread.examples == pytest.approx(error, rel=4 * (0.5 / 4000) ** 0.5)
-    assert pair.p_value == pytest.approx(float(2 * scipy.stats.norm.sf(abs(pair.difference) / error)), rel=0.2)
+    assert pair.p_value == pytest.approx(float(scipy.stats.ttest_rel(first, second).pvalue), rel=0.2)
     assert mine.estimate == float(first.mean())
     assert mine.upper - mine.lower == pytest.approx(2 * 1.96 * float(first.std()) / 500**0.5, rel=0.06)
     assert pair.counted == "test examples, not seeds"
@@ -112,7 +112,10 @@ def test_seeds_are_paired_by_their_numbers_and_only_common_ones_are_compared():
     values = [evaluation(random_values(40, seed=i) + i) for i in range(3)]
     three, two = resampled(NLL, values, seeds=[0, 1, 2]), resampled(NLL, [values[2], values[0]], seeds=[2, 0])
     pair = compared(three, two)
-    assert (pair.difference, pair.seeds, pair.p_value) == (0.0, 2, 1.0)
+    assert pair is None  # the same numbers on both seeds
+    moved = [evaluation(values[2].arrays["test/nll"].flip(0)), values[0]]
+    pair = compared(three, resampled(NLL, moved, seeds=[2, 0]))
+    assert (pair.difference, pair.seeds, pair.p_value) == (pytest.approx(0.0, abs=1e-12), 2, pytest.approx(1.0))
     assert compared(three, resampled(NLL, values, seeds=[7, 8, 9])) is None
     with pytest.raises(ValueError, match="got a seed twice"):
         resampled(NLL, values, seeds=[0, 1, 1])
@@ -124,9 +127,9 @@ def test_splits_are_counted_by_the_seeds_alone_whatever_their_sizes():
     assert split.rows == "own"
     low, high = scipy.stats.ttest_1samp([float(each.mean()) for each in rows], 0).confidence_interval()
     assert (split.interval().lower, split.interval().upper) == (pytest.approx(low), pytest.approx(high))
-    pair = compared(split, resampled(NLL, [evaluation(each + 0.1, target=each) for each in rows]))
+    pair = compared(split, resampled(NLL, [evaluation(1.1 * each, target=each) for each in rows]))
     assert pair.counted == "3 seeds with test examples of their own"
-    one = compared(split.on([1]), resampled(NLL, [evaluation(rows[1] + 0.1, rows[1])], seeds=[1]))
+    one = compared(split.on([1]), resampled(NLL, [evaluation(1.1 * rows[1], rows[1])], seeds=[1]))
     assert one.counted == "test examples, not seeds"
 
 
@@ -143,10 +146,25 @@ def test_examples_in_another_order_are_counted_as_if_seeds_erred_alike():
 
 def test_resamples_are_shared_by_methods():
     values = random_values(50)
-    same = compared(resampled(NLL, [evaluation(values)]), resampled(NLL, [evaluation(values + 0.3)]))
+    wave = 1e-6 * random_values(50, seed=1)
+    same = compared(resampled(NLL, [evaluation(values)]), resampled(NLL, [evaluation(values + 0.3 + wave)]))
     interval = same.interval()
-    assert (interval.lower, interval.upper) == (pytest.approx(-0.3), pytest.approx(-0.3))
+    assert (interval.lower, interval.upper) == (pytest.approx(-0.3, abs=2e-6), pytest.approx(-0.3, abs=2e-6))
     assert same.p_value < 1e-9
+
+
+def test_one_example_and_equal_differences_have_no_interval_and_no_p():
+    one, other = (resampled(NLL, [evaluation(torch.tensor([value]))]) for value in (0.5521, 0.7))
+    assert one.interval() is None
+    assert compared(one, other) is None
+    values = random_values(50)
+    methods = [resampled(NLL, [evaluation(values + shift)]) for shift in (0.0, 0.3)]  # equal up to rounding
+    assert methods[0].interval() is not None
+    assert compared(*methods) is None
+    # two splits, each better by the same: nothing says how far another split would be
+    rows = [random_values(n, seed=n) for n in (40, 37)]
+    splits = [resampled(NLL, [evaluation(each + shift, target=each) for each in rows]) for shift in (0.0, 0.1)]
+    assert compared(*splits) is None
 
 
 def test_what_cannot_be_resampled_has_no_interval():
@@ -158,7 +176,9 @@ def test_what_cannot_be_resampled_has_no_interval():
     infinite = resampled(NLL, [evaluation(torch.tensor([1.0, float("inf")]))])
     assert infinite.interval() is None
     assert compared(infinite, infinite) is None
-    pair = compared(*[resampled(NLL, [bare, bare])] * 2, seeds_alone=True)
+    assert compared(*[resampled(NLL, [bare, bare])] * 2, seeds_alone=True) is None  # both the same
+    two = [Evaluation("classification", {"nll": value}, {}, "max_probability") for value in (1.0, 1.5)]
+    pair = compared(resampled(NLL, [bare, bare]), resampled(NLL, two), seeds_alone=True)
     assert pair.counted == "2 seeds, not test examples"
 
 
@@ -201,7 +221,7 @@ def test_a_family_may_be_adjusted_by_holm():
 def comparison(difference: float) -> Compared:
     values, draws = {0: difference}, random_values(1, 1000) / float(random_values(1, 1000).std())
     zeros = torch.zeros(1, 1000, dtype=torch.float64)
-    return compared(Resampled(NLL, values, draws, (None,), ((9,),)), Resampled(NLL, {0: 0.0}, zeros, (None,), ((9,),)))
+    return compared(*(Resampled(NLL, v, d, (None,), ((900,),)) for v, d in ((values, draws), ({0: 0.0}, zeros))))
 
 
 def test_measures_know_which_way_is_better():

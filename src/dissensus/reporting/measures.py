@@ -113,11 +113,11 @@ def member_measures(evaluation: Evaluation) -> list[Measure]:
     found = [
         Measure("members/count", "Members", "", None, 1, 0),
         Measure("nll", "NLL of the mixture", "", None, 1, 4, "nats"),
-        Measure("members/nll_best", "NLL of the best member", "", None, 1, 4, "nats"),
+        Measure("members/nll_best", "NLL of the best member, chosen on test rows", "", None, 1, 4, "nats"),
         Measure("members/nll", "NLL of a member, mean", "", None, 1, 4, "nats"),
         Measure("members/diversity", "Diversity", "", None, 1, 4, "nats"),
         Measure("accuracy", "Accuracy of the mixture", "", None, 100, 2, "%"),
-        Measure("members/accuracy_best", "Accuracy of the best member", "", None, 100, 2, "%"),
+        Measure("members/accuracy_best", "Accuracy of the best member, chosen on test rows", "", None, 100, 2, "%"),
         Measure("members/accuracy", "Accuracy of a member, mean", "", None, 100, 2, "%"),
     ]
     for name in evaluation.ood:
@@ -179,7 +179,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
 def _regression() -> list[Measure]:
     test = "test"
     return [
-        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), _root_mean),
+        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), root_mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
         Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
@@ -188,7 +188,7 @@ def _regression() -> list[Measure]:
     ]
 
 
-def _root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
+def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
     """(R,) root of the mean of squared errors."""
     return mean(weights, squared).sqrt()
 

@@ -162,7 +162,7 @@ def _chance(ordering: Ordering, judged: Family) -> str:
     """Our difference with its interval, and whether it is beyond it, where that can be said."""
     measure, comparison = ordering.measure, ordering.comparison
     if comparison is None:
-        return "one seed without its test examples, so without an interval"
+        return "no interval: nothing varies, or one seed without its test examples"
     interval, p_value = comparison.interval(judged.level), judged.p_values[ordering.key]
     verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
     return (

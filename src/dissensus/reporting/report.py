@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,12 @@ def _counted(results: Results) -> str:
     counts = sorted({len(several) for several in results.methods.values()})
     adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
     if counts == [1]:
-        only = "Intervals and p-values count the test examples only: with one seed nobody knows how far other seeds would be."
-        return only + adjusted
+        only = "Intervals and p-values reflect test-set size only (Student's t over test examples)"
+        return f"{only}; run more seeds to include training variation.{adjusted}"
     several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
     few = " With so few, intervals are wide." if counts[0] < 4 else ""
     alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
-    text = f"Intervals and p-values count test examples and {several} (Student's t, one degree of freedom less)."
+    text = f"Intervals and p-values count test examples and {several} (Student's t over both)."
     return f"{text}{few}{alone}{adjusted}"
 
 
@@ -168,5 +169,6 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
 
 
 def _markdown(text: object) -> str:
-    """Text for a cell of a Markdown table."""
-    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    """Text for Markdown, where none of it is a link, a picture, HTML or the end of a cell."""
+    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\|\[\]*`]", r"\\\g<0>", plain)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dissensus.core.errors import unknown
 from dissensus.evaluation.evaluation import Evaluation
+
+# How a formula begins, or one that was made a text; a number is none.
+FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
 
 class Swept(NamedTuple):
@@ -79,12 +84,24 @@ def csv_text(results: Results) -> str:
         for name, several in results.methods.items()
         for origin, evaluation in zip(results.origins[name], several, strict=True)
     ]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
+
+
+def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV. A text that a spreadsheet would run, such as "=A1", gets an apostrophe, which `table_rows` takes away."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    lines = [columns, *([row.get(key) for key in columns] for row in rows)]
+    safe = ([f"'{cell}" if FORMULA.match(str(cell)) else cell for cell in line] for line in lines)
+    broken = any("\r" in str(cell) for line in lines for cell in line)  # Python 3.11 quotes no carriage return
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL).writerows(safe)
     return text.getvalue()
+
+
+def table_rows(path: Path) -> list[dict[str, str]]:
+    """The rows that `table_text` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
 def base_of(name: str) -> str:

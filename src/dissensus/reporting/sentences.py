@@ -11,6 +11,9 @@ from dissensus.reporting.results import Results
 from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
 from dissensus.reporting.tables import Draws, best_method, p_text, rows_by_method
 
+SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
+FEW = 30, 10  # examples of one sample, and of each of two
+
 
 def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
     """One sentence each on prediction, on foreign inputs, on corrupted ones, on what mixing members gave, and on what is amiss.
@@ -18,7 +21,8 @@ def headline(results: Results, found: Sequence[Measure], draws: Draws, against: 
     `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
     """
     by_key = {measure.key: measure for measure in found}
-    sentences = [*tested(draws["nll"]), _prediction(results, by_key, draws, against)]
+    smoke = any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
+    sentences = [SMOKE] * smoke + [*tested(draws["nll"]), *few(draws), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
         sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
@@ -47,6 +51,14 @@ def tested(each: dict[str, Resampled]) -> list[str]:
     return said
 
 
+def few(draws: Draws) -> list[str]:
+    """A caution where intervals rest on so few examples that skewed differences break Student's t."""
+    every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
+    found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
+    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, since one unusual example decides. "
+    return [f"{said}Test on {FEW[0]} or more, to tell inputs apart on {FEW[1]} or more of each kind."] if found else []
+
+
 def cautions(results: Results) -> list[str]:
     """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
     said = []
@@ -70,8 +82,8 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, agai
     interval = each[best].interval()
     text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
     text += f": negative log-likelihood {nll.text(each[best].estimate)} nats"
-    if interval is not None:
-        text += f" (95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)})"
+    ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
+    text += f" ({ends or 'no interval'})"
     name = quality.label if quality.label.isupper() else quality.label.lower()
     text += f", {name} {_with_unit(quality, draws[quality.key][best].estimate)}."
     if results.baseline is None or results.baseline not in each or len(each) < 2:
@@ -116,7 +128,7 @@ def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -
 def _mixing(results: Results) -> list[str]:
     sentences = []
     for name, several in results.methods.items():
-        if any("members/nll_best" not in each.metrics for each in several):
+        if any("members/nll" not in each.metrics for each in several):
             continue
 
         def mean(key: str, several: list[Evaluation] = several) -> float:
@@ -124,7 +136,7 @@ def _mixing(results: Results) -> list[str]:
 
         text = (
             f"{name}: its {mean('members/count'):.0f} members together have negative log-likelihood {mean('nll'):.4f}; "
-            f"the best single one has {mean('members/nll_best'):.4f}"
+            f"a member alone has {mean('members/nll'):.4f} on average"
         )
         for foreign in several[0].ood:
             key = f"members/ood/{foreign}/auroc"

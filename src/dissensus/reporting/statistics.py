@@ -2,11 +2,13 @@
 
 The estimate is the mean over seeds of the metric. Examples are resampled with replacement, the same for all seeds and methods;
 `spread` adds what seeds vary by. Methods are compared seed by seed on the seeds that both have. Where seeds have test examples
-of their own (splits, drawn sets), what the seeds vary by counts the examples as well, and nothing is added.
+of their own (splits, drawn sets), what the seeds vary by counts the examples as well, and nothing is added. One example alone,
+or numbers that do not vary at all, say nothing of their spread: they have no interval and no p-value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
-from dissensus.metrics.bootstrap import resample_counts
-from dissensus.reporting.measures import Measure
+from dissensus.metrics.bootstrap import ROUNDING, resample_counts
+from dissensus.reporting.measures import Measure, root_mean
 from dissensus.reporting.spread import Spread, holm_level, spread
 from dissensus.reporting.spread import holm as adjusted
 
@@ -73,6 +75,11 @@ class Resampled:
             return "shared"
         in_order = [each.flatten().sort().values for each in known]
         return "shuffled" if all(torch.equal(each, in_order[0]) for each in in_order[1:]) else "own"
+
+    @property
+    def tested(self) -> int | None:
+        """The examples that an interval rests on, of two samples the fewer; None where seeds count them or none are kept."""
+        return min(map(min, self.sizes)) if self.sizes and not _own(self) else None
 
 
 class Compared(NamedTuple):
@@ -131,7 +138,7 @@ def resampled(
 
 
 def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) -> Compared | None:
-    """The comparison of two methods; None where they share no seed, or were tested on different examples.
+    """The comparison of two methods; None where they share no seed, were tested on different examples, or nothing varies.
 
     Where the examples cannot be counted, None as well, unless `seeds_alone` and there are several.
     """
@@ -143,13 +150,16 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
     first, second = first.on(common), second.on(common)
     each = [first.values[seed] - second.values[seed] for seed in common]
     draws = None if first.draws is None or second.draws is None else first.draws - second.draws
+    if draws is not None and first.measure.statistic is root_mean and first.draws is not None:
+        # a − b = (a² − b²)/(a + b): means of squares are what a t-test is of, with few examples roots are not
+        draws = draws * (2 * first.draws - draws) / (first.estimate + second.estimate)
     found = _spread(first, each, draws)
     counted = _counted(first)
     if found is None:
         if not seeds_alone or len(common) < 2 or not torch.tensor(each).isfinite().all():
             return None
-        found, counted = spread(each, 0.0), f"{len(common)} seeds, not test examples"
-    return Compared(first.estimate, second.estimate, found, len(common), counted)
+        found, counted = _varying(spread(each, 0.0), first), f"{len(common)} seeds, not test examples"
+    return found and Compared(first.estimate, second.estimate, found, len(common), counted)
 
 
 def rows_of(first: Resampled, second: Resampled) -> Rows:
@@ -191,13 +201,21 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
     if not torch.tensor(values).isfinite().all():
         return None
     if _own(method):
-        return spread(values, 0.0)
-    if draws is None or not draws.isfinite().all():
+        found = spread(values, 0.0)
+    elif draws is None or not draws.isfinite().all() or (tested := method.tested or 0) < 2:
         return None
-    # Examples in another order cannot be resampled together; as if all seeds erred alike, which is on the safe side.
-    aligned = method.rows == "shared"
-    variance = draws.mean(0).var() if aligned else draws.var(1).mean()
-    return spread(values, float(variance.sqrt()))
+    else:
+        # Examples in another order cannot be resampled together; as if all seeds erred alike, which is on the safe side.
+        aligned = method.rows == "shared"
+        variance = draws.mean(0).var() if aligned else draws.var(1).mean()
+        # resamples of n examples vary by 1 − 1/n of what other examples would
+        found = spread(values, math.sqrt(float(variance) * tested / (tested - 1)), tested)
+    return _varying(found, method)
+
+
+def _varying(found: Spread, method: Resampled) -> Spread | None:
+    """None where nothing varies but by rounding of the method's values."""
+    return found if max(found.seeds, found.examples) > ROUNDING * max(map(abs, method.values.values())) else None
 
 
 def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:

@@ -117,7 +117,7 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
                 Cell(
                     text=signed(measure, comparison.difference),
                     interval=f"{signed(measure, lower)} to {signed(measure, upper)}",
-                    best=p_value < SIGNIFICANT and better,
+                    best=p_value < SIGNIFICANT and better and comparison.seeds > 1,
                     note=p_text(p_value),
                 )
             )

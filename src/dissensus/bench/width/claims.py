@@ -22,7 +22,7 @@ Weights = Mapping[Place, float]
 
 
 class Claim(NamedTuple):
-    """A number with its 95 % interval, and the question it belongs to."""
+    """A number with its 95 % interval (NaN where nothing varies), and the question it belongs to."""
 
     question: str
     about: str
@@ -36,8 +36,9 @@ class Claim(NamedTuple):
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
         shown = [f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper)]
+        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{shown[1]} … {shown[2]}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
-        return f"{shown[0]} ({shown[1]} … {shown[2]}{alone})".replace("-", "−")
+        return f"{shown[0]} ({ends}{alone})".replace("-", "−")
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -68,14 +69,18 @@ def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, f
     if not seeds:
         return None
     values = [math.fsum(w * getattr(table[place][seed], name) for place, w in weights.items()) for seed in seeds]
-    error = 0.0
+    error, tested = 0.0, 2
     if all(name in table[place][seed].examples for place in weights for seed in seeds):
         each = torch.stack([
             torch.stack([w * table[place][seed].examples[name] for place, w in weights.items()]).sum(0)
             for seed in seeds
         ]).mean(0)  # (n,)  # fmt: skip
-        error = float(each.std()) / math.sqrt(len(each))
-    half = spread(values, error).half_width()
+        error, tested = float(each.std(correction=min(1, len(each) - 1))) / math.sqrt(len(each)), max(len(each), 2)
+    return _interval(values, error, tested)
+
+
+def _interval(values: Sequence[float], error: float = 0.0, tested: int = 2) -> tuple[float, float, float]:
+    half = spread(values, error, tested).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
 
 
@@ -166,33 +171,15 @@ def _best(table: Table) -> list[Claim]:
         seed: [max(sizes, key=lambda m: table[embedded(table, f, m)][seed].accuracy or 0.0) for f in factors]
         for seed in seeds
     }
-
-    def interval(values: Sequence[float]) -> tuple[float, float, float]:
-        half = spread(values, 0.0).half_width()
-        return fmean(values), fmean(values) - half, fmean(values) + half
-
-    said = [
-        Claim(
-            BEST,
-            f"log₂ of the best M, width {f:g}×",
-            *interval([math.log2(best[s][i]) for s in seeds]),
-            "doublings",
-            len(seeds),
-        )
-        for i, f in enumerate(factors)
-    ]
+    bests = {f"log₂ of the best M, width {f:g}×": [math.log2(best[s][i]) for s in seeds] for i, f in enumerate(factors)}
     logs = [math.log2(factor) for factor in factors]
     centred = [x - fmean(logs) for x in logs]
     slopes = [
         math.fsum(x * math.log2(m) for x, m in zip(centred, best[s], strict=True)) / math.fsum(x * x for x in centred)
         for s in seeds
     ]
-    return [
-        *said,
-        Claim(
-            BEST, "doublings of the best M for every doubling of the width", *interval(slopes), "doublings", len(seeds)
-        ),
-    ]
+    bests["doublings of the best M for every doubling of the width"] = slopes
+    return [Claim(BEST, about, *_interval(each), "doublings", len(seeds)) for about, each in bests.items()]
 
 
 def _price(table: Table) -> list[Claim]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from dissensus.bench.width.claims import Claim, claims, members_of, table_of
 from dissensus.bench.width.grid import cells, widths_of
 from dissensus.bench.width.rows import ORIGIN, WidthRow, rows_of, write_rows
 from dissensus.bench.width.verdicts import verdicts
+from dissensus.reporting.results import table_rows, table_text
 from dissensus.storage.files import write_bytes, write_text
 
 MAIN = (
@@ -103,30 +103,18 @@ def accuracies(rows: Sequence[WidthRow]) -> list[list[str]]:
 
 def claims_text(found: Sequence[Claim], rows: Sequence[WidthRow]) -> str:
     """claims.csv: every number with its interval and where it comes from."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*Claim._fields, *ORIGIN])
-    origin = ["; ".join(dict.fromkeys(row.origin.get(key, "") for row in rows)) for key in ORIGIN]
-    for claim in found:
-        writer.writerow([*claim[:2], *(f"{value:.6g}" for value in claim[2:5]), claim.unit, claim.seeds, *origin])
-    return text.getvalue()
+    origin = {key: "; ".join(dict.fromkeys(row.origin.get(key, "") for row in rows)) for key in ORIGIN}
+    lines = [
+        claim._asdict() | {key: f"{getattr(claim, key):.6g}" for key in ("value", "lower", "upper")} | origin
+        for claim in found
+    ]
+    return table_text([*Claim._fields, *ORIGIN], lines)
 
 
 def read_claims(path: Path) -> list[Claim]:
     """What `claims_text` wrote."""
-    with path.open(newline="") as file:
-        return [
-            Claim(
-                row["question"],
-                row["about"],
-                float(row["value"]),
-                float(row["lower"]),
-                float(row["upper"]),
-                row["unit"],
-                int(row["seeds"]),
-            )
-            for row in csv.DictReader(file)
-        ]
+    kinds = dict(zip(Claim._fields, (str, str, float, float, float, str, int), strict=True))
+    return [Claim._make(kind(row[key]) for key, kind in kinds.items()) for row in table_rows(path)]
 
 
 def _cell(several: Sequence[WidthRow]) -> str:

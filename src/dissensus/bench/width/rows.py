@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,6 +16,7 @@ from dissensus.bench.run.records import read_evaluation, read_predictions
 from dissensus.bench.run.run import Run
 from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, Cell, Widths
 from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.reporting.results import table_rows, table_text
 from dissensus.storage.files import read_json, read_tensors, write_tensors, write_text
 
 ROWS, EXAMPLES = "results.csv", "examples.safetensors"
@@ -126,11 +125,7 @@ def _mean(several: Sequence[dict[str, Tensor]], name: str) -> float:
 def write_rows(rows: Sequence[WidthRow], folder: Path) -> list[Path]:
     """results.csv with the numbers, and what was right for every example beside it."""
     columns = [each.name for each in fields(WidthRow) if each.name not in ("origin", "examples")]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*columns, *ORIGIN], restval="", lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(asdict(row) | row.origin for row in rows)
-    write_text(folder / ROWS, text.getvalue())
+    write_text(folder / ROWS, table_text([*columns, *ORIGIN], [asdict(row) | row.origin for row in rows]))
     arrays = {f"{_key(row)}/{name}": value.float() for row in rows for name, value in row.examples.items()}
     write_tensors(folder / EXAMPLES, arrays, {})
     return [folder / ROWS, folder / EXAMPLES]
@@ -140,19 +135,18 @@ def read_rows(table: Path, examples: Path | None = None) -> list[WidthRow]:
     """The rows that `write_rows` wrote; without their examples where no file of them is named."""
     arrays = read_tensors(examples)[0] if examples is not None else {}
     found = []
-    with table.open(newline="") as file:
-        for line in csv.DictReader(file):
-            origin = {key: line[key] for key in ORIGIN}
-            values: dict[str, Any] = {key: line[key] for key in ("method", "gamma")}
-            for key in ("units", "members", "seed", "parameters", "subsets"):
-                values[key] = int(line[key])
-            for key in ("factor", "p", "diverged", "seconds", *NUMBERS):
-                values[key] = float(line[key]) if line[key] else None
-            if values["diverged"] is not None:
-                values["diverged"] = int(values["diverged"])
-            row = WidthRow(**values, origin=origin)
-            mine = {name: arrays[f"{_key(row)}/{name}"].double() for name in _names(arrays, row)}
-            found.append(WidthRow(**values, origin=origin, examples=mine))
+    for line in table_rows(table):
+        origin = {key: line[key] for key in ORIGIN}
+        values: dict[str, Any] = {key: line[key] for key in ("method", "gamma")}
+        for key in ("units", "members", "seed", "parameters", "subsets"):
+            values[key] = int(line[key])
+        for key in ("factor", "p", "diverged", "seconds", *NUMBERS):
+            values[key] = float(line[key]) if line[key] else None
+        if values["diverged"] is not None:
+            values["diverged"] = int(values["diverged"])
+        row = WidthRow(**values, origin=origin)
+        mine = {name: arrays[f"{_key(row)}/{name}"].double() for name in _names(arrays, row)}
+        found.append(WidthRow(**values, origin=origin, examples=mine))
     return found
 
 
