@@ -218,5 +218,5 @@ def test_targets_that_are_not_numbers_change_nothing(method):
         assert tiny.largest_difference(before, after) == 0  # when snapshots will be taken aside
         assert not tiny.gradients(posterior)
     soft = method(tiny.mlp().double())
-    with pytest.raises(ValueError, match="expected soft labels ≥ 0 that sum to one over classes, got others"):
+    with pytest.raises(ValueError, match="expected soft labels ≥ 0 that sum to one over classes, axis 1, got others"):
         soft.backward(x, torch.full((12, 3), torch.nan, dtype=torch.float64))
