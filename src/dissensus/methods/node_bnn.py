@@ -98,7 +98,7 @@ class NodeBNN(Posterior):
             "gamma": gamma,
             "init_spread": init_spread,
             "bias_latent": bias_latent,
-            "layers": None if layers is None else list(layers),
+            "layers": layers if layers is None or isinstance(layers, str) else list(layers),
             "batch_norm": batch_norm,
             "bound": bound,
             "divergence": divergence,
