@@ -85,8 +85,7 @@ def fit(
     is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
     each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
     `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
-    of a distributed group train a model of its own; else several are refused. `draw`: whether to store a draw at the end
-    (`ds.refresh`); not where training goes on at once.
+    of a group train a model of its own; else several are refused. `draw`: whether to store a draw at the end (`ds.refresh`).
     """
     check_loader(loader, validation)
     checks.check_ranks(posterior, ranks)

@@ -130,8 +130,8 @@ def looped(
     """Gradients with one member after the other, one graph alive at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context, a CUDA
-    stream, that function i runs in; `join()` waits for all lanes.
+    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context (a CUDA
+    stream) of function i; `join()` waits for all.
     """
     member = member or member_gradients
     state, samples = state_of(posterior), posterior.train_samples

@@ -18,7 +18,7 @@ from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
-from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
+from dissensus.core.splitting import NUMBER, as_stored, check_frozen, split_trees, stacked, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
@@ -27,7 +27,6 @@ __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 
-NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -90,16 +89,8 @@ class Particles(nn.Module):
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
-        for number, member in enumerate(members if apart else ()):
-            where = next((tensor.device for tensor in tensors_of(member).values()), None)
-            member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
-        columns = [tensors_of(member) for member in members]
-        rows = {name: [column[name] for column in columns] for name in columns[0]}
-        alike = frozen_alike(members[0], rows) if own is None else {*frozen}
-        rule = own or (lambda name: name not in alike)
-        kept = members[0].state_dict()
+        mine, common, alike = stacked(members, own=own, frozen=frozen, numbered=apart)
         templates = [emptied(member) for member in (members if apart else members[:1])]
-        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
 
@@ -143,18 +134,6 @@ class Particles(nn.Module):
         """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
-
-    def only(self, index: int) -> "Particles":
-        """One member by itself, in a template of its own; its tensors are these members' rows, as they are at any time."""
-        if not self.own_parameters() and not self.own_buffers():
-            return self.apart()
-        alone = TensorTree()
-        for own in (self.own, self.shared):
-            kept = own.state_dict().keys()
-            for name, tensor in tensors_of(own).items():
-                if name != NUMBER:
-                    alone.plant(name, tensor[index] if own is self.own else tensor, persistent=name in kept)
-        return Particles(self.copied_template(index), own=TensorTree(), shared=alone, members=1)
 
     def copied_template(self, index: int = 0) -> Member:
         """A template like the one that this member runs in, without tensors."""
@@ -314,13 +293,9 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
-        return self._copied(self.templates[index % len(self.templates)].network, PREFIX, index)
+        return self.copied_part(self.templates[index % len(self.templates)].network, PREFIX, index)
 
-    def member_likelihood(self, index: int) -> Likelihood:
-        """A copy of one member's likelihood."""
-        return self._copied(self.template.likelihood, "likelihood.", index)
-
-    def _copied(self, part: Part, prefix: str, index: int) -> Part:
+    def copied_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
         with self.turn(), torch.no_grad():

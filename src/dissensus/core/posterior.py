@@ -125,12 +125,8 @@ class Posterior(TrainingRules, ABC):
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
         watchers = [watcher.identity() for watcher in self.watched_by]
-        return {
-            "method": self.name,
-            "class": type(self).__name__,
-            **settings,
-            **({"watchers": watchers} if watchers else {}),
-        }
+        described = {"method": self.name, "class": type(self).__name__, **settings}
+        return {**described, "watchers": watchers} if watchers else described
 
     @classmethod
     @abstractmethod
@@ -140,8 +136,7 @@ class Posterior(TrainingRules, ABC):
     def given(self) -> nn.Module:
         """A network of the architecture that the caller passed, with some member's tensors, copied.
 
-        What saved files describe, and what `load` takes. Methods that cut layers of the network put the plain ones back
-        here; `skeleton` is then given such a network, and cuts it again.
+        What saved files describe, and what `load` takes. Methods that cut layers put the plain ones back here.
         """
         return self.particles.member(0)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
+from dissensus.core.alone import only
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
@@ -81,7 +82,7 @@ class MCDropout(Posterior):
     def draw(self) -> DrawnFunctions:
         seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
         return mixture(
-            DroppedFunctions(self.particles.only(m), self.sites, self.samples, seed + m)
+            DroppedFunctions(only(self.particles, m), self.sites, self.samples, seed + m)
             for m in range(self.particles.members)
         )
 

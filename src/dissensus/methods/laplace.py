@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import noise
+from dissensus.core.alone import likelihood_of
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
@@ -187,7 +188,7 @@ class Laplace(SamplingPosterior):
         members = (
             [(self.network, self.likelihood)]
             if held
-            else [(particles.member(m), particles.member_likelihood(m)) for m in range(particles.members)]
+            else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
         )
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
         seen = 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core import weights
+from dissensus.core.alone import only
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
@@ -20,10 +20,17 @@ from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.methods.networks import placeholders
-from dissensus.methods.node_checks import check_layers, warn_of_old_draw, warn_of_start
+from dissensus.methods.node_checks import (
+    check_component,
+    check_layers,
+    decayed_latents,
+    warn_of_old_draw,
+    warn_of_start,
+)
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, with_latents
+from dissensus.methods.node_posterior import LatentPosterior
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
@@ -34,7 +41,7 @@ from dissensus.surgery.nodes import Mode, by_layer, standing
 from dissensus.surgery.reads import noting_reads
 
 
-class NodeBNN(Posterior):
+class NodeBNN(LatentPosterior):
     """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
 
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
@@ -148,49 +155,12 @@ class NodeBNN(Posterior):
         step = self.steps - self.began if self.annealing.steps is None else self.steps
         return self.annealing(step, self.run_length)
 
-    def kl(self) -> Tensor:
-        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; of a list of networks (M,)."""
-        return self._of_each(self.complexity.kl)
-
-    def entropy(self) -> Tensor:
-        """() the bound on H(q) in nats; of a list of networks (M,)."""
-        return self._of_each(self.complexity.entropy)
-
-    def _of_each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        found = torch.stack([function(mean, std) for mean, std in zip(*self._latents(), strict=True)])
-        return found[0] if self.mean.ndim == 2 else found
-
     # ------------------------------------------------------------------ the posterior over latents
-
-    @property
-    def mean(self) -> Tensor:
-        """(K, D) μ; of a list of networks (M, K, D)."""
-        return self._latent_parameters()["latents.mean"]
-
-    @property
-    def std(self) -> Tensor:
-        """(K, D) σ; of a list of networks (M, K, D)."""
-        return F.softplus(self._latent_parameters()["latents.raw_std"])
-
-    def _latents(self) -> tuple[Tensor, Tensor]:
-        """(M, K, D) μ, σ."""
-        mean, std = self.mean, self.std
-        return (mean[None], std[None]) if mean.ndim == 2 else (mean, std)
-
-    def _latent_parameters(self) -> Tensors:
-        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
-        return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
 
     def groups(self) -> list[Group]:
         rate = self.settings["latent_lr"]
-        own = Group(
-            "latents",
-            self._latent_parameters(),
-            rate=None if rate is None else rate * self.components,
-            decay=False,
-            prior=False,
-        )
-        return [*super().groups(), own]
+        own_rate = None if rate is None else rate * self.components
+        return [*super().groups(), Group("latents", self._latent_parameters(), rate=own_rate, decay=False, prior=False)]
 
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
@@ -204,12 +174,7 @@ class NodeBNN(Posterior):
 
     def mistakes(self, optimizer: Optimizer) -> list[str]:
         found, mine = super().mistakes(optimizer), {id(p) for p in self._latent_parameters().values()}
-        if any(g.get("weight_decay") and any(id(p) in mine for p in g["params"]) for g in optimizer.param_groups):
-            found.append(
-                "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
-                "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
-            )
-        return found
+        return [*found, *decayed_latents(optimizer, mine)]
 
     # ------------------------------------------------------------------ functions
 
@@ -219,20 +184,17 @@ class NodeBNN(Posterior):
             warn_of_old_draw()
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return mixture(
-            NodeFunctions.fixed(self._network(m), self.sites, mine) for m, mine in enumerate(self._by_network(latents))
+            NodeFunctions.fixed(self._network(m), self.sites, mine)
+            for m, mine in enumerate(latents.chunk(self.particles.members))  # (S, D) of each
         )
 
     def current(self) -> DrawnFunctions:
         """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
-        each = enumerate(self._by_network(self._sample()))
-        return mixture(NodeFunctions(self.particles.only(m), self.sites, mine) for m, mine in each)
+        each = enumerate(self._sample().chunk(self.particles.members))
+        return mixture(NodeFunctions(only(self.particles, m), self.sites, mine) for m, mine in each)
 
     def _network(self, m: int) -> Particles:
-        return self.particles if self.mean.ndim == 2 else self.particles.only(m)
-
-    def _by_network(self, latents: Tensor) -> Sequence[Tensor]:
-        """(S, D) latents of each network, of (M · S, D)."""
-        return latents.chunk(self.particles.members)
+        return self.particles if self.mean.ndim == 2 else only(self.particles, m)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
@@ -254,11 +216,7 @@ class NodeBNN(Posterior):
         particles, mean = self._network(network), self._latents()[0][network]
         if component is None:
             return collapsed(particles, self.sites, mean.mean(0))
-        whole = isinstance(component, Integral) and not isinstance(component, bool)
-        if not whole or not -self.components <= component < self.components:
-            raise ValueError(
-                f"expected a component from 0 to {self.components - 1}, got {component!r}; this posterior has {self.components}"
-            )
+        check_component(component, self.components)
         return collapsed(particles, self.sites, mean[component])
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:

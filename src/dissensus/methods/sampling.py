@@ -16,8 +16,9 @@ from dissensus.core.functions import DrawnFunctions, MemberFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
-from dissensus.core.particles import NUMBER, Particles
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.core.splitting import NUMBER
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
