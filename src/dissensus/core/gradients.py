@@ -191,9 +191,8 @@ def looped_keeping_graphs(
         with lane(i):
             pulled = [v[i] for v in pytree.tree_leaves(cotangents)]
             outputs = [value, *pytree.tree_leaves(z)]
-            gradients = torch.autograd.grad(
-                outputs, list(wanted.values()), [torch.ones_like(value), *pulled], allow_unused=True
-            )
+            cotangents_of = [torch.ones_like(value), *pulled]
+            gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents_of, allow_unused=True)
         used = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
         found.append(Gradients(value.detach(), used, detached(buffers)))
     join()

@@ -26,7 +26,6 @@ from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensor
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
-
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -45,7 +44,7 @@ class Particles(nn.Module):
         self.members = members
         self.training = self.template.training
         self._settle()
-        # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
+        # Asked once where the template is ours: at every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -82,8 +81,7 @@ class Particles(nn.Module):
 
         Networks that differ in more than tensors (`core.attributes`) run each in its own template, in a loop.
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
-        None: all are own but those that no member trains and all have alike, which are stored once. `frozen`: names of such
-        tensors where `own` is given.
+        None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
         """
         check_likelihood(likelihood)
         each = [None] * len(networks) if latents is None else latents
@@ -106,8 +104,7 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
 
-        Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
-        the names of buffers that a state dict holds.
+        Parameters, also stacked ones, are stored as such, others as buffers; `kept`: names of those that a state dict holds.
         """
         mine, common = split_trees(rows, own=own, kept=kept)
         return cls(template, own=mine, shared=common, members=members)
@@ -186,8 +183,7 @@ class Particles(nn.Module):
 
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
-        if self._frozen:
-            check_frozen(self.shared, self._frozen)
+        check_frozen(self.shared, self._frozen)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""
@@ -218,8 +214,6 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
-        if not buffers:
-            return
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             mine = [name for name in buffers if name in own]
@@ -247,8 +241,7 @@ class Particles(nn.Module):
     ) -> Any:
         """function(member, *args) of every member, stacked along a new first axis; batch statistics are updated.
 
-        `varying`: further tensors (V, ...), one row per function (masks, latents), passed to it as a dict before args.
-        With one stored member, V rows give V functions of the same weights.
+        `varying`: further tensors (V, ...), one row per function of one stored member (masks), passed to it before args.
         """
         shared, common = self.shared_parameters(), self.shared_buffers()
 
