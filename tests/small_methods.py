@@ -106,7 +106,7 @@ class NodeNoise(SamplingPosterior):
         for name, latent in self.layers.items():
             log = held[latent]
             ε = torch.randn(self.samples, 1, len(log), dtype=log.dtype, device=log.device, generator=generator)
-            found[name.removeprefix("network.")] = held[name] * (1 + log.exp() * ε)
+            found[name.removeprefix("network.")] = (held[name] * (1 + log.exp() * ε))[None]  # (1, S, ...): one network
         return found
 
     def sampled_names(self):

@@ -34,9 +34,14 @@ def feature_rde(net, **keywords):
     return three("feature_rde", net, layer=layer, head=head, **keywords)
 
 
-def observed(name, net, **keywords):
+def observed(name, net, *, networks=None, **keywords):
     """A tracker that has seen one step, its clock at 0: before that it has nothing to draw from."""
-    return seen(ds.METHODS[name](net(), **keywords))
+    return seen(ds.METHODS[name](one_or_many(net, networks), **keywords))
+
+
+def one_or_many(net, networks):
+    """One network, or a list of so many."""
+    return net() if networks is None else [net() for _ in range(networks)]
 
 
 def seen(posterior):
@@ -50,10 +55,10 @@ def seen(posterior):
     return posterior
 
 
-def fitted(net, **keywords):
+def fitted(net, *, networks=None, **keywords):
     """A Laplace that has seen a few inputs of the kind that the network takes, with targets of its outputs' kind."""
-    posterior = ds.Laplace(net(), samples=20, **keywords)
-    network = posterior.network
+    posterior = ds.Laplace(one_or_many(net, networks), samples=20, **keywords)
+    network = posterior.particles.member(0)
     dtype = next(network.parameters()).dtype
     image = isinstance(next(network.modules()), nn.Sequential) and isinstance(network[0], nn.Conv2d)
     x = torch.randn(8, 2, 5, 6, dtype=dtype) if image else tiny.points(8)[0].to(dtype)
@@ -70,9 +75,9 @@ def chain(net, **keywords):
     return seen(SGLD(net(), members=3, **keywords))
 
 
-def node_bnn(net, **keywords):
+def node_bnn(net, *, networks=None, **keywords):
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
-    return ds.NodeBNN(net(), components=2, samples=4, init_std=0.1, **keywords)
+    return ds.NodeBNN(one_or_many(net, networks), components=2, samples=4, init_std=0.1, **keywords)
 
 
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
@@ -113,6 +118,19 @@ METHODS = {
     "node_bnn_in": lambda net, **keywords: node_bnn(
         net, mode="in", bias_latent=True, divergence="surrogate", **keywords
     ),
+    "map_of_two": lambda net, **keywords: ds.MAP(one_or_many(net, 2), **keywords),
+    "multi_tradi": lambda net, **keywords: observed(
+        "tradi", net, networks=2, samples=3, state_noise=(1.0, 0.5), **keywords
+    ),
+    "multi_swag": lambda net, **keywords: observed("swag", net, networks=2, rank=3, samples=4, **keywords),
+    "multi_swa": lambda net, **keywords: observed("swa", net, networks=2, **keywords),
+    "multi_snapshot": lambda net, **keywords: observed("snapshot_ensemble", net, networks=2, members=3, **keywords),
+    "multi_perturbation": lambda net, **keywords: ds.GaussianPerturbation(one_or_many(net, 2), samples=3, **keywords),
+    "multi_mc_dropout": lambda net, **keywords: ds.MCDropout(
+        [net(dropout=0.3) for _ in range(2)], samples=3, **keywords
+    ),
+    "multi_node_bnn": lambda net, **keywords: node_bnn(net, networks=2, **keywords),
+    "multi_laplace": lambda net, **keywords: fitted(net, networks=2, **keywords),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
@@ -142,7 +160,7 @@ def method(request):
 @pytest.fixture
 def template(request):
     """One network as `ds.load` needs it for the method at hand."""
-    own_dropout = request.node.callspec.params["build"] == "mc_dropout"
+    own_dropout = request.node.callspec.params["build"] in ("mc_dropout", "multi_mc_dropout")
     return lambda net=tiny.mlp: net(dropout=0.3) if own_dropout else net()
 
 
@@ -424,9 +442,9 @@ def test_predict_leaves_modes_and_random_streams_as_found(build):
 
 def test_a_draw_takes_from_torchs_stream_only_where_it_is_another_each_time(build):
     posterior, (x, y) = build().eval(), tiny.points()
-    if hasattr(posterior, "snapshots"):  # of one snapshot there is no variance
+    if hasattr(getattr(posterior, "recorder", None), "snapshots"):  # of one snapshot there is no variance
         with torch.no_grad():
-            posterior.network[0].weight.mul_(2)
+            next(posterior.parameters()).mul_(2)
         seen(posterior)
     for _ in range(2):
         torch.manual_seed(3)

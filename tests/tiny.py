@@ -134,3 +134,8 @@ def still(posterior):
         posterior.mean.fill_(1.0)
         posterior.particles.shared_parameters()["latents.raw_std"].fill_(TINY_STD)
     return posterior
+
+
+def sampled(posterior: ds.Posterior) -> dict[str, Tensor]:
+    """Name -> (S, ...) samples around the one network of a posterior."""
+    return {name: rows[0] for name, rows in posterior.sample().items()}

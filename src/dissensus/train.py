@@ -71,6 +71,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
+    draw: bool = True,
 ) -> History:
     """The history of training the posterior in place.
 
@@ -84,7 +85,7 @@ def fit(
     is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
     each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
     `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
-    of a distributed group train a model of its own; else several are refused.
+    of a group train a model of its own; else several are refused. `draw`: whether to store a draw at the end (`ds.refresh`).
     """
     check_loader(loader, validation)
     checks.check_ranks(posterior, ranks)
@@ -135,7 +136,7 @@ def fit(
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            judge = epoch.judge if posterior.keeps_best and posterior.looks(number, epochs) else None
+            judge = epoch.judge if posterior.goes_back and posterior.looks(number, epochs) else None
             if judge is not None and best.better(judge):
                 best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
@@ -151,7 +152,8 @@ def fit(
 
     if best.state is not None:
         posterior.load_state_dict(best.state)
-    refresh(posterior, loader)
+    if draw:
+        refresh(posterior, loader)
     posterior.eval()
     return history
 

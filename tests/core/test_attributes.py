@@ -102,7 +102,11 @@ def test_hooks_of_one_member_are_read_by_that_member_alone():
 
 
 @pytest.mark.parametrize("engine", ["auto", "vectorised", "loop"])
-@pytest.mark.parametrize("values", [(1.0, 5.0), (torch.tanh, torch.sin), (torch.ones(4), torch.arange(4))], ids=["number", "function", "tensor"])
+@pytest.mark.parametrize(
+    "values",
+    [(1.0, 5.0), (torch.tanh, torch.sin), (torch.ones(4), torch.arange(4))],
+    ids=["number", "function", "tensor"],
+)
 def test_members_with_other_attributes_train_and_predict_as_each_does_alone(values, engine):
     torch.manual_seed(0)
     x, y = tiny.points()

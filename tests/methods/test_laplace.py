@@ -87,7 +87,7 @@ def test_the_curvature_of_a_network_is_that_of_its_features():
     alone = Laplace(copy.deepcopy(posterior.network[-1]), samples=2)
     alone.fit_posthoc([(features, tiny.points(24)[1])])
     torch.testing.assert_close(alone.log_marginal_likelihood(), posterior.log_marginal_likelihood(), rtol=0, atol=1e-9)
-    assert float(alone.curvature.precision) == pytest.approx(float(posterior.curvature.precision), rel=1e-9)
+    assert float(alone.curvature[0].precision) == pytest.approx(float(posterior.curvature[0].precision), rel=1e-9)
     torch.testing.assert_close(alone.variance["weight"], posterior.variance["3.weight"])
 
 
@@ -99,7 +99,7 @@ def test_a_weight_of_two_is_the_example_twice(structure):
     weighted = Laplace(network, structure=structure, samples=2).fit_posthoc([(x, y, weight)])
     rows = [0, 1, 2, 3, 3, 4, *range(6, 12)]
     repeated = Laplace(network, structure=structure, samples=2).fit_posthoc([(x[rows], y[rows])])
-    a, b = weighted.curvature, repeated.curvature
+    a, b = weighted.curvature[0], repeated.curvature[0]
     torch.testing.assert_close(a.eigenvalues, b.eigenvalues, rtol=0, atol=1e-10)
     torch.testing.assert_close(
         weighted.log_marginal_likelihood(), repeated.log_marginal_likelihood(), rtol=0, atol=1e-9
@@ -117,7 +117,7 @@ def test_part_of_the_data_counts_as_all_of_them(structure, weight):
     )
     told = Laplace(network, structure=structure, samples=2, data_size=36).fit_posthoc([(x, y, *weight)])
     for one in (part, told):
-        torch.testing.assert_close(one.curvature.eigenvalues, thrice.curvature.eigenvalues, rtol=0, atol=1e-10)
+        torch.testing.assert_close(one.curvature[0].eigenvalues, thrice.curvature[0].eigenvalues, rtol=0, atol=1e-10)
         assert one.precision == pytest.approx(thrice.precision, rel=1e-9)
         evidence, expected = one.log_marginal_likelihood(), thrice.log_marginal_likelihood()
         torch.testing.assert_close(evidence, expected, rtol=0, atol=1e-9)
@@ -154,7 +154,7 @@ def test_pixels_that_count_are_examples(structure):
         network[-1].bias.detach().clone(),
     )
     plain = Laplace(head, structure=structure, samples=2).fit_posthoc([(features, y[:, 2:].reshape(-1))])
-    torch.testing.assert_close(posterior.curvature.eigenvalues, plain.curvature.eigenvalues, rtol=0, atol=1e-9)
+    torch.testing.assert_close(posterior.curvature[0].eigenvalues, plain.curvature[0].eigenvalues, rtol=0, atol=1e-9)
     torch.testing.assert_close(posterior.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0, atol=1e-9)
 
 
@@ -172,10 +172,10 @@ def test_a_mean_without_an_axis_and_means_at_positions_are_regressions():
     flat = Laplace(network, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y[:, 0])])
     assert flat.predict(x).mean.shape == (32,)
     plain = Laplace(network.head, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y)])
-    assert torch.equal(flat.curvature.eigenvalues, plain.curvature.eigenvalues)
+    assert torch.equal(flat.curvature[0].eigenvalues, plain.curvature[0].eigenvalues)
     at = Laplace(network.head, likelihood=ds.Regression(0.3), samples=4)
     at.fit_posthoc([(x.reshape(8, 4, 4), y.reshape(8, 4, 1))])
-    torch.testing.assert_close(at.curvature.eigenvalues, plain.curvature.eigenvalues, rtol=0, atol=1e-10)
+    torch.testing.assert_close(at.curvature[0].eigenvalues, plain.curvature[0].eigenvalues, rtol=0, atol=1e-10)
     torch.testing.assert_close(at.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0, atol=1e-10)
 
 
@@ -297,8 +297,8 @@ def test_it_watches_a_run_with_others():
     run = ds.track(tiny.mlp().double(), [ds.MAP, Laplace])
     x, y = tiny.points(24)
     ds.fit(run, [(x, y)], epochs=2, progress=False, engine="loop")
-    assert torch.equal(run["laplace"].mean["3.bias"], run["laplace"].network[3].bias)
-    assert run["laplace"].predict(x).mean.shape == (24, 3)
+    assert torch.equal(run.watchers["laplace"].mean["3.bias"], run.watchers["laplace"].network[3].bias)
+    assert run.watchers["laplace"].predict(x).mean.shape == (24, 3)
 
 
 def test_a_frozen_network_is_fitted_too():
@@ -340,7 +340,7 @@ def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
     other.load_state_dict(posterior.state_dict())
     assert torch.equal(other.predict(x).members, posterior.predict(x).members)
     other.load_state_dict(fitted("kron").state_dict())
-    assert other.curvature.structure == "kron"
+    assert other.curvature[0].structure == "kron"
     other.load_state_dict(empty)
     assert other.curvature is None
     with pytest.raises(ValueError, match="expected a Laplace that was fitted"):

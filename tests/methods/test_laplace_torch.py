@@ -31,7 +31,7 @@ def fitted(case, precision, **keywords):
 
 def output_covariance(posterior, x):
     """(B, C, C), from the posterior's own square root: every unit of noise is one sample."""
-    curvature = posterior.curvature
+    curvature = posterior.curvature[0]
     size = curvature.mean.numel()
     root = curvature.joint(torch.eye(size, dtype=torch.float64).reshape(size, *curvature.mean.shape))  # (P, C, D)
     features = x if curvature.mean.shape[1] == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)

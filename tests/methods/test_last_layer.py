@@ -155,7 +155,7 @@ def test_weights_that_are_tied_or_parametrised_are_refused():
     "layer", [nn.Linear(4, 3), nn.Linear(4, 3, bias=False), nn.Conv2d(4, 3, 1), nn.Conv1d(4, 3, 1)]
 )
 def test_weights_and_biases_are_one_matrix_and_back(layer):
-    last = LastLayer("a.b", layer)
+    last = LastLayer("a.b", layer, {f"a.b.{name}": p for name, p in layer.named_parameters()})
     matrix = last.matrix(last.parameters).detach()
     assert matrix.shape == (3, 4 if layer.bias is None else 5)
     assert matrix.dtype == torch.float64

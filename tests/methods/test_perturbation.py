@@ -15,7 +15,7 @@ def test_noise_is_relative_to_each_tensors_rms():
         module[1].weight.mul_(100)
         module[0].bias.zero_()
     posterior = GaussianPerturbation(module, noise=0.2, samples=50)
-    drawn = posterior.sample()
+    drawn = tiny.sampled(posterior)
     for name in ("0.weight", "1.weight"):
         weight = module.get_parameter(name).detach()
         noise = (drawn[name] - weight) / (0.2 * weight.square().mean().sqrt())  # (S, ...), of variance 1
@@ -32,7 +32,7 @@ def test_norm_layers_and_frozen_parameters_stay():
     module = tiny.mlp().double()
     module[3].requires_grad_(False)
     posterior = GaussianPerturbation(module, samples=2)
-    assert sorted(posterior.sample()) == ["0.bias", "0.weight"]
+    assert sorted(tiny.sampled(posterior)) == ["0.bias", "0.weight"]
     member = posterior.member(1)
     assert torch.equal(member[1].weight, module[1].weight)
     assert torch.equal(member[3].weight, module[3].weight)
@@ -116,7 +116,7 @@ def test_in_half_precision_noise_has_the_size_it_has_in_full(dtype, size):
         module.weight.copy_(size * torch.randn(40, 30))
     module.to(dtype)
     posterior = GaussianPerturbation(module, noise=0.5, samples=10)
-    drawn = posterior.sample()["weight"]
+    drawn = tiny.sampled(posterior)["weight"]
     assert drawn.dtype == dtype
     weight = module.weight.detach().double()
     noise = (drawn.double() - weight) / (0.5 * weight.square().mean().sqrt())

@@ -62,7 +62,7 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
     scores = [epoch.validation for epoch in history.epochs]
     assert min(scores) < scores[-1]
     assert history.best is None
-    assert int(validated.snapshots.taken) == expected
+    assert int(validated.recorder.snapshots.taken) == expected
     assert tiny.largest_difference(collected(validated), collected(run(None)[0])) == 0
 
 
@@ -74,8 +74,8 @@ def test_patience_is_refused_where_no_epoch_is_best(method):
 
 
 def test_a_tracked_run_keeps_its_best_epoch_only_if_all_that_watch_can():
-    assert track(tiny.mlp(), [MAP, TRADI]).keeps_best
-    assert not track(tiny.mlp(), [MAP, SWAG]).keeps_best
+    assert track(tiny.mlp(), [MAP, TRADI]).goes_back
+    assert not track(tiny.mlp(), [MAP, SWAG]).goes_back
 
 
 @each_method
@@ -83,32 +83,32 @@ def test_a_loader_without_a_length_records_the_tail_of_the_whole_run(build, expe
     sized, unsized = build(), build()
     ds.fit(sized, batches(), epochs=EPOCHS, progress=False)
     ds.fit(unsized, Unsized(), epochs=EPOCHS, progress=False)
-    assert int(unsized.snapshots.taken) == expected
+    assert int(unsized.recorder.snapshots.taken) == expected
     if build is not METHODS["snapshots"][0]:  # whose first snapshot may lie in the first epoch
         assert tiny.largest_difference(collected(sized), collected(unsized)) == 0
-    assert unsized.snapshots.start + unsized.snapshots.every * (expected - 1) < EPOCHS * STEPS
+    assert unsized.recorder.snapshots.start + unsized.recorder.snapshots.every * (expected - 1) < EPOCHS * STEPS
 
 
 def test_what_lies_in_the_first_epoch_of_unknown_length_is_made_up_for_in_what_follows():
     posterior = made(SnapshotEnsemble, members=6)
     ds.fit(posterior, Unsized(), epochs=3, progress=False)  # 12 steps, 4 of them before the length is known
-    assert int(posterior.snapshots.taken) == 6
-    assert (posterior.snapshots.start, posterior.snapshots.every) == (6, 1)
+    assert int(posterior.recorder.snapshots.taken) == 6
+    assert (posterior.recorder.snapshots.start, posterior.recorder.snapshots.every) == (6, 1)
 
 
 def test_a_second_run_of_unknown_length_forgets_the_first():
     posterior = made(SWAG, rank=2, samples=2)
     ds.fit(posterior, batches(), epochs=4, progress=False)
     ds.fit(posterior, Unsized(), epochs=EPOCHS, progress=False)
-    assert int(posterior.snapshots.taken) == 4
-    assert posterior.snapshots.start >= 16 + 24
+    assert int(posterior.recorder.snapshots.taken) == 4
+    assert posterior.recorder.snapshots.start >= 16 + 24
 
 
 @pytest.mark.parametrize("keywords", [{}, {"start": 2}, {"every": 2}])
 def test_one_epoch_of_unknown_length_is_refused_before_it_trains(keywords):
     for posterior in (made(SWAG, **keywords), made(lambda m: track(m, [lambda n, **k: SWAG(n, **keywords, **k)]))):
         before = tiny.state(posterior)
-        with pytest.raises(ValueError, match="expected start and every for SWAG in one epoch of unknown length"):
+        with pytest.raises(ValueError, match="expected start and every in one epoch of unknown length"):
             ds.fit(posterior, Unsized(), epochs=1, progress=False)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
 
@@ -116,11 +116,11 @@ def test_one_epoch_of_unknown_length_is_refused_before_it_trains(keywords):
 def test_one_epoch_of_unknown_length_will_do_where_the_times_are_given_or_the_run_was_begun():
     given = made(SWAG, start=1, every=2, samples=2)
     ds.fit(given, Unsized(), epochs=1, progress=False)
-    assert int(given.snapshots.taken) == 2
+    assert int(given.recorder.snapshots.taken) == 2
     begun = made(SWAG, samples=2)
     begun.begin(STEPS, 1)
     ds.fit(begun, Unsized(), epochs=1, progress=False)
-    assert int(begun.snapshots.taken) == 1
+    assert int(begun.recorder.snapshots.taken) == 1
 
 
 def test_tradi_starts_at_the_weights_there_are_though_the_length_is_unknown():
@@ -141,7 +141,7 @@ def test_a_loop_of_ones_own_may_begin_late():
         posterior.backward(*batches()[step % STEPS])
         optimizer.step()
         posterior.observe(optimizer)
-    assert int(posterior.snapshots.taken) == 4
+    assert int(posterior.recorder.snapshots.taken) == 4
     assert posterior.began == 0
 
 
@@ -169,7 +169,7 @@ def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, ex
     with pytest.raises(Interrupted):
         cell(stopped, tmp_path / "c.pt", interrupt=(stop + 1) * STEPS + 2)
     cell(stopped, tmp_path / "c.pt")
-    assert int(stopped.snapshots.taken) == expected
+    assert int(stopped.recorder.snapshots.taken) == expected
     assert tiny.largest_difference(collected(whole), collected(stopped)) == 0
 
 
@@ -190,23 +190,10 @@ def test_a_run_that_is_made_longer_records_its_new_tail(tmp_path):
     posterior, again = made(SWAG, rank=2, samples=2), made(SWAG, rank=2, samples=2)
     ds.fit(posterior, batches(), epochs=EPOCHS, checkpoint=tmp_path / "c.pt", progress=False)
     ds.fit(again, batches(), epochs=2 * EPOCHS, checkpoint=tmp_path / "c.pt", progress=False)
-    assert int(again.snapshots.taken) == 4
-    assert again.snapshots.start >= 48
+    assert int(again.recorder.snapshots.taken) == 4
+    assert again.recorder.snapshots.start >= 48
     history = ds.fit(made(SWAG, rank=2, samples=2), batches(), epochs=3, checkpoint=tmp_path / "c.pt", progress=False)
     assert len(history) == 2 * EPOCHS  # nothing left to train, nothing forgotten
-
-
-def test_states_of_earlier_versions_have_no_plan_and_still_load(tmp_path):
-    posterior = made(SWAG, rank=2, samples=2)
-    ds.fit(posterior, batches(), epochs=EPOCHS, progress=False)
-    old = {name: tensor for name, tensor in posterior.state_dict().items() if not name.endswith("plan")}
-    other = made(SWAG, seed=1, rank=2, samples=2)
-    other.load_state_dict(old)
-    x = tiny.points()[0]
-    torch.testing.assert_close(other.predict(x).members, posterior.predict(x).members, rtol=0, atol=1e-12)
-    ds.fit(other, batches(), epochs=EPOCHS, progress=False)  # a new run
-    assert int(other.snapshots.taken) == 4
-    assert other.snapshots.start == 32 + 25
 
 
 def test_a_copy_has_a_plan_of_its_own():
@@ -214,4 +201,4 @@ def test_a_copy_has_a_plan_of_its_own():
     posterior.begin(10, 4)
     other = copy.deepcopy(posterior)
     other.begin(10, 8)
-    assert (posterior.snapshots.start, other.snapshots.start) == (33, 64)
+    assert (posterior.recorder.snapshots.start, other.recorder.snapshots.start) == (33, 64)

@@ -45,7 +45,7 @@ def moments(snapshots, rank):
 def covariance(posterior, count):
     """(3, 3) of this many samples."""
     posterior.samples = count
-    drawn = posterior.sample()
+    drawn = tiny.sampled(posterior)
     flat = torch.cat([drawn["a"], drawn["b"]], 1)  # (S, 3)
     return flat.T.cov(), flat.mean(0)
 
@@ -58,8 +58,8 @@ def test_the_mean_of_equal_snapshots_is_their_value_and_the_variance_nothing():
     posterior = recorded(ones, rank=20)
     assert torch.equal(posterior.mean["a"], ones[0, :2])
     assert float(posterior.variance["a"].abs().max()) == 0
-    assert float(posterior.deviations.abs().max()) == 0
-    assert torch.equal(posterior.sample()["b"], ones[:1, 2:].expand(30, 1))
+    assert float(posterior.recorder.deviations.abs().max()) == 0
+    assert torch.equal(tiny.sampled(posterior)["b"], ones[:1, 2:].expand(30, 1))
     single = SWAG(nn.Linear(3, 2))  # and in float32
     optimizer = torch.optim.SGD(single.parameters(), lr=0.0)
     for _ in range(20):
@@ -76,8 +76,8 @@ def test_mean_variance_and_deviations_are_those_of_the_snapshots(n):
     torch.testing.assert_close(flatten(posterior.mean), mean, rtol=0, atol=1e-14)
     torch.testing.assert_close(flatten(posterior.variance), variance, rtol=0, atol=1e-14)
     order = [(i % 5) for i in range(max(0, n - 5), n)]
-    torch.testing.assert_close(posterior.deviations[order], deviations, rtol=0, atol=1e-14)
-    assert int(posterior.snapshots.taken) == n
+    torch.testing.assert_close(posterior.recorder.deviations[order, 0], deviations, rtol=0, atol=1e-14)
+    assert int(posterior.recorder.snapshots.taken) == n
 
 
 def test_float32_variance_does_not_lose_itself_in_a_large_mean():
@@ -127,12 +127,12 @@ def test_layers_that_move_together_are_sampled_together():
 def test_the_scale_multiplies_the_covariance():
     snapshots = torch.randn(6, 3, dtype=torch.float64)
     torch.manual_seed(1)
-    whole = flatten(recorded(snapshots, scale=1.0).sample())
+    whole = flatten(tiny.sampled(recorded(snapshots, scale=1.0)))
     torch.manual_seed(1)
-    quarter = flatten(recorded(snapshots, scale=0.25).sample())
+    quarter = flatten(tiny.sampled(recorded(snapshots, scale=0.25)))
     centre = flatten({k: v.expand(30, -1) for k, v in recorded(snapshots).mean.items()})
     torch.testing.assert_close(quarter - centre, 0.5 * (whole - centre), rtol=0, atol=1e-12)
-    nothing = recorded(snapshots, scale=0.0).sample()
+    nothing = tiny.sampled(recorded(snapshots, scale=0.0))
     torch.testing.assert_close(flatten(nothing), centre, rtol=0, atol=1e-14)
 
 
@@ -168,21 +168,23 @@ def test_swa_agrees_with_torch():
 def test_fit_spreads_twice_the_rank_over_the_last_quarter(monkeypatch):
     posterior, (x, y) = SWAG(tiny.mlp().double(), rank=2), tiny.points(40)
     seen = []
-    add = posterior.snapshots.taken.add
-    monkeypatch.setattr(posterior.snapshots.taken, "add", lambda: (seen.append(int(posterior.steps)), add())[1])
+    add = posterior.recorder.snapshots.taken.add
+    monkeypatch.setattr(
+        posterior.recorder.snapshots.taken, "add", lambda: (seen.append(int(posterior.steps)), add())[1]
+    )
     loader = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4)]
     ds.fit(posterior, loader, epochs=8, progress=False)
     assert seen == [65, 70, 75, 80]
     assert posterior.draw().members == 30
     ds.fit(posterior, loader, epochs=4, progress=False)  # a second run has snapshots of its own
     assert seen[4:] == [114, 116, 118, 120]
-    assert int(posterior.snapshots.taken) == 4
+    assert int(posterior.recorder.snapshots.taken) == 4
 
 
 def test_start_and_every_count_observe_calls_from_0():
     snapshots = torch.arange(12, dtype=torch.float64)[:, None].expand(12, 3)
     posterior = recorded(snapshots, start=4, every=3)
-    assert int(posterior.snapshots.taken) == 3
+    assert int(posterior.recorder.snapshots.taken) == 3
     assert float(posterior.mean["b"]) == pytest.approx((4 + 7 + 10) / 3)
 
 
@@ -217,7 +219,7 @@ def test_saved_is_loaded_bit_for_bit_without_the_training_set(method, tmp_path):
     torch.manual_seed(99)
     loaded = ds.load(tmp_path, tiny.mlp())
     assert torch.equal(loaded.predict(x).members, expected)
-    assert int(loaded.snapshots.taken) == 2
+    assert int(loaded.recorder.snapshots.taken) == 2
 
 
 def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
@@ -235,8 +237,8 @@ def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
 
     whole, resumed = run(None), run(4)
     assert tiny.largest_difference(whole.mean, resumed.mean) == 0
-    assert torch.equal(whole.deviations, resumed.deviations)
-    assert int(whole.snapshots.taken) == int(resumed.snapshots.taken) == 6
+    assert torch.equal(whole.recorder.deviations, resumed.recorder.deviations)
+    assert int(whole.recorder.snapshots.taken) == int(resumed.recorder.snapshots.taken) == 6
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

@@ -12,7 +12,6 @@ import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
 from dissensus.methods.kalman import kalman
-from saved_files import config_of, reseal
 
 # ---------------------------------------------------------------------------------------------------- gains
 
@@ -248,7 +247,7 @@ def test_a_memory_layout_that_changes_on_the_way_changes_nothing():
 
 
 def test_weights_without_a_gradient_are_followed_without_drift():
-    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     posterior = TRADI(module)
     module[0](torch.ones(1, 2)).sum().backward()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -356,7 +355,7 @@ def sampled(covariance, *, weights, deviations, samples, **keywords):
         posterior.filters.mean["bias"].fill_(1.0)
         posterior.filters.variance["bias"].copy_(deviations**2)
     posterior.filters.observed.add()
-    return posterior.sample()["bias"]
+    return tiny.sampled(posterior)["bias"]
 
 
 WEIGHTS = torch.tensor([-1.0, -0.2, 0.0, 0.5, 1.7], dtype=torch.float64)
@@ -395,7 +394,7 @@ def test_tensors_of_one_sample_are_drawn_apart():
     for variance in posterior.filters.variance.values():
         variance.fill_(1.0)
     posterior.filters.observed.add()
-    drawn = posterior.sample()
+    drawn = tiny.sampled(posterior)
     weight = drawn["weight"].flatten() - posterior.mean["weight"].flatten()
     bias = drawn["bias"].flatten() - posterior.mean["bias"]
     assert abs(float((weight * bias).mean())) < 4 / 4000**0.5
@@ -416,7 +415,7 @@ def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation,
         for k, variance in enumerate(posterior.filters.variance.values()):
             variance.fill_(0.5 + k)
     posterior.filters.observed.add()
-    drawn, means = posterior.sample(), posterior.filters.mean
+    drawn, means = tiny.sampled(posterior), posterior.filters.mean
     found = torch.cat([(drawn[name] - means[name]).flatten(1) for name in names], 1)  # (S, 7)
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     deviations = torch.cat([posterior.variance[name].flatten() for name in names]).sqrt()
@@ -431,24 +430,20 @@ def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation,
 
 def test_what_torch_parametrizes_is_one_layer():
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
-    names = TRADI(module, correlation="layer")._correlated()
+    names = TRADI(module, correlation="layer").recorder._correlated()
     assert [len(each) for each in names] == [3, 2]
-    assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer")._correlated()] == [2]
+    assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer").recorder._correlated()] == [2]
     alone = TRADI(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)), correlation="layer")
-    assert [len(each) for each in alone._correlated()] == [3]
+    assert [len(each) for each in alone.recorder._correlated()] == [3]
 
 
 # ---------------------------------------------------------------------------------------------------- draws and files
 
 
-def test_what_is_correlated_is_saved_and_older_files_mean_tensors(tmp_path):
+def test_what_is_correlated_is_saved(tmp_path):
     posterior = TRADI(network(), correlation="layer", samples=2)
     ds.save(posterior, tmp_path)
-    assert ds.load(tmp_path, network()).correlation == "layer"
-    config = config_of(tmp_path)
-    del config["arguments"]["correlation"]
-    reseal(tmp_path, config)
-    assert ds.load(tmp_path, network()).correlation == "tensor"
+    assert ds.load(tmp_path, network()).recorder.correlation == "layer"
 
 
 def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles
+from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.predictive import Predictive
 
 
@@ -73,12 +75,9 @@ class MemberFunctions(DrawnFunctions):
         if self.particles.how == "vectorised":
             yield from super().predict_parts(x)
             return
-        rows, shared = self.particles.rows(), self.particles.shared_parameters()
-        common = self.particles.shared_buffers()
         for i in range(self.members):
-            row = rows.at(i)
             with batches.unchanged(x):
-                described, _ = self.particles.call(_described, {**shared, **row.own}, {**common, **row.buffers}, x)
+                described, _ = self.particles.call(_described, *self.particles.at(i), x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
@@ -88,6 +87,45 @@ class MemberFunctions(DrawnFunctions):
     @property
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
+
+
+class Mixture(DrawnFunctions):
+    """Families of functions one after the other: M networks, of each the functions drawn around it."""
+
+    def __init__(self, families: Sequence[DrawnFunctions]) -> None:
+        super().__init__()
+        self._families = nn.ModuleList(families)
+        self.particles = families[0].particles
+        self.members = sum(family.members for family in families)
+        self.training = False
+
+    @property
+    def families(self) -> tuple[DrawnFunctions, ...]:
+        return tuple(self._families)  # type: ignore[arg-type]
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = [family.each(function, *args) for family in self.families]
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *found)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        for family in self.families:
+            yield from family.predict_parts(x)
+
+    def member(self, index: int) -> nn.Module:
+        index = member_index(index, self.members)
+        owners = [(family, i) for family in self.families for i in range(family.members)]
+        family, own = owners[index]
+        return family.member(own)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        return self.particles.likelihood
+
+
+def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
+    """The functions of all families in one; a single family is itself."""
+    found = list(families)
+    return found[0] if len(found) == 1 else Mixture(found)
 
 
 class Predictor(nn.Module):

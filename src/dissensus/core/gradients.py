@@ -130,8 +130,8 @@ def looped(
     """Gradients with one member after the other, one graph alive at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context, a CUDA
-    stream, that function i runs in; `join()` waits for all lanes.
+    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context (a CUDA
+    stream) of function i; `join()` waits for all.
     """
     member = member or member_gradients
     state, samples = state_of(posterior), posterior.train_samples
@@ -191,9 +191,8 @@ def looped_keeping_graphs(
         with lane(i):
             pulled = [v[i] for v in pytree.tree_leaves(cotangents)]
             outputs = [value, *pytree.tree_leaves(z)]
-            gradients = torch.autograd.grad(
-                outputs, list(wanted.values()), [torch.ones_like(value), *pulled], allow_unused=True
-            )
+            cotangents_of = [torch.ones_like(value), *pulled]
+            gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents_of, allow_unused=True)
         used = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
         found.append(Gradients(value.detach(), used, detached(buffers)))
     join()

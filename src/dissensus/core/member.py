@@ -11,6 +11,8 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
 
+PREFIX = "network."  # what the names of a network's tensors begin with in a member
+
 
 class Member(nn.Module):
     """One network and its likelihood as one module. `forward(f, *args)` gives (f(member, *args), buffers afterwards).

@@ -9,16 +9,16 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import Member, check_initialised, check_likelihood, emptied, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
 from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
-from dissensus.core.splitting import as_stored, check_frozen, frozen_alike, split_trees, tensors_of
+from dissensus.core.splitting import NUMBER, as_stored, check_frozen, split_trees, stacked, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
@@ -26,8 +26,7 @@ from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensor
 __all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
-
-NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class Particles(nn.Module):
@@ -45,7 +44,7 @@ class Particles(nn.Module):
         self.members = members
         self.training = self.template.training
         self._settle()
-        # Asked once where the template is ours, since looking for ties at every call costs as much as a small layer.
+        # Asked once where the template is ours: at every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -60,7 +59,9 @@ class Particles(nn.Module):
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
-        """One member that is the caller's module itself, with these latents: nothing is copied."""
+        """One member that is the caller's module itself, with these latents: nothing is copied. Particles stay as they are."""
+        if isinstance(network, Particles):
+            return network
         check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
@@ -74,27 +75,20 @@ class Particles(nn.Module):
         *,
         latents: Sequence[nn.Module] | None = None,
         own: Callable[[str], bool] | None = None,
+        frozen: Collection[str] = (),
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
         Networks that differ in more than tensors (`core.attributes`) run each in its own template, in a loop.
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
-        None: all are own but those that no member trains and all have alike, which are stored once.
+        None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
         """
         check_likelihood(likelihood)
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
-        for number, member in enumerate(members if apart else ()):
-            where = next((tensor.device for tensor in tensors_of(member).values()), None)
-            member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
-        columns = [tensors_of(member) for member in members]
-        rows = {name: [column[name] for column in columns] for name in columns[0]}
-        alike = frozen_alike(members[0], rows) if own is None else set()
-        rule = own or (lambda name: name not in alike)
-        kept = members[0].state_dict()
+        mine, common, alike = stacked(members, own=own, frozen=frozen, numbered=apart)
         templates = [emptied(member) for member in (members if apart else members[:1])]
-        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
 
@@ -110,8 +104,7 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
 
-        Rows of parameters, and rows that are one stacked parameter, are stored as parameters, others as buffers; `kept`:
-        the names of buffers that a state dict holds.
+        Parameters, also stacked ones, are stored as such, others as buffers; `kept`: names of those that a state dict holds.
         """
         mine, common = split_trees(rows, own=own, kept=kept)
         return cls(template, own=mine, shared=common, members=members)
@@ -139,14 +132,15 @@ class Particles(nn.Module):
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
-    def copied_template(self) -> Member:
-        """A template of the same architecture, without tensors."""
+    def copied_template(self, index: int = 0) -> Member:
+        """A template like the one that this member runs in, without tensors."""
+        template = self.templates[index % len(self.templates)]
         try:
-            return emptied(self.template)
+            return emptied(template)
         except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
             # Some modules cannot be copied (those that hold a lock). Theirs is used, in turns, and put back each time.
             log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
-            return self.template
+            return template
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
@@ -182,10 +176,14 @@ class Particles(nn.Module):
         self.own, self.shared = split_trees(rows, own=lambda name: name in own and name not in names, kept=kept)
         self._settle()
 
+    @property
+    def stored_once(self) -> dict[str, bool]:
+        """Name of a tensor that is stored once for all members -> whether that is because no member trains it."""
+        return {name: name in self._frozen for name in tensors_of(self.shared)}
+
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
-        if self._frozen:
-            check_frozen(self.shared, self._frozen)
+        check_frozen(self.shared, self._frozen)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""
@@ -216,8 +214,6 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
-        if not buffers:
-            return
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             mine = [name for name in buffers if name in own]
@@ -245,8 +241,7 @@ class Particles(nn.Module):
     ) -> Any:
         """function(member, *args) of every member, stacked along a new first axis; batch statistics are updated.
 
-        `varying`: further tensors (V, ...), one row per function (masks, latents), passed to it as a dict before args.
-        With one stored member, V rows give V functions of the same weights.
+        `varying`: further tensors (V, ...), one row per function of one stored member (masks), passed to it before args.
         """
         shared, common = self.shared_parameters(), self.shared_buffers()
 
@@ -264,6 +259,11 @@ class Particles(nn.Module):
         """one(row) of each of `count` rows, stacked; by vmap or in a loop, as the runner decides."""
         with self.turn(), self.runner.running():
             return self.runner.run(one, rows, count, device=self.device, how=how)
+
+    def at(self, index: int) -> tuple[Tensors, Tensors]:
+        """(parameters, buffers) of one member, for `call`."""
+        row = Rows(self.own_parameters(), self.own_buffers(), {}).at(index)
+        return {**self.shared_parameters(), **row.own}, {**self.shared_buffers(), **row.buffers}
 
     def vectorising(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""
@@ -286,12 +286,15 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares nothing with this one."""
+        return self.copied_part(self.templates[index % len(self.templates)].network, PREFIX, index)
+
+    def copied_part(self, part: Part, prefix: str, index: int) -> Part:
+        """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
         with self.turn(), torch.no_grad():
-            network = self.templates[index % len(self.templates)].network
-            network = copy.deepcopy(network, unmade(network))
+            copied = copy.deepcopy(part, unmade(part))
             values = {**self.shared_parameters(), **self.shared_buffers()}
             values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
-            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-                tensor.data = values[f"network.{name}"].detach().clone()
-        return network
+            for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
+                tensor.data = values[f"{prefix}{name}"].detach().clone()
+        return copied

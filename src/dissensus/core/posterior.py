@@ -124,7 +124,9 @@ class Posterior(TrainingRules, ABC):
     def identity(self) -> dict[str, Any]:
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
-        return {"method": self.name, "class": type(self).__name__, **settings}
+        watchers = [watcher.identity() for watcher in self.watched_by]
+        described = {"method": self.name, "class": type(self).__name__, **settings}
+        return {**described, "watchers": watchers} if watchers else described
 
     @classmethod
     @abstractmethod
@@ -134,10 +136,14 @@ class Posterior(TrainingRules, ABC):
     def given(self) -> nn.Module:
         """A network of the architecture that the caller passed, with some member's tensors, copied.
 
-        What saved files describe, and what `load` takes. Methods that cut layers of the network put the plain ones back
-        here; `skeleton` is then given such a network, and cuts it again.
+        What saved files describe, and what `load` takes. Methods that cut layers put the plain ones back here.
         """
         return self.particles.member(0)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether layers of the network were cut: files then describe another network than the one that runs."""
+        return type(self).given is not Posterior.given
 
     def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
@@ -241,6 +247,7 @@ class Posterior(TrainingRules, ABC):
         self.likelihood.check(self.output_shape(x), y)
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+        super().before_step(x, y, weight)
         if not self._started:
             self._started = True
             self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))
@@ -254,11 +261,9 @@ class Posterior(TrainingRules, ABC):
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
-        particles, row = self.particles, self.particles.rows().at(0)
-        state = {**particles.shared_buffers(), **row.buffers}
-        params = {**particles.shared_parameters(), **row.own}
+        particles = self.particles
         with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
-            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), params, state)[0]
+            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
             self.draws_itself |= watch.drew
         self._known.doubt(self.likelihood.doubt(outputs))
         return outputs
@@ -268,10 +273,14 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Draws the functions of a sampling method, refreshes their batch statistics from the loader and stores both.
 
     `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
-    are stored anyway are left alone. `fit` calls this at its end.
+    are stored anyway are left alone. What watches the posterior is refreshed, too, where it has something to draw from.
+    `fit` calls this at its end.
     """
     inputs.check_loader(loader)
     posterior.store_draw(loader)
+    for watcher in posterior.watched_by:
+        if watcher.ready:
+            watcher.store_draw(loader)
 
 
 @contextmanager

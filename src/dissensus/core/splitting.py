@@ -12,6 +12,26 @@ from dissensus.core.statistics import frozen_norms, statistics_names
 from dissensus.numerics.layout import owned
 from dissensus.numerics.tree import Tensors, TensorTree
 
+NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
+
+
+def stacked(
+    members: Sequence[Member], *, own: Callable[[str], bool] | None, frozen: Collection[str], numbered: bool
+) -> tuple[TensorTree, TensorTree, set[str]]:
+    """(own, shared) trees of these members' tensors, and the names of those stored once since no member trains them.
+
+    `own`, `frozen`: as `Particles.stack` has them. `numbered`: whether each member's tensors say which member's they are.
+    """
+    for number, member in enumerate(members if numbered else ()):
+        where = next((tensor.device for tensor in tensors_of(member).values()), None)
+        member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
+    columns = [tensors_of(member) for member in members]
+    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    alike = frozen_alike(members[0], rows) if own is None else {*frozen}
+    rule = own or (lambda name: name not in alike)
+    kept = members[0].state_dict()
+    return *split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept), alike
+
 
 def split_trees(
     rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Collection[str]

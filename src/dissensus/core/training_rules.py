@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Inputs
@@ -18,10 +18,24 @@ from dissensus.core.prior import check_prior, negative_log_prior, norm_parameter
 from dissensus.numerics.tree import Tensors
 
 
+class Watchers(nn.ModuleList):
+    """Posteriors that watch another one train, by position or by name of the method."""
+
+    def __getitem__(self, which: Any) -> Any:
+        if not isinstance(which, str):
+            return super().__getitem__(which)
+        found = {each.name: each for each in reversed(self)}
+        if which not in found:
+            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
+        return found[which]
+
+
 class TrainingRules(Clock):
     """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    # The end of a shared run that suits a watcher: a decayed rate, or one at which weights go on moving; None: it is none.
+    tail: ClassVar[Literal["decayed", "constant"] | None] = None
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
@@ -31,6 +45,7 @@ class TrainingRules(Clock):
         super().__init__()
         check_prior(weight_prior_std, data_size)
         self.particles = particles
+        self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
@@ -41,6 +56,38 @@ class TrainingRules(Clock):
 
         For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
+        for watcher in self.watched_by:
+            watcher.before_step(x, y, weight)
+
+    @property
+    def watched_by(self) -> tuple[Any, ...]:
+        """The posteriors that watch this one train."""
+        return tuple(self.watchers)
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` does more than count steps."""
+        return bool(self.watched_by) or type(self).observe is not TrainingRules.observe
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
+        return self.keeps_best and all(watcher.goes_back for watcher in self.watched_by)
+
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        super().begin(steps_per_epoch, epochs, done=done)
+        for watcher in self.watched_by:
+            watcher.begin(steps_per_epoch, epochs, done=done)
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        super().begin_unmeasured(epochs)
+        for watcher in self.watched_by:
+            watcher.begin_unmeasured(epochs)
+
+    def observe(self, optimizer: Optimizer) -> bool:
+        for watcher in self.watched_by:
+            watcher.observe(optimizer)
+        return super().observe(optimizer)
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
@@ -127,6 +174,9 @@ class TrainingRules(Clock):
         The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
         weight prior.
         """
+        if (choosy := next((each for each in self.watched_by if each.optimizers is not None), None)) is not None:
+            own: Optimizer = choosy.default_optimizer()
+            return own
         decay = 1e-4 if self.weight_prior_std is None else 0.0
         return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.posterior import Posterior
 from dissensus.core.running import first_line
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.lanes import capturing
@@ -116,7 +115,7 @@ class _Graph:
         self.y = y.clone()
         self.weight = None if weight is None else weight.clone()
         # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
-        self.observes = type(step.posterior).observe is Posterior.observe
+        self.observes = not step.posterior.observes
         self.graph = torch.cuda.CUDAGraph()
         step.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

@@ -35,7 +35,7 @@ class Guard:
         self.host = host
         self.reads = True  # whether this step is checked at once
         self.taken = False  # whether there has been a step
-        self.tracks = type(posterior).observe is not Posterior.observe
+        self.tracks = posterior.observes
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on

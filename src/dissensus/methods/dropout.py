@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
+from dissensus.core.alone import only
 from dissensus.core.batch import Inputs
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.functions import DrawnFunctions, mixture
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
 from dissensus.core.turns import turn
+from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.randomness import next_seed
 from dissensus.numerics.tree import Tensors
@@ -30,12 +32,13 @@ class MCDropout(Posterior):
     """
 
     name = "mc_dropout"
+    tail = "decayed"
     untrained = ("samples",)
     seed: Tensor
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         rate: float | None = None,
         samples: int = 30,
@@ -50,12 +53,12 @@ class MCDropout(Posterior):
             raise ValueError(f"expected a dropout rate between 0 and 1, got {rate}; 0.1 is a usual one")
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
-        particles = Particles.hold(module, likelihood or Classification())
+        particles = one_or_many(networks, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.rate = rate
         self.samples = samples
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
-        self.sites = dropout_sites(module, rate)
+        self.sites = dropout_sites(particles.template.network, rate)
 
     def member_loss(
         self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
@@ -77,8 +80,11 @@ class MCDropout(Posterior):
         return value + self.penalty(params), (), buffers
 
     def draw(self) -> DrawnFunctions:
-        stored = int(self.seed)
-        return DroppedFunctions(self.particles.apart(), self.sites, self.samples, next_seed() if stored < 0 else stored)
+        seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
+        return mixture(
+            DroppedFunctions(only(self.particles, m), self.sites, self.samples, seed + m)
+            for m in range(self.particles.members)
+        )
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: masks of one function do not change them enough to re-estimate.
@@ -86,6 +92,7 @@ class MCDropout(Posterior):
 
     def config(self) -> dict[str, Any]:
         return {
+            **described(self.particles),
             "rate": self.rate,
             "samples": self.samples,
             "weight_prior_std": self.weight_prior_std,
@@ -94,7 +101,8 @@ class MCDropout(Posterior):
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MCDropout":
-        return cls(network, likelihood=likelihood, **config)
+        networks, settings = rebuilt(network, config, likelihood)
+        return cls(networks, likelihood=likelihood, **settings)
 
 
 class DroppedFunctions(DrawnFunctions):
@@ -133,7 +141,7 @@ class DroppedFunctions(DrawnFunctions):
 
             particles = self.particles
             with torch.no_grad():
-                particles.call(run, particles.shared_parameters(), particles.shared_buffers())
+                particles.call(run, *particles.at(0))
             if not met:
                 raise ValueError(
                     f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "

@@ -15,7 +15,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics.annealing import with_gradient_times

@@ -12,8 +12,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
-from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradientPosterior
+from dissensus.methods.networks import stack_members
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density

@@ -13,8 +13,8 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_buffers import InputBuffers
+from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores

@@ -32,7 +32,7 @@ class WeightFilters(nn.Module):
 
     def __init__(
         self,
-        weights: Mapping[str, nn.Parameter],
+        weights: Mapping[str, Tensor],
         *,
         state_noise: tuple[float, float],
         measurement_noise: tuple[float, float],

@@ -7,6 +7,7 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Any, Literal, Self
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import noise
-from dissensus.core.batch import Inputs
+from dissensus.core.alone import likelihood_of
 from dissensus.core.inputs import check_loader
-from dissensus.core.likelihood import Likelihood, Regression, spread
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import check_prior
@@ -26,10 +28,11 @@ from dissensus.methods.curvature import (
     Gathered,
     Structure,
     check_known,
-    output_curvature,
 )
-from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
-from dissensus.methods.sampling import SamplingPosterior
+from dissensus.methods.gathering import gather
+from dissensus.methods.last_layer import LastLayer, last_layer
+from dissensus.methods.networks import Networks
+from dissensus.methods.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import is_finite
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
@@ -55,11 +58,12 @@ class Laplace(SamplingPosterior):
     untrained = (*SamplingPosterior.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
     samples_frozen = True
     own_statistics = False  # the last layer comes after all of them
-    curvature: Curvature | None
+    by_network = True  # the rest of a network is stored once for all its functions
+    curvature: nn.ModuleList | None  # of a Curvature for each network
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         structure: Structure = "full",
         covariance: Literal["rows", "joint"] = "rows",
@@ -76,7 +80,7 @@ class Laplace(SamplingPosterior):
             raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
         check_precision(prior_precision)
         super().__init__(
-            module, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
         check_known(self.likelihood)
         self.structure: Structure = structure
@@ -97,11 +101,12 @@ class Laplace(SamplingPosterior):
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
         with evaluation(self):
             curvature = self._gathered(loader, data_size or self.data_size)
-        curvature.precision.fill_(chosen(self.prior_precision, curvature))
-        before, self.curvature = self.curvature, curvature
+        for each in curvature:
+            each.precision.fill_(chosen(self.prior_precision, each))
+        before, self.curvature = self.curvature, nn.ModuleList(curvature)
         try:
             with torch.no_grad():
-                self.stored = self._particles_of(self.sample(own_generator(self.device)))
+                self.stored = self._families(self.sample(own_generator(self.device)))
         except BaseException:
             self.curvature = before
             raise
@@ -114,57 +119,79 @@ class Laplace(SamplingPosterior):
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Draws anew with another prior precision; no data are needed."""
         check_precision(prior_precision)
-        curvature, stored = self._fitted()
-        curvature.precision.fill_(chosen(prior_precision, curvature))
+        curvatures, stored = self._fitted()
+        for curvature in curvatures:
+            curvature.precision.fill_(chosen(prior_precision, curvature))
         self.prior_precision = prior_precision
         # The network may have been trained since: around the new last layers is what was around the old ones. Functions
         # that were drawn from those stay as they are.
-        own = copy.deepcopy(stored.own)
-        for name, sampled in self.sample(own_generator(self.device)).items():
-            own.get_buffer(f"network.{name}").copy_(sampled)
-        self.stored = Particles(stored.copied_template(), own=own, shared=stored.shared, members=stored.members)
+        families, samples = [], self.sample(own_generator(self.device))
+        for m, family in enumerate(stored):
+            own = copy.deepcopy(family.own)
+            for name, sampled in samples.items():
+                own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
+            families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
+        self.stored = nn.ModuleList(families)
         self.reset_temperature("another prior precision")
 
     @property
     def precision(self) -> float:
-        """δ in use: the one that was given, or found by the evidence."""
-        return float(self._fitted()[0].precision)
+        """δ in use: the one that was given, or found by the evidence; of several networks the mean."""
+        return fmean(float(curvature.precision) for curvature in self._fitted()[0])
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
 
-        Differentiable where that is a tensor. For a linear network with fixed noise at its mode it is exact.
+        Differentiable where that is a tensor. For a linear network with fixed noise at its mode it is exact. Of several
+        networks (M,): each one's.
         """
-        curvature = self._fitted()[0]
-        precision = curvature.precision if prior_precision is None else prior_precision
-        if not isinstance(precision, Tensor):
-            check_precision(precision)
-        return curvature.log_marginal_likelihood(torch.as_tensor(precision).to(curvature.precision))
+        if prior_precision is not None and not isinstance(prior_precision, Tensor):
+            check_precision(prior_precision)
+        curvatures = self._fitted()[0]
+        given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
+        each = [
+            c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
+            for c, precision in zip(curvatures, given, strict=True)
+        ]
+        return torch.stack(each) if self.built_with.own else each[0]
 
     @property
     def mean(self) -> Tensors:
-        """Name -> the mean of the last layer's weights and biases."""
-        return self._last().tensors(self._fitted()[0].mean)
+        """Name -> the mean of the last layer's weights and biases; of a list of networks (M, ...)."""
+        means = torch.stack([curvature.mean for curvature in self._fitted()[0]])
+        return self.plain(self._last().tensors(means))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> their marginal variances."""
-        return self._last().tensors(self._fitted()[0].variance())
+        """Name -> their marginal variances; of a list of networks (M, ...)."""
+        variances = torch.stack([curvature.variance() for curvature in self._fitted()[0]])
+        return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
         return list(self._last().parameters)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        curvature, _ = self._fitted(stored=False)
-        mean = curvature.mean
-        noise = torch.randn(self.samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-        deviations = curvature.joint(noise) if self.covariance == "joint" else curvature.by_rows(noise)
-        return self._last().tensors(mean + deviations)
+        curvatures, last = self._fitted(stored=False)[0], self._last()
 
-    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> Curvature:
-        """The curvature of the data in the loader, as many as `data_size` says; its precision not chosen yet."""
-        last: LastLayer | None = None
-        rows = 0.0
+        def around(m: int) -> Tensors:
+            mean = curvatures[m].mean
+            noise = torch.randn(self.samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+            deviations = curvatures[m].joint(noise) if self.covariance == "joint" else curvatures[m].by_rows(noise)
+            return last.tensors(mean + deviations)
+
+        return by_network(around, self.particles.members)
+
+    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> list[Curvature]:
+        """The curvature of so many data as in the loader, network by network; precisions are not chosen yet."""
+        particles = self.particles
+        held = not self.built_with.own
+        members = (
+            [(self.network, self.likelihood)]
+            if held
+            else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
+        )
+        gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
+        seen = 0.0
         for batch in loader:
             x, y, weight = batches.unpack(batch)
             if batches.size(x) == 0:
@@ -172,59 +199,43 @@ class Laplace(SamplingPosterior):
             batches.check_finite(x, anywhere=True)
             x = batches.to(x, self.device)
             self.check_batch(x, y)
-            if last is None:
-                last = last_layer(self.network, x, self.layer)
+            for network, _ in members[len(gathered) :]:
+                last = last_layer(network, x, self.layer)
                 mean = last.matrix(last.parameters).detach()
-                gathered = Gathered(self.structure, mean.shape[0], mean.shape[1], self.device)
-            rows += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
-            self._gather(gathered, last, x, y.to(self.device), None if weight is None else weight.to(self.device))
-        if last is None or not bool(gathered.weight > 0):
+                gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+            seen += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
+            y, weight = y.to(self.device), None if weight is None else weight.to(self.device)
+            for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
+                gather(sums, network, likelihood, last, x, y, weight)
+        if not gathered or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
         if data_size is not None:
-            torch._foreach_mul_([*gathered.sums, gathered.log_likelihood, gathered.weight], data_size / rows)
-        return Curvature.of(gathered, mean, layer=list(self.network.modules()).index(last.layer))
-
-    def _gather(self, gathered: Gathered, last: LastLayer, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        """Adds what one batch has to say."""
-        with watching(last) as seen, batches.unchanged(x):
-            outputs = batches.call(self.network, x)
-        if len(seen) != 1:  # the layer was found with the first batch
-            raise ValueError(
-                f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
-                "outputs are then not linear in its weights: give the network one last layer"
-            )
-        features, made = seen[0]
-        if not bool(outputs.isfinite().all()):
-            raise ValueError("expected finite outputs, got NaN or infinity; fit a network that is whole")
-        check_outputs(last, made, outputs)
-        if last.channels == -1 and made.ndim > 2 and not isinstance(self.likelihood, Regression):
-            raise ValueError(
-                f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, whose axis 1 is not the "
-                "layer's; let a 1×1 convolution make outputs at positions"
-            )
-        counted = self.likelihood.counted(y)
-        log_prob = self.likelihood.log_prob(outputs.double(), y if counted is None else torch.where(counted, y, 0))
-        w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
-        if counted is not None:
-            w = w * counted
-        gathered.log_likelihood += (w * log_prob).sum()
-        positions = made.select(last.channels, 0)  # (B, ...)
-        phi, rows = last.rows(features, made)  # (n, D), (n, C)
-        w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
-        gathered.add(phi, *output_curvature(self.likelihood, rows), w.reshape(-1).double())
+            for sums, _, _ in gathered:
+                torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
+        return [
+            Curvature.of(sums, mean, layer=list(network.modules()).index(last.layer))
+            for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
+        ]
 
     def _last(self) -> LastLayer:
-        number = int(self._fitted(stored=False)[0].layer)
-        name, layer = list(self.network.named_modules())[number]
-        return LastLayer(name, layer)
+        return self._layer(int(self._fitted(stored=False)[0][0].layer))
 
-    def _fitted(self, *, stored: bool = True) -> tuple[Curvature, Particles]:
+    def _layer(self, number: int) -> LastLayer:
+        """The layer of this number, with one network's parameters: those of a stack's template are empty."""
+        name, layer = list(self.network.named_modules())[number]
+        one = self.built_with.one()
+        under = f"{name}." if name else ""
+        return LastLayer(
+            name, layer, {f"{under}{k}": one[f"{under}{k}"] for k, _ in layer.named_parameters(recurse=False)}
+        )
+
+    def _fitted(self, *, stored: bool = True) -> tuple[list[Curvature], list[Particles]]:
         if self.curvature is None or (stored and self.stored is None):
             raise ValueError(
                 "expected a Laplace that was fitted, got one that has seen no data; call fit_posthoc(loader) with the "
                 "training data of the network"
             )
-        return self.curvature, self.stored  # type: ignore[return-value]
+        return list(self.curvature), list(self.stored or [])  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         return {
@@ -233,7 +244,7 @@ class Laplace(SamplingPosterior):
             "covariance": self.covariance,
             "prior_precision": self.prior_precision,
             "layer": self.layer,
-            "fitted": None if self.curvature is None else int(self.curvature.layer),
+            "fitted": None if self.curvature is None else int(self._fitted(stored=False)[0][0].layer),
         }
 
     @classmethod
@@ -247,10 +258,12 @@ class Laplace(SamplingPosterior):
                 f"expected fitted and stored together, got {number!r} and {config.get('stored')!r}; save it again"
             )
         if number is not None:
-            name, layer = list(network.named_modules())[number]
-            last = LastLayer(name, layer)
+            last = posterior._layer(number)
             shape = last.matrix(last.parameters).shape
-            posterior.curvature = Curvature.blank(posterior.structure, *shape, layer=number)
+            blanks = [
+                Curvature.blank(posterior.structure, *shape, layer=number) for _ in range(posterior.particles.members)
+            ]
+            posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior._blank()
         return posterior
 
@@ -263,7 +276,11 @@ class Laplace(SamplingPosterior):
             for name in held:
                 del state_dict[f"{under}{name}"]
         elif held:
-            self.curvature = Curvature({name: t.detach().clone().to(self.device) for name, t in held.items()})
+            each: dict[int, Tensors] = {}
+            for name, tensor in held.items():
+                number, _, key = name.partition(".")
+                each.setdefault(int(number), {})[key] = tensor.detach().clone().to(self.device)
+            self.curvature = nn.ModuleList(Curvature(each[m]) for m in sorted(each))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

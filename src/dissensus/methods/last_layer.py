@@ -19,11 +19,7 @@ class LastLayer:
 
     name: str
     layer: nn.Module
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Name in the network -> the layer's weight and, where it has one, its bias."""
-        return {f"{self.name}.{key}" if self.name else key: p for key, p in self.layer.named_parameters(recurse=False)}
+    parameters: dict[str, Tensor]  # name in the network -> the layer's weight and, where it has one, its bias
 
     @property
     def channels(self) -> int:
@@ -100,7 +96,9 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
             "not linear in its weights: give the network a last layer of its own"
         )
     _check_weights(network, found, layers[found])
-    return LastLayer(found, layers[found])
+    under = f"{found}." if found else ""
+    own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
+    return LastLayer(found, layers[found], own)
 
 
 @contextmanager

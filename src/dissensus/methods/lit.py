@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
-from dissensus.methods.deep_ensemble import stack_members
 from dissensus.methods.input_gradients import InputGradientPosterior
+from dissensus.methods.networks import stack_members
 from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import directions, working
 

@@ -5,9 +5,9 @@ from typing import Any
 from torch import nn
 
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
-from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.particles import Particles
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 
 
 class MAP(Posterior):
@@ -17,24 +17,27 @@ class MAP(Posterior):
     """
 
     name = "map"
+    tail = "decayed"
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         likelihood: Likelihood | None = None,
         weight_prior_std: float | None = None,
         data_size: int | None = None,
     ) -> None:
-        particles = Particles.hold(module, likelihood or Classification())
+        particles = one_or_many(networks, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
-        return {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
+        prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
+        return {**described(self.particles), **prior}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MAP":
-        return cls(network, likelihood=likelihood, **config)
+        networks, settings = rebuilt(network, config, likelihood)
+        return cls(networks, likelihood=likelihood, **settings)

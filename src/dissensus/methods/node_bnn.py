@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,27 +11,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
+from dissensus.core import weights
+from dissensus.core.alone import only
 from dissensus.core.batch import Inputs
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.functions import DrawnFunctions, mixture
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
-from dissensus.core.particles import Member, Particles
+from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.node_checks import check_layers, warn_of_old_draw, warn_of_start
+from dissensus.methods.networks import placeholders
+from dissensus.methods.node_checks import (
+    check_component,
+    check_layers,
+    decayed_latents,
+    warn_of_old_draw,
+    warn_of_start,
+)
 from dissensus.methods.node_functions import NodeFunctions, collapsed
 from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
-from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, started
+from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, with_latents
+from dissensus.methods.node_posterior import LatentPosterior
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.frozen_norm import freeze_norms
-from dissensus.surgery.nodes import Mode, by_layer, standing, with_nodes
+from dissensus.surgery.nodes import Mode, by_layer, standing
 from dissensus.surgery.reads import noting_reads
 
 
-class NodeBNN(Posterior):
+class NodeBNN(LatentPosterior):
     """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
 
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
@@ -52,7 +61,8 @@ class NodeBNN(Posterior):
     `latent_lr`: rate of the latents for one component; the group's is K times that, since each component gets 1/K of the
     gradient. None: the weights' rate. `latent_momentum`: theirs, 0 in the paper; None: the optimiser's.
 
-    The network is copied; `account` says which layers were converted and which were not.
+    The network is copied; `account` says which layers were converted and which were not. A list of networks gives each
+    its own latents and `samples` functions.
     """
 
     name = "node_bnn"
@@ -64,7 +74,7 @@ class NodeBNN(Posterior):
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: nn.Module | Sequence[nn.Module],
         *,
         data_size: int | None = None,
         components: int = 4,
@@ -95,7 +105,7 @@ class NodeBNN(Posterior):
             "gamma": gamma,
             "init_spread": init_spread,
             "bias_latent": bias_latent,
-            "layers": None if layers is None else list(layers),
+            "layers": layers if layers is None or isinstance(layers, str) else list(layers),
             "batch_norm": batch_norm,
             "bound": bound,
             "divergence": divergence,
@@ -103,12 +113,7 @@ class NodeBNN(Posterior):
             "latent_momentum": latent_momentum,
         }
         check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
-        made = with_nodes(module, mode, bias=bias_latent, layers=layers)
-        like = made.network.get_submodule(made.sites[0].layer).get_parameter("weight")
-        latents = started(
-            like, components, made.latents, prior_std if init_std is None else init_std, spread=init_spread
-        )
-        particles = Particles.hold(made.network, likelihood or Classification(), latents)
+        particles, made = with_latents(networks, settings, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
@@ -150,50 +155,26 @@ class NodeBNN(Posterior):
         step = self.steps - self.began if self.annealing.steps is None else self.steps
         return self.annealing(step, self.run_length)
 
-    def kl(self) -> Tensor:
-        """() KL(q ‖ p) in nats, not divided by N: by the entropy's bound, an upper one; or iBNN's surrogate."""
-        return self.complexity.kl(self.mean, self.std)
-
-    def entropy(self) -> Tensor:
-        """() the bound on H(q) in nats."""
-        return self.complexity.entropy(self.mean, self.std)
-
     # ------------------------------------------------------------------ the posterior over latents
-
-    @property
-    def mean(self) -> Tensor:
-        """(K, D) μ."""
-        return self.particles.shared_parameters()["latents.mean"]
-
-    @property
-    def std(self) -> Tensor:
-        """(K, D) σ."""
-        return F.softplus(self.particles.shared_parameters()["latents.raw_std"])
 
     def groups(self) -> list[Group]:
         rate = self.settings["latent_lr"]
-        latents = {n: p for n, p in self.particles.shared_parameters().items() if n.startswith("latents.")}
-        own = Group("latents", latents, rate=None if rate is None else rate * self.components, decay=False, prior=False)
-        return [*super().groups(), own]
+        own_rate = None if rate is None else rate * self.components
+        return [*super().groups(), Group("latents", self._latent_parameters(), rate=own_rate, decay=False, prior=False)]
 
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
         groups = super().parameter_groups(lr, weight_decay, likelihood_lr=likelihood_lr)
-        momentum, mine = self.settings["latent_momentum"], {id(p) for p in self.particles.template.latents.parameters()}
+        momentum, mine = self.settings["latent_momentum"], {id(p) for p in self._latent_parameters().values()}
         for group in groups:
             if momentum is not None and group["params"] and {id(p) for p in group["params"]} <= mine:
                 group["momentum"] = momentum
         return groups
 
     def mistakes(self, optimizer: Optimizer) -> list[str]:
-        found, mine = super().mistakes(optimizer), {id(p) for p in self.particles.template.latents.parameters()}
-        if any(g.get("weight_decay") and any(id(p) in mine for p in g["params"]) for g in optimizer.param_groups):
-            found.append(
-                "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
-                "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
-            )
-        return found
+        found, mine = super().mistakes(optimizer), {id(p) for p in self._latent_parameters().values()}
+        return [*found, *decayed_latents(optimizer, mine)]
 
     # ------------------------------------------------------------------ functions
 
@@ -202,11 +183,18 @@ class NodeBNN(Posterior):
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
             warn_of_old_draw()
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
-        return NodeFunctions.fixed(self.particles, self.sites, latents)
+        return mixture(
+            NodeFunctions.fixed(self._network(m), self.sites, mine)
+            for m, mine in enumerate(latents.chunk(self.particles.members))  # (S, D) of each
+        )
 
     def current(self) -> DrawnFunctions:
         """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
-        return NodeFunctions(self.particles.apart(), self.sites, self._sample())
+        each = enumerate(self._sample().chunk(self.particles.members))
+        return mixture(NodeFunctions(only(self.particles, m), self.sites, mine) for m, mine in each)
+
+    def _network(self, m: int) -> Particles:
+        return self.particles if self.mean.ndim == 2 else only(self.particles, m)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
@@ -214,19 +202,22 @@ class NodeBNN(Posterior):
 
     @torch.no_grad()
     def _sample(self) -> Tensor:
-        """(S, D) latents."""
-        return for_functions(self.mean.detach(), self.std, self.samples, own_generator(self.device))
+        """(M · S, D) latents, network by network."""
+        generator = own_generator(self.device)
+        each = zip(*self._latents(), strict=True)
+        return torch.cat([for_functions(mean.detach(), std, self.samples, generator) for mean, std in each])
 
-    def collapse(self, component: int | None = None) -> nn.Module:
-        """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all."""
+    def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
+        """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all.
+
+        `network`: which of a list of networks.
+        """
+        network = member_index(network, self.particles.members)
+        particles, mean = self._network(network), self._latents()[0][network]
         if component is None:
-            return collapsed(self.particles, self.sites, self.mean.mean(0))
-        whole = isinstance(component, Integral) and not isinstance(component, bool)
-        if not whole or not -self.components <= component < self.components:
-            raise ValueError(
-                f"expected a component from 0 to {self.components - 1}, got {component!r}; this posterior has {self.components}"
-            )
-        return collapsed(self.particles, self.sites, self.mean[component])
+            return collapsed(particles, self.sites, mean.mean(0))
+        check_component(component, self.components)
+        return collapsed(particles, self.sites, mean[component])
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
         super().before_step(x, y, weight)
@@ -254,30 +245,34 @@ class NodeBNN(Posterior):
         return plain(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
-        network = self.particles.template.network
+        held = self.mean.ndim == 2
         return {
             **self.settings,
+            "networks": None if held else self.particles.members,
             "samples": self.samples,
             "annealing": self.annealing.config(),
             "weight_prior_std": self.weight_prior_std,
             "data_size": self.data_size,
             "stored": self.stored is not None,
-            "frozen": [name for name, parameter in network.named_parameters() if not parameter.requires_grad],
+            "frozen": [n for n, p in weights.parameters(self.particles).stored.items() if not p.requires_grad],
         }
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> NodeBNN:
-        keywords = {key: value for key, value in config.items() if key not in ("stored", "frozen", "annealing")}
+        told = ("networks", "stored", "frozen", "annealing")
+        keywords = {key: value for key, value in config.items() if key not in told}
         for name, parameter in network.named_parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(name not in config["frozen"])
-        posterior = cls(network, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **keywords)
+        several = config["networks"]
+        networks = network if several is None else placeholders(network, several)
+        posterior = cls(networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **keywords)
         if config["stored"]:
             posterior.stored = posterior._blank()
         return posterior
 
     def _blank(self) -> TensorTree:
-        return kept(self.mean.detach().new_zeros(self.samples, self.latents))
+        return kept(self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """A state with a stored draw brings it along, one without takes it away."""

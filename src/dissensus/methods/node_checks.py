@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from numbers import Integral
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -41,9 +43,7 @@ def check_layers(
                 passed = {name for name, layer in layers.items() if layer.seen}
                 return passed, {name for name in passed if written_into(layers[name])}
 
-        found: tuple[set[str], set[str]] = particles.call(
-            run, particles.shared_parameters(), particles.shared_buffers()
-        )[0]
+        found: tuple[set[str], set[str]] = particles.call(run, *particles.at(0))[0]
         return found
 
     network, names = particles.template.network, list(by_layer(sites, ones))
@@ -97,6 +97,24 @@ def warn_of_start(network: nn.Module, std: float | None) -> None:
             "drowns what it knows: init_std=0.1 suits it",
             std,
         )
+
+
+def check_component(component: object, components: int) -> None:
+    whole = isinstance(component, Integral) and not isinstance(component, bool)
+    if not whole or not -components <= component < components:  # type: ignore[operator]
+        raise ValueError(
+            f"expected a component from 0 to {components - 1}, got {component!r}; this posterior has {components}"
+        )
+
+
+def decayed_latents(optimizer: Optimizer, latents: Collection[int]) -> list[str]:
+    """What is wrong with an optimiser that decays these tensors, given by their ids; nothing where it does not."""
+    if not any(g.get("weight_decay") and any(id(p) in latents for p in g["params"]) for g in optimizer.param_groups):
+        return []
+    return [
+        "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
+        "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
+    ]
 
 
 def warn_of_old_draw() -> None:

@@ -55,7 +55,7 @@ def taken_whole(particles: Particles, x: Inputs, known: Collection[int]) -> set[
             return batches.call(member.network, some)
 
         try:
-            outputs: Tensor = particles.call(run, particles.shared_parameters(), particles.shared_buffers())[0]
+            outputs: Tensor = particles.call(run, *particles.at(0))[0]
         except Exception:  # whatever a forward says to one example beside the rows of many
             return None
         return outputs[-1] if outputs.ndim and len(outputs) == rows else None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.particles import Particles
+from dissensus.methods.networks import stack_members
 from dissensus.methods.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
 from dissensus.methods.node_settings import Bound, Divergence
 from dissensus.numerics.tree import TensorTree
+from dissensus.surgery.nodes import NodedNetwork, with_nodes
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,35 @@ class Complexity:
         return entropy_bound(
             _wide(mean), _wide(std), widths=widths, factor=RELEASED if self.bound == "released" else EXACT
         )
+
+
+def with_latents(
+    networks: nn.Module | Sequence[nn.Module], settings: dict[str, Any], likelihood: Likelihood | None
+) -> tuple[Particles, NodedNetwork]:
+    """(members with latents of their own, the first network as it was cut), of copies of one network or many."""
+    if isinstance(networks, Particles):
+        raise TypeError(
+            "expected a network or a list of them, got those of a run; NodeBNN cuts layers: train it on its own"
+        )
+    held = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+    given: Sequence[Any] = [networks] if held else list(networks)  # type: ignore[arg-type]
+    cut = [
+        with_nodes(each, settings["mode"], bias=settings["bias_latent"], layers=settings["layers"]) for each in given
+    ]
+    std = settings["prior_std"] if settings["init_std"] is None else settings["init_std"]
+    latents = [
+        started(
+            each.network.get_submodule(each.sites[0].layer).get_parameter("weight"),
+            settings["components"],
+            each.latents,
+            std,
+            spread=settings["init_spread"],
+        )
+        for each in cut
+    ]
+    if held:
+        return Particles.hold(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
+    return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 
 
 def started(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:

@@ -1,13 +1,13 @@
-"""Gaussian perturbation: the trained network plus white noise on its weights, the simplest ensemble around one network."""
+"""Gaussian perturbation: trained networks plus white noise on their weights, the simplest ensemble around a network."""
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import norm_parameters
-from dissensus.methods.sampling import SamplingPosterior
+from dissensus.methods.networks import Networks
+from dissensus.methods.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import check_number
 from dissensus.numerics.tree import Tensors
 
@@ -24,7 +24,7 @@ class GaussianPerturbation(SamplingPosterior):
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         noise: float = 0.05,
         samples: int = 20,
@@ -36,7 +36,7 @@ class GaussianPerturbation(SamplingPosterior):
         if not noise >= 0:
             raise ValueError(f"expected noise of 0 or more, got {noise}; it is relative to each tensor's rms")
         super().__init__(
-            module, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
         self.noise = noise
 
@@ -45,17 +45,20 @@ class GaussianPerturbation(SamplingPosterior):
         return [name for name in super().sampled_names() if name not in norms]
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        parameters = dict(self.network.named_parameters())
-        samples = {}
-        for name in self.sampled_names():
-            weight = parameters[name].detach()
-            # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
-            scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
-            epsilon = torch.randn(
-                self.samples, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
-            )
-            samples[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
-        return samples
+        rows = self.trained.rows()
+
+        def around(m: int) -> Tensors:
+            samples = {}
+            for name in self.sampled_names():
+                weight = rows[name][m]
+                # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
+                scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
+                like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
+                epsilon = torch.randn(self.samples, *weight.shape, **like)
+                samples[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+            return samples
+
+        return by_network(around, self.particles.members)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "noise": self.noise}

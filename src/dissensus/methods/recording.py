@@ -1,58 +1,116 @@
-"""Recording: what SWAG, SWA and snapshot ensembles have in common, a run whose weights are looked at now and then."""
+"""Recording: posteriors that train networks as ever and sample from what a recorder has kept of the run."""
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from dissensus.core.member import PREFIX
+from dissensus.core.recorder import Recorder
+from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL, Snapshots
+from dissensus.numerics.tree import Tensors
 
 
 class RecordingPosterior(SamplingPosterior):
-    """Base class of methods that take snapshots of the network in training; `record` says what is kept of one."""
+    """Base class of methods with a `recorder`, which a subclass builds on `self.trained` or some of those weights."""
 
-    snapshots: Snapshots
-    keeps_best = False  # the snapshots of a run belong together
-    tail = TAIL  # share of the run before the first snapshot, where the caller does not say
+    recorder: Recorder
+    keeps_best = False  # what is recorded in a run belongs together
+    tail = "constant"  # weights that have come to rest have nothing to tell
+
+    @property
+    def ready(self) -> bool:
+        return self.recorder.ready
+
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        super().begin(steps_per_epoch, epochs, done=done)
+        self.recorder.begin(steps_per_epoch * epochs, done=done)
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        super().begin_unmeasured(epochs)
+        if self.steps_per_epoch is None:
+            self.recorder.begin_unmeasured(epochs)
+
+    @torch.no_grad()
+    def observe(self, optimizer: Optimizer) -> bool:
+        if self.recorder.upcoming:
+            known = {id(p) for p in self.trained.stored.values()} | self._beside
+            if any(id(p) not in known and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+                self.check_network()
+        stepped = super().observe(optimizer)
+        if stepped:
+            self.recorder.observe(optimizer)
+        return stepped
+
+    @property
+    def _beside(self) -> set[int]:
+        """The ids of trained tensors beside the networks': a learned noise, latents."""
+        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+        return {id(p) for name, p in {**shared, **own}.items() if not name.startswith(PREFIX)}
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+        return self.recorder.sample(self.samples, generator)
+
+    def sampled_names(self) -> list[str]:
+        return list(self.recorder.weights.stored)
+
+
+class SnapshotRecorder(Recorder):
+    """Base class of recorders that look at the weights now and then; `record` says what is kept of a snapshot.
+
+    `start`, `every`: which observe calls are snapshots, counted from 0; None spreads `wanted` of them over what follows
+    the share `tail` of the run.
+    """
+
+    def __init__(
+        self, weights: Weights, *, start: int | None, every: int | None, wanted: int, tail: float = TAIL
+    ) -> None:
+        super().__init__(weights)
+        self.snapshots = Snapshots(start, every, wanted=wanted)
+        self.tail = tail
 
     @abstractmethod
     def record(self, number: int) -> None:
         """Takes in the weights as they are, the number-th snapshot, counted from 1; called without gradients."""
 
     @property
+    def upcoming(self) -> bool:
+        return self.snapshots.upcoming
+
+    @property
     def ready(self) -> bool:
         return int(self.snapshots.taken) > 0
 
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        super().begin(steps_per_epoch, epochs, done=done)
-        self.snapshots.begin(steps_per_epoch * epochs, tail=self.tail, done=done)
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        self.snapshots.begin(steps, tail=self.tail, done=done)
 
     def begin_unmeasured(self, epochs: int) -> None:
-        super().begin_unmeasured(epochs)
-        if self.steps_per_epoch is not None or None not in self.snapshots.given:
+        if None not in self.snapshots.given:
             return
         if epochs == 1:
             raise ValueError(
-                f"expected start and every for {type(self).__name__} in one epoch of unknown length, got None: when to take "
-                "snapshots would be known when it is over; pass both, or call begin(steps_per_epoch, 1) first"
+                "expected start and every in one epoch of unknown length, got None: when to take snapshots would be known "
+                "when it is over; pass both, or call begin(steps_per_epoch, 1) first"
             )
         self.snapshots.wait()
 
-    @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> bool:
-        if self.snapshots.upcoming:
-            self.check_network()
-        stepped = super().observe(optimizer)
-        if stepped and self.snapshots.due():
+    def observe(self, optimizer: Optimizer) -> None:
+        if self.snapshots.due():
             self.record(self.snapshots.taken.add())
-        return stepped
 
+    def taken(self) -> int:
+        """Snapshots so far; raises where there are none."""
+        if not self.ready:
+            raise ValueError(
+                f"expected at least one snapshot of the weights, got none after {int(self.snapshots.observed)} observed "
+                "steps; train with fit, or call observe(optimizer) after optimizer.step() (the first snapshot is at observe "
+                f"call {self.snapshots.start}, from 0)"
+            )
+        return int(self.snapshots.taken)
 
-def nothing_recorded(snapshots: Snapshots) -> ValueError:
-    """What to say where functions are asked for before the first snapshot."""
-    return ValueError(
-        f"expected at least one snapshot of the weights, got none after {int(snapshots.observed)} observed steps; train "
-        f"with fit, or call observe(optimizer) after optimizer.step() (the first snapshot is at observe call "
-        f"{snapshots.start}, from 0)"
-    )
+    def given(self) -> dict[str, Any]:
+        """`start` and `every` as they were given."""
+        return dict(zip(("start", "every"), self.snapshots.given, strict=True))

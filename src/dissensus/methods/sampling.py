@@ -1,21 +1,25 @@
-"""Sampling: one network is trained as ever, functions are drawn by sampling its weights.
+"""Sampling: networks are trained as ever, functions are drawn by sampling weights around each of them.
 
 A method says only how weights are sampled (`sample`). Drawing, refreshing batch statistics, storing the draw with the
-posterior and finding it again in a file are derived here.
+posterior and finding it again in a file are derived here, for one network or for many.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import nn
 
-from dissensus.core.functions import DrawnFunctions, MemberFunctions
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core import weights
+from dissensus.core.functions import DrawnFunctions, MemberFunctions, mixture
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.core.splitting import NUMBER
+from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
@@ -23,22 +27,24 @@ from dissensus.surgery.normalization import refresh_statistics, statistics_names
 
 
 class SamplingPosterior(Posterior):
-    """Base class of methods that sample weights of the caller's module, which they hold itself. `samples`: functions per draw.
+    """Base class of methods that sample weights. One module is held itself, a list of M is copied into a stack.
 
-    `latents`: tensors that are trained beside the network's, deviations for example. Until `ds.refresh` has stored a draw,
-    every `draw()` samples anew and uses the batch statistics of the network as it was trained. Which parameters take part
-    is settled when it is built: those that are trained then.
+    `samples`: functions per network and draw. `latents`: tensors that are trained beside the network's, deviations for
+    example. Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks
+    as they were trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
+    tail: ClassVar[Literal["decayed", "constant"] | None] = "decayed"
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
     random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
-    stored: Particles | None
+    by_network: ClassVar[bool] = False  # whether functions of one network share what is not sampled
+    stored: nn.ModuleList | None  # of Particles: all functions in one, or those of each network
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         samples: int,
         likelihood: Likelihood | None = None,
@@ -49,13 +55,16 @@ class SamplingPosterior(Posterior):
         check_whole("samples", samples)
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
-        particles = Particles.hold(module, likelihood or Classification(), latents)
+        particles = one_or_many(networks, likelihood, latents)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.samples = samples
         self.stored = None
-        self._built_with = dict(module.named_parameters())
-        self._trained = {name: p for name, p in self._built_with.items() if p.requires_grad}
-        if not self._trained and not self.samples_frozen:
+        self.base: tuple[Posterior] | None = (
+            None  # the method that cut the network, if one did; in a tuple: it is no part
+        )
+        self.built_with = weights.parameters(particles)
+        self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
+        if not self.trained.stored and not self.samples_frozen:
             raise ValueError(
                 f"expected a network with parameters that are trained, got none; {type(self).__name__} samples those alone: "
                 "set requires_grad on them"
@@ -63,21 +72,25 @@ class SamplingPosterior(Posterior):
 
     @abstractmethod
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        """Name of a tensor of the network -> (S, ...) samples, without a graph. The other tensors stay as they are.
+        """Name of a tensor of the networks -> (M, S, ...) samples, without a graph. The other tensors stay as they are.
 
         Random numbers come from the generator, on the posterior's device; None is torch's own stream, which all threads share.
         """
 
     @property
     def network(self) -> nn.Module:
-        """The caller's module."""
+        """The caller's module; of several networks the template that they run in."""
         return self.particles.template.network
+
+    def plain(self, tensors: Tensors) -> Tensors:
+        """What is public of tensors (M, ...): without the first axis where one module is held."""
+        return tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
-            return SampledFunctions(stored)
+            return functions_of(stored)
         with self.particles.turn():
-            return SampledFunctions(self._particles_of(self.sample(self._generator())))
+            return functions_of(self._families(self.sample(self._generator())))
 
     def _generator(self) -> torch.Generator | None:
         return own_generator(self.device) if self.random else None
@@ -87,77 +100,107 @@ class SamplingPosterior(Posterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
-            drawn = self._particles_of(self.sample(self._generator()))
-        refresh_statistics(drawn, loader, self.device)
+            drawn = self._families(self.sample(self._generator()))
+        self.refreshed(drawn, loader)
         self.stored = drawn
 
-    def _particles_of(self, samples: Tensors) -> Particles:
-        """S members with these tensors (S, ...) and copies of the others; batch statistics of their own if `own_statistics`."""
+    def refreshed(self, families: nn.ModuleList, loader: Iterable[Any]) -> DrawnFunctions:
+        """Their functions, with batch statistics estimated anew from the loader."""
+        for family in families:
+            refresh_statistics(cast(Particles, family), loader, self.device)
+        return functions_of(families)
+
+    def _families(self, samples: Tensors) -> nn.ModuleList:
+        """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
         self.check_network()
-        held = {**self.particles.shared_parameters(), **self.particles.shared_buffers()}
-        kept = set(self.particles.shared.state_dict())
-        statistics = {f"network.{name}" for name in statistics_names(self.network) if self.own_statistics}
-        sampled = {f"network.{name}": tensor for name, tensor in samples.items()}
-        count = len(next(iter(samples.values()))) if samples else self.samples
-        template = self.particles.copied_template()
-        template.always_eval = sorted({*template.always_eval, *self.particles.frozen_norms()})
+        members = self.particles.members
+        if members > 1 and (self.by_network or len(self.particles.templates) > 1):
+            return nn.ModuleList(
+                self._family({name: rows[m : m + 1] for name, rows in samples.items()}, slice(m, m + 1))
+                for m in range(members)
+            )
+        return nn.ModuleList([self._family(samples, slice(0, members))])
+
+    def _family(self, samples: Tensors, networks: slice) -> Particles:
+        """Functions of these networks; their batch statistics are each function's own if `own_statistics`."""
+        particles = self.particles
+        stacked = {**particles.own_parameters(), **particles.own_buffers()}
+        own = {name: rows[networks] for name, rows in stacked.items() if name != NUMBER}
+        common = {**particles.shared_parameters(), **particles.shared_buffers()}
+        count = len(next(iter(samples.values()))[0]) if samples else self.samples
+        several = networks.stop - networks.start > 1
+        sampled = {f"{PREFIX}{name}": rows.flatten(0, 1) for name, rows in samples.items()}
+        statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
+        total = count * (networks.stop - networks.start)
+        rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
+        rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
+        template = particles.copied_template(networks.start)
+        template.always_eval = sorted({*template.always_eval, *particles.frozen_norms()})
         return Particles.split(
             template,
-            {name: sampled.get(name, [tensor.detach()] * count) for name, tensor in held.items()},
-            own=lambda name: name in sampled or name in statistics,
-            kept=kept,
-            members=count,
+            {**rows, **sampled},
+            own=lambda name: name in sampled or name in statistics or (several and name in own),
+            kept={*particles.shared.state_dict(), *particles.own.state_dict()},
+            members=total,
         )
 
     def check_network(self) -> None:
         """Raises where the network has other parameters, or trains others, than when this was built."""
-        found, known = dict(self.network.named_parameters()), self._built_with
+        found, known = weights.parameters(self.particles).stored, self.built_with.stored
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
             raise ValueError(
                 f"expected the parameters that {type(self).__name__} was built with, got '{changed[0]}' added, removed or "
                 "replaced since; change the network first, then build the posterior"
             )
-        thawed = [name for name, parameter in found.items() if parameter.requires_grad and name not in self._trained]
+        thawed = [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]
         if thawed:
             raise ValueError(
                 f"expected the parameters that were trained when {type(self).__name__} was built, got '{thawed[0]}' trained "
                 "since; set requires_grad first, then build the posterior"
             )
 
+    def given(self) -> nn.Module:
+        return super().given() if self.base is None else self.base[0].given()
+
+    @property
+    def cuts(self) -> bool:
+        return self.base is not None
+
     def config(self) -> dict[str, Any]:
         return {
+            **(
+                {} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}
+            ),
+            **described(self.particles),
             "samples": self.samples,
             "weight_prior_std": self.weight_prior_std,
             "data_size": self.data_size,
             "stored": self.stored is not None,
-            "frozen": [name for name in self._built_with if name not in self._trained],
+            "frozen": [name for name in self.built_with.stored if name not in self.trained.stored],
         }
 
     @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "SamplingPosterior":
-        keywords = {key: value for key, value in config.items() if key not in ("stored", "frozen")}
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         for name, parameter in network.named_parameters():
-            if "frozen" in config and parameter.is_floating_point():
+            if "frozen" in config and not isinstance(network, Particles) and parameter.is_floating_point():
                 parameter.requires_grad_(name not in config["frozen"])
-        posterior = cls(network, likelihood=likelihood, **keywords)
+        networks, rest = rebuilt(network, config, likelihood)
+        keywords = {key: value for key, value in rest.items() if key not in ("stored", "frozen")}
+        posterior = cls(networks, likelihood=likelihood, **keywords)
         if config.get("stored"):
             posterior.stored = posterior._blank()
         return posterior
 
     def sampled_names(self) -> list[str]:
-        """Names of the network's tensors that `sample` gives."""
-        return list(self._trained)
+        """Names of the networks' tensors that `sample` gives."""
+        return list(self.trained.stored)
 
-    def _blank(self) -> Particles:
+    def _blank(self) -> nn.ModuleList:
         """A stored draw of the right shapes, to be filled from a file."""
-        tensors = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
-        return self._particles_of(
-            {
-                name: tensors[name].detach().new_zeros(self.samples, *tensors[name].shape)
-                for name in self.sampled_names()
-            }
-        )
+        one = {**self.built_with.one(), **weights.buffers(self.particles).one()}
+        shape = (self.particles.members, self.samples)
+        return self._families({name: one[name].new_zeros(*shape, *one[name].shape) for name in self.sampled_names()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """A state with a stored draw brings it along, one without takes it away."""
@@ -187,3 +230,14 @@ class SampledFunctions(DrawnFunctions):
     @property
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
+
+
+def functions_of(families: Iterable[nn.Module]) -> DrawnFunctions:
+    """The functions of these particles, in their order."""
+    return mixture(SampledFunctions(cast(Particles, each)) for each in families)
+
+
+def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:
+    """Name -> (M, S, ...) of what `draw(m)` gives for network m, (S, ...)."""
+    each = [draw(m) for m in range(members)]
+    return {name: torch.stack([one[name] for one in each]) for name in each[0]}

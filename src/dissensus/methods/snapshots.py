@@ -7,17 +7,40 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
+from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
-from dissensus.methods.recording import RecordingPosterior, nothing_recorded
-from dissensus.methods.trajectory import Snapshots, cosine_cycles
+from dissensus.core.weights import Weights
+from dissensus.methods.networks import Networks
+from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.trajectory import cosine_cycles
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.tree import Tensors, TensorTree
 
 
+class LastSnapshots(SnapshotRecorder):
+    """The last `kept` snapshots themselves."""
+
+    def __init__(self, weights: Weights, *, kept: int, start: int | None, every: int | None) -> None:
+        super().__init__(weights, start=start, every=every, wanted=kept, tail=0.0)
+        self.kept = kept
+        self.recorded = TensorTree()
+        for name, rows in weights.rows().items():
+            self.recorded.plant(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
+
+    def record(self, number: int) -> None:
+        recorded, row = dict(self.recorded.named_buffers()), (number - 1) % self.kept
+        for name, rows in self.weights.rows().items():
+            recorded[name][:, row] = rows
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        held = min(self.taken(), self.kept)
+        return {name: rows[:, :held].clone() for name, rows in self.recorded.named_buffers()}
+
+
 class SnapshotEnsemble(RecordingPosterior):
-    """The last `members` snapshots of a run, each with the batch statistics it had.
+    """The last `members` snapshots of a run, each with the batch statistics it had; of a list of networks those of each.
 
     `start`, `every`: which observe calls are snapshots, counted from 0. None: `begin` (which `fit` calls) puts one at the
     end of each of `members` equal parts of the run, and `fit`'s schedule for this method takes the learning rate down a
@@ -26,11 +49,11 @@ class SnapshotEnsemble(RecordingPosterior):
 
     name = "snapshot_ensemble"
     random = False
-    tail = 0.0
+    recorder: LastSnapshots
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         members: int = 5,
         start: int | None = None,
@@ -43,24 +66,20 @@ class SnapshotEnsemble(RecordingPosterior):
         if members < 1:
             raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
         super().__init__(
-            module, samples=members, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+            networks, samples=members, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        self.snapshots = Snapshots(start, every, wanted=members)
-        self.recorded = TensorTree()
-        for name, tensor in self._recordable().items():
-            self.recorded.plant(name, tensor.detach().new_zeros(members, *tensor.shape))  # (M, ...)
+        self.recorder = LastSnapshots(self._recordable(), kept=members, start=start, every=every)
 
-    def record(self, number: int) -> None:
-        row = (number - 1) % self.samples
-        recorded = dict(self.recorded.named_buffers())
-        for name, tensor in self._recordable().items():
-            recorded[name][row] = tensor
+    def observe(self, optimizer: Optimizer) -> bool:
+        if self.recorder.upcoming:
+            self.recorder.weights = self._recordable()
+        return super().observe(optimizer)
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        if not self.ready:
-            raise nothing_recorded(self.snapshots)
-        held = min(int(self.snapshots.taken), self.samples)
-        return {name: rows[:held].clone() for name, rows in self.recorded.named_buffers()}
+    def _recordable(self) -> Weights:
+        """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
+        buffers = named.buffers(self.particles)
+        stored = {**self.trained.stored, **buffers.stored}
+        return Weights(stored, self.trained.own | buffers.own, self.particles.members)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""
@@ -70,10 +89,5 @@ class SnapshotEnsemble(RecordingPosterior):
         return lambda epoch: cosine_cycles(epoch / max(epochs, 1), cycles=self.samples)
 
     def config(self) -> dict[str, Any]:
-        start, every = self.snapshots.given
         shared = {key: value for key, value in super().config().items() if key not in ("samples", "stored")}
-        return {"members": self.samples, **shared, "start": start, "every": every}
-
-    def _recordable(self) -> Tensors:
-        """Name -> trained parameter or buffer of the network."""
-        return {**self._trained, **dict(self.network.named_buffers())}
+        return {"members": self.samples, **shared, **self.recorder.given()}

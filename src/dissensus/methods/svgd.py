@@ -13,7 +13,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant

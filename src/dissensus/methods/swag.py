@@ -2,20 +2,94 @@
 
 Maddox, Garipov, Izmailov, Vetrov & Wilson, "A simple baseline for Bayesian uncertainty in deep learning", NeurIPS 2019.
 Izmailov, Podoprikhin, Garipov, Vetrov & Wilson, "Averaging weights leads to wider optima", UAI 2018.
+Of several networks: Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization", NeurIPS
+2020 (MultiSWAG).
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.methods.recording import RecordingPosterior, nothing_recorded
-from dissensus.methods.trajectory import Snapshots, constant_tail
+from dissensus.core.weights import Weights
+from dissensus.methods.networks import Networks
+from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.trajectory import constant_tail
 from dissensus.numerics.checks import check_number, check_whole
-from dissensus.numerics.flat import flatten, unflatten
+from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
+
+
+class MeanRecorder(SnapshotRecorder):
+    """The mean of snapshots, of every network by itself."""
+
+    mean_vector: Tensor
+
+    def __init__(self, weights: Weights, *, start: int | None, every: int | None, wanted: int) -> None:
+        super().__init__(weights, start=start, every=every, wanted=wanted)
+        self.register_buffer("mean_vector", torch.zeros_like(weights.flat()))  # (M, P)
+
+    def record(self, number: int) -> None:
+        self.move(self.weights.flat(self.mean_vector.dtype), number)
+
+    def move(self, weights: Tensor, number: int) -> Tensor:
+        """(M, P) the step from the mean before to these weights, the number-th snapshot, which the mean takes in."""
+        if number == 1:  # also after `begin` has forgotten an earlier run
+            self.mean_vector.zero_()
+        # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1), which rounds: the mean of equal snapshots is their value.
+        step = weights - self.mean_vector
+        self.mean_vector.add_(step, alpha=1 / number)
+        return step
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        self.taken()
+        return unflatten(self.mean_vector[:, None].expand(-1, samples, -1).clone(), self.weights.one())
+
+
+class GaussianRecorder(MeanRecorder):
+    """Mean, variance and the last `rank` deviations of snapshots, of every network by itself.
+
+    w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1)))
+    """
+
+    square_sum: Tensor
+    deviations: Tensor
+
+    def __init__(self, weights: Weights, *, rank: int, scale: float, start: int | None, every: int | None) -> None:
+        super().__init__(weights, start=start, every=every, wanted=2 * rank)
+        self.scale = scale
+        self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
+        self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
+
+    def record(self, number: int) -> None:
+        if number == 1:
+            self.square_sum.zero_()
+            self.deviations.zero_()
+        weights = self.weights.flat(self.mean_vector.dtype)  # (M, P)
+        step = self.move(weights, number)
+        deviation = weights - self.mean_vector  # from the mean so far, this snapshot included, as in the paper
+        self.square_sum.addcmul_(step, deviation)  # not E[w²] − mean², which rounds: equal snapshots have variance 0
+        self.deviations[(number - 1) % len(self.deviations)] = deviation
+
+    def variance(self) -> Tensor:
+        """(M, P) variance over the snapshots (divisor n)."""
+        return self.square_sum / max(int(self.snapshots.taken), 1)
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        held = min(self.taken(), len(self.deviations))
+        # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
+        # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
+        mean, deviation = self.mean_vector, self.variance().sqrt()
+        drawn = mean.new_empty(len(mean), samples, mean.shape[1])  # (M, S, P)
+        for m, noise in enumerate(drawn):
+            noise.normal_(generator=generator)
+            noise *= deviation[m]
+            z = torch.randn(samples, held, dtype=mean.dtype, device=mean.device, generator=generator)
+            noise.addmm_(z, self.deviations[:held, m], alpha=max(held - 1, 1) ** -0.5)
+            noise.mul_(self.scale**0.5).add_(mean[m])
+        return unflatten(drawn, self.weights.one())
 
 
 class SWAG(RecordingPosterior):
@@ -24,18 +98,16 @@ class SWAG(RecordingPosterior):
     `rank`: deviations held, the last ones. `start`, `every`: which observe calls are snapshots, counted from 0; None lets
     `begin` (which `fit` calls) spread 2·rank of them over the last quarter of the run. All trained parameters take part,
     those of normalisation layers too. The network should go on moving while snapshots are taken: `fit`'s schedule for
-    this method ends in a constant rate.
+    this method ends in a constant rate. A list of networks gives a mixture of such Gaussians, one around each (MultiSWAG).
     """
 
     name = "swag"
     untrained = (*RecordingPosterior.untrained, "scale")
-    mean_vector: Tensor
-    square_sum: Tensor
-    deviations: Tensor
+    recorder: GaussianRecorder
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         rank: int = 20,
         samples: int = 30,
@@ -53,77 +125,42 @@ class SWAG(RecordingPosterior):
         if not scale >= 0:
             raise ValueError(f"expected a scale of 0 or more, got {scale}; 0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(
-            module, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        self.rank = rank
-        self.scale = scale
-        self.snapshots = Snapshots(start, every, wanted=2 * rank)
-        zeros = torch.zeros_like(flatten(self._trained))  # (P,)
-        self.register_buffer("mean_vector", zeros)
-        self.register_buffer("square_sum", zeros.clone())  # Σ (w − mean)²
-        self.register_buffer("deviations", zeros.repeat(rank, 1))  # (K, P), rows in turn
+        self.recorder = GaussianRecorder(self.trained, rank=rank, scale=scale, start=start, every=every)
 
     @property
     def mean(self) -> Tensors:
-        """Name -> mean over the snapshots."""
-        return unflatten(self.mean_vector, self._trained)
+        """Name -> mean over the snapshots; of a list of networks (M, ...)."""
+        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> variance over the snapshots (divisor n), the diagonal part before scaling."""
-        return unflatten(self.square_sum / max(int(self.snapshots.taken), 1), self._trained)
-
-    def record(self, number: int) -> None:
-        weights = flatten(self._trained, self.mean_vector.dtype)  # (P,)
-        if number == 1:  # also after `begin` has forgotten an earlier run
-            self.mean_vector.zero_()
-            self.square_sum.zero_()
-            self.deviations.zero_()
-        # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1) and E[w²] − mean², which round: the mean of equal
-        # snapshots is their value and the variance 0, exactly.
-        step = weights - self.mean_vector
-        self.mean_vector.add_(step, alpha=1 / number)
-        deviation = weights - self.mean_vector  # from the mean so far, this snapshot included, as in the paper
-        self.square_sum.addcmul_(step, deviation)
-        self.deviations[(number - 1) % self.rank] = deviation
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        n = int(self.snapshots.taken)
-        if n == 0:
-            raise nothing_recorded(self.snapshots)
-        held = min(n, self.rank)
-        # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors: it carries the
-        # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
-        mean = self.mean_vector
-        like: dict[str, Any] = {"dtype": mean.dtype, "device": self.device, "generator": generator}
-        noise = torch.randn(self.samples, len(mean), **like)
-        noise *= (self.square_sum / n).sqrt()
-        z = torch.randn(self.samples, held, **like)
-        noise.addmm_(z, self.deviations[:held], alpha=max(held - 1, 1) ** -0.5)
-        return unflatten(noise.mul_(self.scale**0.5).add_(mean), self._trained)
+        """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
+        return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """Constant, linear to one half, constant over the last quarter: the weights must not come to rest."""
         return lambda epoch: constant_tail(epoch / max(epochs, 1))
 
     def config(self) -> dict[str, Any]:
-        start, every = self.snapshots.given
-        return {**super().config(), "rank": self.rank, "start": start, "every": every, "scale": self.scale}
+        rank, scale = len(self.recorder.deviations), self.recorder.scale
+        return {**super().config(), **self.recorder.given(), "rank": rank, "scale": scale}
 
 
 class SWA(RecordingPosterior):
-    """The mean of the weights that training passes through: SWAG without its noise. A draw has one function.
+    """The mean of the weights that training passes through: SWAG without its noise. A draw has one function per network.
 
     `start`, `every` as in SWAG; None spreads 40 snapshots over the last quarter of the run.
     """
 
     name = "swa"
     random = False
-    mean_vector: Tensor
+    recorder: MeanRecorder
 
     def __init__(
         self,
-        module: nn.Module,
+        networks: Networks,
         *,
         start: int | None = None,
         every: int | None = None,
@@ -132,31 +169,18 @@ class SWA(RecordingPosterior):
         data_size: int | None = None,
     ) -> None:
         super().__init__(
-            module, samples=1, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
+            networks, samples=1, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        self.snapshots = Snapshots(start, every, wanted=40)
-        self.register_buffer("mean_vector", torch.zeros_like(flatten(self._trained)))  # (P,)
+        self.recorder = MeanRecorder(self.trained, start=start, every=every, wanted=40)
 
     @property
     def mean(self) -> Tensors:
-        """Name -> mean over the snapshots."""
-        return unflatten(self.mean_vector, self._trained)
-
-    def record(self, number: int) -> None:
-        weights = flatten(self._trained, self.mean_vector.dtype)
-        if number == 1:
-            self.mean_vector.zero_()
-        self.mean_vector.add_(weights - self.mean_vector, alpha=1 / number)
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        if not self.ready:
-            raise nothing_recorded(self.snapshots)
-        return {name: mean[None].clone() for name, mean in self.mean.items()}
+        """Name -> mean over the snapshots; of a list of networks (M, ...)."""
+        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """As SWAG's."""
         return lambda epoch: constant_tail(epoch / max(epochs, 1))
 
     def config(self) -> dict[str, Any]:
-        start, every = self.snapshots.given
-        return {**{k: v for k, v in super().config().items() if k != "samples"}, "start": start, "every": every}
+        return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.given()}

@@ -1,133 +1,68 @@
 """track: one training run watched by several methods, so that all of them cost one run."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Inputs
-from dissensus.core.functions import DrawnFunctions, MemberFunctions
-from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.particles import Particles
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.methods.laplace import Laplace
+from dissensus.methods.map import MAP
+from dissensus.methods.networks import Networks
+from dissensus.methods.sampling import SamplingPosterior
 
 
 def track(
-    module: nn.Module,
+    base: Networks | Posterior,
     methods: Sequence[Callable[..., Posterior]],
     *,
     likelihood: Likelihood | None = None,
     weight_prior_std: float | None = None,
     data_size: int | None = None,
-) -> "Tracked":
-    """A run over the module that every method watches; the posteriors are its elements, by position or by name.
+) -> Posterior:
+    """The posterior that trains, with the methods as its `watchers`, in their order: they see its weights after every step.
 
-    `methods`: classes that hold the caller's module (MAP, TRADI, SWAG, …), or functions of it that build one, such as
-    `functools.partial(SWAG, rank=5)`. All see one network and one likelihood. Train the run, use the posteriors:
+    `base`: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), which trains as it would
+    unwatched; or a network or a list of them, which train as MAP does, with this likelihood and prior. `methods`: classes
+    that sample around trained weights (TRADI, SWAG, …), or functions that build one, such as `functools.partial(SWAG,
+    rank=5)`. All see the same weights and one likelihood. Train the run, use the watchers:
 
-        tradi, swag = run = track(module, [TRADI, SWAG])
+        run = track(network, [TRADI, SWAG])
+        fit(run, loader, epochs=10)
+        tradi, swag = run.watchers
     """
-    return Tracked(module, methods, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size)
-
-
-class Tracked(Posterior):
-    """The network in training. What it predicts itself is what the network says now."""
-
-    name = "tracked"
-
-    def __init__(
-        self,
-        module: nn.Module,
-        methods: Sequence[Callable[..., Posterior]],
-        *,
-        likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
-    ) -> None:
-        if not methods:
-            raise ValueError("expected at least one method to watch the run, got none; pass for example [TRADI, SWAG]")
-        if odd := [each for each in methods if not callable(each)]:
+    if not methods:
+        raise ValueError("expected at least one method to watch the run, got none; pass for example [TRADI, SWAG]")
+    if odd := [each for each in methods if not callable(each)]:
+        raise TypeError(
+            f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"
+        )
+    if isinstance(base, Posterior) and (likelihood, weight_prior_std, data_size) != (None, None, None):
+        raise ValueError("expected no likelihood or prior beside a posterior, got one; it has its own")
+    run = (
+        base
+        if isinstance(base, Posterior)
+        else MAP(base, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size)
+    )
+    prior = {"weight_prior_std": run.weight_prior_std, "data_size": run.data_size}
+    keywords = {name: value for name, value in prior.items() if value is not None}
+    watchers = [method(run.particles, likelihood=run.likelihood, **keywords) for method in methods]
+    for watcher in watchers:
+        if not isinstance(watcher, Posterior) or watcher.particles is not run.particles:
             raise TypeError(
-                f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the module, [TRADI, SWAG]"
+                f"expected methods that take the weights of a run as they are, got {type(watcher).__name__}, which does not; "
+                "build it and train it on its own"
             )
-        particles = Particles.hold(module, likelihood or Classification())
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
-        prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
-        keywords = {name: value for name, value in prior.items() if value is not None}
-        self.posteriors = nn.ModuleList()
-        for method in methods:
-            posterior = method(module, likelihood=particles.likelihood, **keywords)
-            if not isinstance(posterior, Posterior) or posterior.particles.template.network is not module:
-                raise TypeError(
-                    f"expected methods that hold the caller's module, got {type(posterior).__name__}, which does not; build "
-                    "it and train it on its own"
-                )
-            posterior.particles = particles  # one likelihood: its learned noise is trained once, for all
-            self.posteriors.append(posterior)
-        self.keeps_best = all(posterior.keeps_best for posterior in self)
-        self.deterministic = all(posterior.deterministic for posterior in self)
-
-    def __len__(self) -> int:
-        return len(self.posteriors)
-
-    def __iter__(self) -> Iterator[Posterior]:
-        return iter(self.posteriors)  # type: ignore[arg-type]
-
-    def __getitem__(self, which: int | str) -> Posterior:
-        """The posterior at a position, or the first of a name."""
-        if isinstance(which, int):
-            return self.posteriors[which]  # type: ignore[return-value]
-        for posterior in self:
-            if posterior.name == which:
-                return posterior
-        names = ", ".join(posterior.name for posterior in self)
-        raise ValueError(f"expected one of {names}, got {which!r}; those are what watches this run")
-
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        super().begin(steps_per_epoch, epochs, done=done)
-        for posterior in self:
-            posterior.begin(steps_per_epoch, epochs, done=done)
-
-    def begin_unmeasured(self, epochs: int) -> None:
-        super().begin_unmeasured(epochs)
-        for posterior in self:
-            posterior.begin_unmeasured(epochs)
-
-    def observe(self, optimizer: Optimizer) -> bool:
-        for posterior in self:
-            posterior.observe(optimizer)
-        return super().observe(optimizer)
-
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        for posterior in self:
-            posterior.before_step(x, y, weight)
-
-    def default_optimizer(self) -> Optimizer:
-        """That of the first posterior which accepts but some, else the usual one."""
-        choosy = next((posterior for posterior in self if posterior.optimizers is not None), None)
-        return super().default_optimizer() if choosy is None else choosy.default_optimizer()
-
-    def draw(self) -> DrawnFunctions:
-        return MemberFunctions(self.particles)
-
-    def store_draw(self, loader: Iterable[Any]) -> None:
-        """Stores a draw of every posterior that has something to draw from."""
-        for posterior in self:
-            if posterior.ready:
-                posterior.store_draw(loader)
-
-    def identity(self) -> dict[str, Any]:
-        posteriors = [posterior.identity() for posterior in self]
-        return {"method": self.name, "class": type(self).__name__, "posteriors": posteriors}
-
-    def config(self) -> dict[str, Any]:
-        raise TypeError("expected one of the run's posteriors to save, got the run; save them one by one: for p in run")
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Tracked":
-        raise TypeError("expected one of the run's posteriors, got the run; they are saved and loaded one by one")
+        if run.cuts and isinstance(watcher, Laplace):
+            raise ValueError(
+                f"expected networks with their own last layer for Laplace, got those that {type(run).__name__} has cut; fit it "
+                "afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
+            )
+        if run.cuts and isinstance(watcher, SamplingPosterior):
+            watcher.base = (run,)
+    run.watchers.extend(watchers)
+    return run
 
 
 def branch(posterior: Posterior, optimizer: Optimizer) -> tuple[Posterior, Optimizer]:

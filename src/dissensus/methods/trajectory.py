@@ -50,7 +50,6 @@ class Snapshots(nn.Module):
     """
 
     plan: Tensor
-    added_since = ("plan",)  # tensors that files of earlier versions do not have
 
     def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
         super().__init__()
@@ -69,7 +68,6 @@ class Snapshots(nn.Module):
         self.register_buffer("plan", torch.tensor([start or 0, every or 1, 0, 0]))
         self._host: list[int] | None = None  # the plan on the host, as in Count
         self._waiting = False  # for `begin`, in a run whose length its first epoch will tell
-        self._unplanned = False  # a state of an earlier version was loaded, which did not know its plan
 
     @property
     def start(self) -> int:
@@ -87,15 +85,15 @@ class Snapshots(nn.Module):
         """
         start, every = self.given
         began, before = int(self.observed) - done, self._planned()[2:]
-        self._waiting, loaded, self._unplanned = False, self._unplanned and done > 0, False
+        self._waiting = False
         if [began, steps] == before or 0 < steps <= done:
             return
-        late = done > 0 and not loaded  # what is behind cannot be recorded any more
+        late = done > 0  # what is behind cannot be recorded any more
         if start is None:
             behind = max(math.floor(tail * steps), done if late else 0)
             first, between = spread(steps, self.wanted, behind=behind)
             start, every = began + (first if every is None else behind), every or between
-            forget = not loaded
+            forget = True
         else:
             forget = every is None and late and before[1] == 0  # without a plan every step was taken
             start = max(start, began + done) if forget else start
@@ -131,13 +129,9 @@ class Snapshots(nn.Module):
         self._host = list(plan)
         self.plan.copy_(torch.tensor(plan))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._host, self._waiting = None, False
-        self._unplanned = f"{prefix}plan" not in state_dict
-        if self._unplanned:
-            start, every = self.given
-            state_dict = {**state_dict, f"{prefix}plan": torch.tensor([start or 0, every or 1, 0, 0])}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(*args, **kwargs)
 
 
 def spread(steps: int, wanted: int, *, tail: float = TAIL, behind: int | None = None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import weights
-from dissensus.methods.deep_ensemble import stack_members
+from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores

@@ -35,7 +35,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
             "differs; a file holds one network for all: register what differs as a buffer"
         )
     with posterior.particles.turn():
-        tensors, ties = unique_tensors(posterior)
+        tensors, ties = unique_tensors(posterior, without="watchers.")
         network = posterior.given()  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
@@ -47,7 +47,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
             "attributes": saved_attributes(network),
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if type(posterior).given is not Posterior.given else {}),
+            **({"cut": True} if posterior.cuts else {}),
         },
         "tied": ties,
         "strides": strides_of(tensors),
@@ -101,12 +101,17 @@ def load(
     return posterior.eval()
 
 
-def unique_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once."""
+def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once.
+
+    `without`: what names begin with that are left out; what watches a posterior is saved by itself.
+    """
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in module.state_dict().items():
+        if name.startswith(without):
+            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"expected tensors only in the state, got {type(tensor).__name__} in '{name}'; keep it elsewhere"

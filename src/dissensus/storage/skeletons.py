@@ -24,11 +24,12 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
 }
 # Arguments that say how many rows tensors have, and the tensors: compared before anything of that size is built.
-COUNTED = {
-    "members": ("particles.own.", "recorded."),
-    "samples": ("stored.own.",),
-    "rank": ("deviations",),
-    "components": ("particles.shared.latents.",),
+COUNTED = {  # argument -> where its count stands: names of tensors begin so, and the axis
+    "networks": (("particles.own.", 0),),
+    "members": (("particles.own.", 0), ("recorder.recorded.", 1)),
+    "samples": (("stored.", 0),),
+    "rank": (("recorder.deviations", 0),),
+    "components": (("particles.shared.latents.", 0), ("particles.own.latents.", 1)),
 }
 LARGER = 64  # than the tensors of a file: no network that a method has cut was that much before
 
@@ -84,7 +85,11 @@ def build(
 ) -> Posterior:
     """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
-        posterior = method.skeleton(network, config["arguments"], likelihood)
+        arguments = dict(config["arguments"])
+        watched = network
+        if (base := arguments.pop("base", None)) is not None:  # it watched a method that cuts the network
+            watched = METHODS[base["method"]].skeleton(network, base["arguments"], likelihood).particles
+        posterior = method.skeleton(watched, arguments, likelihood)
         shared = "particles.shared."
         posterior.particles.share(name.removeprefix(shared) for name in header.shapes if name.startswith(shared))
         return posterior
@@ -147,20 +152,29 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
 
     `foreign`: they are those of a method that the library does not have, whose tensors may be others.
     """
-    for key, prefixes in COUNTED.items():
+    several = arguments.get("networks")
+    for key, places in COUNTED.items():
         count = arguments.get(key)
         if type(count) is not int or count < 1 or (key == "samples" and not arguments.get("stored")):
             continue  # what is no count, a constructor refuses
-        counted = {name: shape for name, shape in header.shapes.items() if name.startswith(prefixes)}
+        if key == "members" and type(several) is int:
+            places = places[1:]  # the first count networks
+        counted = {
+            name: shape[axis : axis + 1]
+            for start, axis in places
+            for name, shape in header.shapes.items()
+            if name.startswith(start) and (key != "samples" or ".own." in name)
+        }
         if not counted and not foreign:
             raise ValueError(
-                f"expected tensors {prefixes[0]}… for {key} = {count}, got none in the file; save it again"
+                f"expected tensors {places[0][0]}… for {key} = {count}, got none in the file; save it again"
             )
-        for name, shape in counted.items():
-            if shape[:1] != (count,):
+        most = count * several if key == "samples" and type(several) is int else count
+        for name, found in counted.items():
+            if found not in ((count,), (most,)):
                 raise ValueError(
-                    f"expected {name} of shape ({count}, …), as {key} = {count} says, got {shape} in the file; save the "
-                    "posterior again"
+                    f"expected {name} with {count} rows, as {key} = {count} says, got {header.shapes[name]} in the file; save "
+                    "the posterior again"
                 )
     shapes = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points := arguments.get("repel_at"), dict) and isinstance(points.get("tensors"), list):

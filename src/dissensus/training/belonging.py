@@ -16,7 +16,7 @@ from dissensus.numerics.plain import plain
 
 log = logging.getLogger("dissensus")
 
-STORED = re.compile(r"(posteriors\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
+STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
 PARAMETER_SHAPED = ("exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum", "prev")
 HOW = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable", "maximize"}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
@@ -48,7 +48,7 @@ def misfits(
     if "run" in state:
         yield from _differences(state["run"], description(posterior, optimizer, scheduler))
     yield from _tensor_misfits(state["posterior"], posterior)
-    if state["best"]["state"] is not None and posterior.keeps_best:
+    if state["best"]["state"] is not None and posterior.goes_back:
         yield from _tensor_misfits(state["best"]["state"], posterior)
     yield from _optimizer_misfits(state["optimizer"], optimizer)
     if scheduler is not None and state["scheduler"] is not None:
@@ -64,7 +64,7 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
     for prefix, module in posterior.named_modules():
         if isinstance(samples := getattr(module, "samples", None), int):
             under = f"{prefix}.stored." if prefix else "stored."
-            if any(name.startswith(f"{under}own.") and len(t) != samples for name, t in state.items()):
+            if any(name.startswith(under) and ".own." in name and len(t) % samples for name, t in state.items()):
                 state = {name: tensor for name, tensor in state.items() if not name.startswith(under)}
     return state
 
@@ -114,15 +114,9 @@ def _differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
 
 def _tensor_misfits(saved: dict[str, Any], posterior: Posterior) -> Iterator[str]:
     mine = posterior.state_dict()
-    later = {
-        f"{prefix}.{name}"
-        for prefix, module in posterior.named_modules()
-        for name in getattr(module, "added_since", ())
-    }
     for name in [name for name in {**mine, **saved} if not STORED.match(name)]:
         if name not in saved:
-            if name not in later:
-                yield f"without the tensor {name}"
+            yield f"without the tensor {name}"
         elif name not in mine:
             yield f"with a tensor {name}"
         elif isinstance(saved[name], Tensor) and _form(saved[name]) != _form(mine[name]):

@@ -85,7 +85,7 @@ def resume(
         ) from error
     if "loader" in state:
         restore_loader(loader, state["loader"])
-    if not posterior.keeps_best:  # a file of an earlier version may have kept one
+    if not posterior.goes_back:  # a file of an earlier version may have kept one
         return resumed._replace(history=replace(resumed.history, best=None), best=Best())
     return resumed
 

@@ -34,7 +34,7 @@ def check_settings(
         raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
     if clip is not None and not clip > 0:
         raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
-    if patience is not None and not posterior.keeps_best:
+    if patience is not None and not posterior.goes_back:
         raise ValueError(
             f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
             "run; leave it out"

@@ -8,12 +8,11 @@ import time
 import pytest
 import torch
 
-import tiny
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import SharedTraining, companions, remove_leftovers, shares
+from dissensus.bench.run.together import companions, remove_leftovers, shares
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.methods import MAP, TRADI
+from dissensus.methods import TRADI
 
 TASK = """
 methods = ["map", "tradi", "tradi-diagonal", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble", "mc_dropout"]
@@ -116,11 +115,11 @@ def test_the_tails_have_their_rates_and_snapshots_are_spread_over_the_constant_o
     assert rates(folder, "swag") == rates(folder, "tradi") == pytest.approx([0.02, 0.0170711, 0.004, 0.004], abs=1e-6)
     swag = Run.open(folder / "swag-seed0").posterior()
     # 80 rows in batches of 20: 4 steps an epoch, 8 in the head, 8 in the tail; 2 · rank = 4 snapshots, the last at the end
-    assert swag.snapshots.given == (9, 2)
-    assert int(swag.snapshots.taken) == 4
+    assert (swag.recorder.snapshots.start, swag.recorder.snapshots.every) == (1, 2)  # it observes in the tail alone
+    assert int(swag.recorder.snapshots.taken) == 4
     assert int(swag.steps) == 16
     snapshots = Run.open(folder / "snapshot_ensemble-seed0").posterior()
-    assert (snapshots.snapshots.given, int(snapshots.snapshots.taken)) == ((11, 2), 3)
+    assert (snapshots.recorder.snapshots.start, int(snapshots.recorder.snapshots.taken)) == (3, 3)
 
 
 def test_tradis_that_differ_in_sampling_alone_share_their_filters(benched):
@@ -130,7 +129,7 @@ def test_tradis_that_differ_in_sampling_alone_share_their_filters(benched):
         assert torch.equal(mean, diagonal.mean[name])
         assert torch.equal(shared.variance[name], diagonal.variance[name])
     assert int(shared.filters.observed) == int(diagonal.filters.observed) == 16
-    assert (shared.covariance, diagonal.covariance) == ("shared", "diagonal")
+    assert (shared.recorder.covariance, diagonal.recorder.covariance) == ("shared", "diagonal")
     assert weights(folder, "tradi") != weights(folder, "tradi-diagonal")  # they sample differently
 
 
@@ -235,8 +234,3 @@ def test_a_folder_is_tried_without_leaving_anything_and_what_was_left_is_removed
     os.utime(left, (0, 0))
     jobs.checked_folder(tmp_path)
     assert os.listdir(tmp_path) == []
-
-
-def test_checkpoints_of_shared_trainings_are_known_by_the_name_they_always_had():
-    """A run that an earlier version began is gone on with."""
-    assert SharedTraining(tiny.mlp(), [MAP]).identity()["class"] == "Watched"

@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dissensus.bench.rows.sets import TaskData
@@ -30,41 +30,23 @@ from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.toml import toml
 from dissensus.bench.task.variants import base_name
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.methods import TRADI
-from dissensus.methods.track import Tracked
-from dissensus.methods.trajectory import TAIL, spread
+from dissensus.core.training_rules import Watchers
+from dissensus.methods import METHODS, track
+from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
 AnyRun = TypeVar("AnyRun", bound=SharingRun)
-DECAYED, CONSTANT = "decayed", "constant"
-TAILS = {
-    "map": DECAYED,
-    "gaussian_perturbation": DECAYED,
-    "laplace": DECAYED,
-    "mc_dropout": DECAYED,  # where the dropout is the network's own
-    "tradi": CONSTANT,
-    "swa": CONSTANT,
-    "swag": CONSTANT,
-    "snapshot_ensemble": CONSTANT,
-}
-SNAPSHOTS = {"swa": 40, "swag": 40, "snapshot_ensemble": 5}  # over the tail; 2·rank and members where these are given
-SAMPLING = (
-    "samples",
-    "covariance",
-    "correlation",
-    "features",
-    "bandwidth",
-)  # settings of TRADI that its filters do not see
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
 
 def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
-    own_rate = base_name(config.method) == "mc_dropout" and config.settings.get("rate") is not None
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
-    return asked and base_name(config.method) in TAILS and not own_rate
+    changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
+    return asked and _method(config).tail is not None and not changes
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
@@ -78,8 +60,8 @@ def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> Non
     first = runs[0]
     _check(first.config.training)
     folder = first.folder.parent / f".together-{_name(runs)}"  # checkpoints; the same command finds them again
-    for tail in (DECAYED, CONSTANT):
-        waiting = [run for run in runs if TAILS[base_name(run.config.method)] == tail and not run.trained]
+    for tail in ("decayed", "constant"):
+        waiting = [run for run in runs if _method(run.config).tail == tail and not run.trained]
         if waiting:
             with first.prepared():
                 _branch(runs, waiting, tail, folder, progress=progress)
@@ -96,51 +78,57 @@ def remove_leftovers(out: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class SharedTraining(Tracked):
-    """A tracked run that knows who observes, how long each took, and that nothing is drawn before the end."""
-
-    def __init__(self, module: nn.Module, methods: Sequence[Callable[..., Posterior]], **keywords: Any) -> None:
-        super().__init__(module, methods, **keywords)
-        self.active = list(range(len(methods)))
-        self.seconds = [0.0] * len(methods)  # on a processor; a GPU does not wait to be timed
-
-    def observe(self, optimizer: Optimizer) -> bool:
-        self.steps += 1
-        for i in self.active:
-            start = time.perf_counter()
-            self[i].observe(optimizer)
-            self.seconds[i] += time.perf_counter() - start
-        return True
-
-    def store_draw(self, loader: Iterable[Any]) -> None:
-        """Nothing: what is drawn at the end of the head would be thrown away."""
-
-    def identity(self) -> Settings:
-        return super().identity() | {"class": "Watched"}  # its name in checkpoints, which are to be gone on from
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.seconds, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.seconds = state.tolist()
-
-
 @dataclass(frozen=True)
-class Watchers:
-    """Who watches: one per run, of which TRADIs with equal filters let the first observe for all of them."""
+class Watched:
+    """A run with one watcher per method, of which those with equal recorders let the first observe for all of them."""
 
-    runs: Sequence[SharingRun]
+    run: Posterior
+    watchers: Sequence[Posterior]
+    leader: Sequence[int]  # for each watcher, which one observes for it
 
-    @property
-    def leader(self) -> list[int]:
-        """For each run, which one observes for it."""
-        keys = [_filters(run.config) or run.config.method for run in self.runs]
-        return [keys.index(key) for key in keys]
+    @classmethod
+    def of(cls, runs: Sequence[SharingRun], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> Watched:
+        run = track(network, methods, **_prior(runs[0].config, runs[0].data))
+        run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
+        keys = [_recorded(each.config) for each in runs]
+        return cls(run, list(run.watchers), [keys.index(key) for key in keys])  # type: ignore[arg-type]
 
-    def observing(self, tail: str | None = None) -> list[int]:
-        """Positions of those that observe, in the head or in a tail."""
-        mine = [tail in (None, TAILS[base_name(run.config.method)]) for run in self.runs]
-        return [i for i, leader in enumerate(self.leader) if leader == i and mine[i]]
+    def attach(self, tail: str | None = None) -> None:
+        """Lets those observe whose turn it is, in the head or in a tail. Snapshots are spread over the tail alone."""
+        chosen = []
+        for i, watcher in enumerate(self.watchers):
+            recorder = getattr(watcher, "recorder", None)
+            if isinstance(recorder, SnapshotRecorder) and recorder.snapshots.given[0] is None:
+                recorder.tail = 0.0
+                mine = tail is not None
+            else:
+                mine = True
+            if self.leader[i] == i and mine and tail in (None, watcher.tail):
+                chosen.append(watcher)
+                self._time(watcher, i)
+        self.run.watchers = Watchers(chosen)
+
+    def _time(self, watcher: Posterior, i: int) -> None:
+        """Adds up the seconds in which it observes, on a processor; a GPU does not wait to be timed."""
+        if watcher.device.type == "cuda":
+            return
+
+        def observe(optimizer: Optimizer) -> bool:
+            start = time.perf_counter()
+            stepped = type(watcher).observe(watcher, optimizer)
+            self.run.get_buffer("seconds")[i] += time.perf_counter() - start
+            return stepped
+
+        watcher.observe = observe  # type: ignore[method-assign]
+
+    def result(self, i: int) -> Posterior:
+        """The i-th watcher with what was observed for it."""
+        watcher, leader = self.watchers[i], self.watchers[self.leader[i]]
+        watcher.__dict__.pop("observe", None)
+        if isinstance(watcher, RecordingPosterior) and isinstance(leader, RecordingPosterior) and watcher is not leader:
+            watcher.recorder.load_state_dict(leader.recorder.state_dict())
+        watcher.steps.copy_(self.run.steps)
+        return watcher
 
 
 def _title(waiting: Sequence[SharingRun]) -> str:
@@ -153,22 +141,20 @@ def _branch(
 ) -> None:
     """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
     first, data = runs[0], runs[0].data
-    training, watchers = first.config.training, Watchers(runs)
+    training = first.config.training
     loader = first.loader(data.train, shuffle=True)
     head = min(max(1, round(training.get("branch_at", TAIL) * training["epochs"])), training["epochs"] - 1)
     network = build.network(first.config, data, folders=first.folders)
-    methods = []
-    for run in runs:
-        settings = build.arguments(run.config, data, network)
-        methods.append(build.constructor(run.config, settings | _snapshots(run.config, len(loader), head, settings)))
-    shared = SharedTraining(network, methods, **_prior(first.config, data))
-    shared.to(first.device)
+    methods = [build.constructor(run.config, build.arguments(run.config, data, network)) for run in runs]
+    watched = Watched.of(runs, network, methods)
+    shared = watched.run.to(first.device)
     optimizer, scheduler = build.optimizer(shared, training)
     settings = {
         "clip": training.get("clip"),
         "precision": training.get("precision", "auto"),
         "engine": training.get("engine", "auto"),
         "progress": _title(waiting) if progress else False,
+        "draw": False,  # what is drawn at the end of the head would be thrown away
     }
 
     def log(runs: Sequence[SharingRun], after: int) -> Callable[[Epoch], None]:
@@ -178,7 +164,7 @@ def _branch(
 
         return write
 
-    shared.active = watchers.observing()
+    watched.attach()
     before = fit(
         shared,
         loader,
@@ -190,16 +176,16 @@ def _branch(
         callback=log(waiting, 0),
         **settings,
     )
-    if tail == CONSTANT and optimizer is not None:
+    if tail == "constant" and optimizer is not None:
         for group in optimizer.param_groups:
             group["lr"] = _tail_rate(training)
-    shared.active = watchers.observing(tail)
+    watched.attach(tail)
     after = fit(
         shared,
         loader,
         epochs=training["epochs"] - head,
         optimizer=optimizer,
-        scheduler=scheduler if tail == DECAYED else None,
+        scheduler=scheduler if tail == "decayed" else None,
         checkpoint=folder / f"{tail}.pt",
         checkpoint_seconds=CHECKPOINT_SECONDS,
         callback=log(waiting, head),
@@ -209,50 +195,34 @@ def _branch(
     for i, run in enumerate(runs):
         if run not in waiting:
             continue
-        posterior, leader = shared[i], shared[watchers.leader[i]]
-        if posterior is not leader:
-            _copy_filters(leader, posterior)
+        posterior = watched.result(i)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
         refresh(posterior, loader)
-        run.keep(posterior.eval(), epochs, engine=after.engine, **_cost(shared, watchers, i, epochs))
+        run.keep(posterior.eval(), epochs, engine=after.engine, **_cost(watched, runs, i, epochs))
 
 
-def _cost(shared: SharedTraining, watchers: Watchers, index: int, epochs: Sequence[Epoch]) -> Settings:
+def _cost(watched: Watched, runs: Sequence[SharingRun], index: int, epochs: Sequence[Epoch]) -> Settings:
     """Seconds that the method would have taken alone, and how they were found."""
     total = sum(epoch.seconds for epoch in epochs)
-    names = [run.config.method for run in watchers.runs]
-    if shared.device.type == "cuda":
+    names = [run.config.method for run in runs]
+    if watched.run.device.type == "cuda":
         return {"seconds": total, "counted": f"the whole shared run, watched by {', '.join(names)}"}
-    others = sum(s for i, s in enumerate(shared.seconds) if i != watchers.leader[index])
+    seconds = watched.run.get_buffer("seconds").tolist()
+    others = sum(s for i, s in enumerate(seconds) if i != watched.leader[index])
     how = f"a run shared by {', '.join(names)}: {total:.3f} s, less {others:.3f} s in which others observed"
     return {"seconds": total - others, "counted": how}
 
 
-def _copy_filters(leader: Posterior, follower: Posterior) -> None:
-    """Gives a TRADI what another one with the same filters has observed."""
-    assert isinstance(leader, TRADI)
-    assert isinstance(follower, TRADI)
-    follower.filters.load_state_dict(leader.filters.state_dict())
-    follower.steps.copy_(leader.steps)
+def _method(config: RunConfig) -> type[Posterior]:
+    return METHODS[base_name(config.method)]
 
 
-def _filters(config: RunConfig) -> str | None:
-    """What TRADI's filters depend on; None for other methods."""
-    if base_name(config.method) != TRADI.name:
-        return None
-    return toml({key: value for key, value in config.settings.items() if key not in SAMPLING})
-
-
-def _snapshots(config: RunConfig, steps_per_epoch: int, head: int, settings: Settings) -> Settings:
-    """start and every of a method that takes snapshots, spread over the tail where the task does not give them."""
-    name = base_name(config.method)
-    if name not in SNAPSHOTS or settings.get("start") is not None:
-        return {}
-    wanted = 2 * settings["rank"] if "rank" in settings else settings.get("members", SNAPSHOTS[name])
-    start, every = spread((config.training["epochs"] - head) * steps_per_epoch, wanted, tail=0.0)
-    return {"start": head * steps_per_epoch + start, "every": every} | (
-        {"every": settings["every"]} if settings.get("every") is not None else {}
-    )
+def _recorded(config: RunConfig) -> str:
+    """What a method's recorder depends on: settings that only drawing reads are left out."""
+    method = _method(config)
+    if not issubclass(method, RecordingPosterior):
+        return config.method
+    return toml({method.name: {key: value for key, value in config.settings.items() if key not in method.untrained}})
 
 
 def _prior(config: RunConfig, data: TaskData) -> Settings:

@@ -1,0 +1,24 @@
+"""One member of several by itself: what methods of one network do is done for each of them."""
+
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Particles
+from dissensus.core.splitting import NUMBER, tensors_of
+from dissensus.numerics.tree import TensorTree
+
+
+def only(particles: Particles, index: int) -> Particles:
+    """One member in a template of its own; its tensors are the members' rows, as they are at any time."""
+    if not particles.own_parameters() and not particles.own_buffers():
+        return particles.apart()
+    alone = TensorTree()
+    for tree in (particles.own, particles.shared):
+        kept = tree.state_dict().keys()
+        for name, tensor in tensors_of(tree).items():
+            if name != NUMBER:
+                alone.plant(name, tensor[index] if tree is particles.own else tensor, persistent=name in kept)
+    return Particles(particles.copied_template(index), own=TensorTree(), shared=alone, members=1)
+
+
+def likelihood_of(particles: Particles, index: int) -> Likelihood:
+    """A copy of one member's likelihood."""
+    return particles.copied_part(particles.likelihood, "likelihood.", index)

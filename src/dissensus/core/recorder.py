@@ -1,0 +1,45 @@
+"""Recorders: they watch weights in training, and sample weights around them afterwards. What networks are, they do not know."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dissensus.core.weights import Weights
+from dissensus.numerics.tree import Tensors
+
+
+class Recorder(nn.Module, ABC):
+    """Base class. `weights`: what is watched, of one network or many; `weights.rows()` is name -> (M, ...) as it is now.
+
+    What is recorded is kept in buffers, so that it moves, is saved and is resumed with the posterior.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        """Called before training: the run has this many optimiser steps, `done` of them are behind (a resumed run)."""
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        """Called before a run whose length is unknown; `begin` follows once the first epoch has been counted."""
+
+    @property
+    def upcoming(self) -> bool:
+        """Whether the next `observe` reads the weights."""
+        return True
+
+    @abstractmethod
+    def observe(self, optimizer: Optimizer) -> None:
+        """Called after every optimiser step, without gradients."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether there is something to sample from."""
+
+    @abstractmethod
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        """Name -> (M, S, ...): S samples of each network's weights."""

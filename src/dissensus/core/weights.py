@@ -1,0 +1,62 @@
+"""Weights: the named tensors of the networks that particles hold, one network or many, seen with the member axis first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dissensus.core.member import PREFIX
+from dissensus.core.particles import Particles
+from dissensus.numerics.flat import state_dtype
+from dissensus.numerics.tree import Tensors
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of the networks by name. `stored`: as particles keep them, (M, ...) where `own`, else one for all members."""
+
+    stored: Mapping[str, Tensor]
+    own: frozenset[str]
+    members: int
+
+    def only(self, wanted: Callable[[str, Tensor], bool]) -> Weights:
+        """Those whose name and stored tensor are wanted."""
+        return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.members)
+
+    def lifted(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Name -> (M, ...) views without a graph of tensors that are shaped as the stored ones of these names."""
+        return {
+            name: t.detach() if name in self.own else t.detach().expand(self.members, *t.shape)
+            for name, t in tensors.items()
+        }
+
+    def rows(self) -> Tensors:
+        """Name -> (M, ...) views of the tensors as they are now."""
+        return self.lifted(self.stored)
+
+    def flat(self, dtype: torch.dtype | None = None) -> Tensor:
+        """(M, P) all entries of each member, tensor after tensor, copied; in at least float32 by default."""
+        dtype = dtype or state_dtype(list(self.stored.values()))
+        return torch.cat([rows.to(dtype).flatten(1) for rows in self.rows().values()], dim=1)
+
+    def one(self) -> Tensors:
+        """Name -> the first member's tensor."""
+        return {name: rows[0] for name, rows in self.rows().items()}
+
+
+def parameters(particles: Particles) -> Weights:
+    """The networks' parameters."""
+    return _of_networks(particles, particles.shared_parameters(), particles.own_parameters())
+
+
+def buffers(particles: Particles) -> Weights:
+    """The networks' buffers."""
+    return _of_networks(particles, particles.shared_buffers(), particles.own_buffers())
+
+
+def _of_networks(particles: Particles, shared: Tensors, own: Tensors) -> Weights:
+    stored = {n.removeprefix(PREFIX): t for n, t in {**shared, **own}.items() if n.startswith(PREFIX)}
+    return Weights(stored, frozenset(n.removeprefix(PREFIX) for n in own), particles.members)

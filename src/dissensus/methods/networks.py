@@ -1,0 +1,76 @@
+"""One network or many: what the first argument of a method may be, and the particles that it becomes."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dissensus.core.attributes import unmade
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.member import check_initialised
+from dissensus.core.particles import Particles
+from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
+
+Networks = nn.Module | Sequence[nn.Module] | Particles
+
+
+def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.Module | None = None) -> Particles:
+    """Particles that hold one module, the caller's own, or a stack that copies a list of them.
+
+    Particles of another posterior are taken as they are, with the likelihood they have: both then watch the same weights.
+    `latents`: tensors beside the network's, of which each network of a list gets a copy.
+    """
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
+        return Particles.hold(networks, likelihood or Classification(), latents)
+    each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
+    return stack_members(networks, likelihood, each)
+
+
+def stack_members(
+    modules: Sequence[nn.Module] | nn.ModuleList,
+    likelihood: Likelihood | None,
+    latents: Sequence[nn.Module] | None = None,
+) -> Particles:
+    """M networks of one architecture, checked and copied into a stack, with the latents of each."""
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        raise TypeError("expected a sequence of modules, got one module; pass [make() for _ in range(M)], or use MAP")
+    modules = list(modules)
+    if not modules:
+        raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
+    for module in modules:
+        check_initialised(module)
+    check_same_architecture(modules)
+    check_distinct_weights(modules)
+    return Particles.stack(modules, likelihood or Classification(), latents=latents)
+
+
+def described(particles: Particles) -> dict[str, Any]:
+    """What a file says of the networks: None where one is held, else how many, and which tensors are stored once."""
+    if particles.shared is particles.template:
+        return {"networks": None}
+    return {"networks": particles.members, "once": particles.stored_once}
+
+
+def rebuilt(network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> tuple[Networks, dict[str, Any]]:
+    """(networks to be overwritten by those of a file, the config without what `described` put there)."""
+    rest = {key: value for key, value in config.items() if key not in ("networks", "once")}
+    if config.get("networks") is None or isinstance(network, Particles):
+        return network, rest
+    once, networks = config["once"], placeholders(network, config["networks"])
+    frozen = [name for name in once if once[name]]
+    return Particles.stack(networks, likelihood, own=lambda name: name not in once, frozen=frozen), rest
+
+
+def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
+    """Copies of one network with made-up, distinct values: to be overwritten by those of a file.
+
+    Buffers that no file holds stay as they are.
+    """
+    copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
+    with torch.no_grad():
+        for i, each in enumerate(copies):
+            for tensor in each.state_dict().values():
+                tensor.fill_(i)
+    return copies
