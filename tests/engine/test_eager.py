@@ -15,7 +15,7 @@ IGNORED = torch.where(torch.arange(40) % 40 < 17, 9, Y)  # two of the equal batc
 CASES = {
     "plain": (None, Y, ds.Classification),
     "weighted": (WEIGHT, Y, ds.Classification),
-    "whole weights": (WEIGHT.long(), Y, ds.Classification),
+    "whole weights": (WEIGHT.round(), Y, ds.Classification),
     "half without weight": (torch.where(torch.arange(40) < 20, 0.0, WEIGHT), Y, ds.Classification),
     "nothing counts": (0 * WEIGHT, Y, ds.Classification),
     "ignored": (None, IGNORED, lambda: ds.Classification(ignore_index=9)),

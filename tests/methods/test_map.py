@@ -57,10 +57,10 @@ def test_a_linear_gaussian_model_is_ridge_regression():
     torch.testing.assert_close(posterior.predict(x).mean, x @ ridge, rtol=0, atol=1e-8)
 
 
-def test_a_posterior_is_where_its_network_is():
-    assert ds.MAP(tiny.mlp()).device == torch.device("cpu")
-    elsewhere = ds.MAP(tiny.mlp().to("meta"))
-    assert elsewhere.device == elsewhere.steps.device == torch.device("meta")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_posterior_is_where_its_network_is(device):
+    posterior = ds.MAP(tiny.mlp().to(device))
+    assert posterior.device.type == posterior.steps.device.type == device
 
 
 def test_map_is_the_network():

@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
+from rich.text import Text
 
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results
@@ -32,7 +33,7 @@ def print_results(results: Results) -> None:
     """The main table of a report, what cannot be compared and why, and what the task set out to see."""
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(plain, table.columns), title=plain(results.title), title_justify="left")
+    grid = Grid("", *map(plain, table.columns), title=Text(results.title.translate(CONTROL)), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:

@@ -1,7 +1,7 @@
 """One network or many: what the first argument of a method may be, and the particles that it becomes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.M
     Particles of another posterior are taken as they are, with the likelihood they have: both then watch the same weights.
     `latents`: tensors beside the network's, of which each network of a list gets a copy.
     """
-    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
+    one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+    if one or not isinstance(networks, Iterable):
         return Particles.hold(networks, likelihood or Classification(), latents)
     each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
     return stack_members(networks, likelihood, each)

@@ -160,7 +160,7 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
         if key == "members" and type(several) is int:
             places = places[1:]  # the first count networks
         counted = {
-            name: shape[axis : axis + 1]
+            name: (shape, axis)
             for start, axis in places
             for name, shape in header.shapes.items()
             if name.startswith(start) and (key != "samples" or ".own." in name)
@@ -170,11 +170,11 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
                 f"expected tensors {places[0][0]}… for {key} = {count}, got none in the file; save it again"
             )
         most = count * several if key == "samples" and type(several) is int else count
-        for name, found in counted.items():
-            if found not in ((count,), (most,)):
+        for name, (shape, axis) in counted.items():
+            if shape[axis : axis + 1] not in ((count,), (most,)):
                 raise ValueError(
-                    f"expected {name} with {count} rows, as {key} = {count} says, got {header.shapes[name]} in the file; save "
-                    "the posterior again"
+                    f"expected {name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got {shape} in the file; "
+                    "save the posterior again"
                 )
     shapes = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points := arguments.get("repel_at"), dict) and isinstance(points.get("tensors"), list):

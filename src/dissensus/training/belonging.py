@@ -64,7 +64,8 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
     for prefix, module in posterior.named_modules():
         if isinstance(samples := getattr(module, "samples", None), int):
             under = f"{prefix}.stored." if prefix else "stored."
-            if any(name.startswith(under) and ".own." in name and len(t) % samples for name, t in state.items()):
+            rows = (samples, samples * module.particles.members)
+            if any(name.startswith(under) and ".own." in name and len(t) not in rows for name, t in state.items()):
                 state = {name: tensor for name, tensor in state.items() if not name.startswith(under)}
     return state
 
