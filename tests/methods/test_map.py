@@ -57,7 +57,10 @@ def test_a_linear_gaussian_model_is_ridge_regression():
     torch.testing.assert_close(posterior.predict(x).mean, x @ ridge, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 def test_a_posterior_is_where_its_network_is(device):
     posterior = ds.MAP(tiny.mlp().to(device))
     assert posterior.device.type == posterior.steps.device.type == device

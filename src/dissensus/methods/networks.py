@@ -22,8 +22,9 @@ def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.M
     Particles of another posterior are taken as they are, with the likelihood they have: both then watch the same weights.
     `latents`: tensors beside the network's, of which each network of a list gets a copy.
     """
-    one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-    if one or not isinstance(networks, Iterable):
+    if not isinstance(networks, Iterable) or (
+        isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+    ):
         return Particles.hold(networks, likelihood or Classification(), latents)
     each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
     return stack_members(networks, likelihood, each)
