@@ -51,7 +51,7 @@ def test_a_task_trains_fits_and_reports_it_and_its_variants(tmp_path, together):
         assert all(torch.equal(trained[name], network[name]) for name in trained)
         assert torch.equal(posterior.mean["layers.3.weight"], network["layers.3.weight"])
         assert posterior.draw().members == 8
-    assert found["laplace"].curvature.structure == "full"
-    assert found["laplace-kron"].curvature.structure == "kron"
+    assert found["laplace"].curvature[0].structure == "full"
+    assert found["laplace-kron"].curvature[0].structure == "kron"
     assert float(found["laplace-kron"].curvature.precision) == 2.0
     assert "laplace-kron" in (tmp_path / "runs" / "report.md").read_text()
