@@ -312,7 +312,7 @@ def test_the_rate_at_positions_is_that_of_the_mean_over_them():
         ).double()
 
     bound, own = posterior(ds.Classification()), posterior(tiny.Sharper())
-    p = (3 * own(x)).softmax(2).movedim(2, -1)  # (M, B, H, W, C)
+    p = (3 * own(x).detach()).softmax(2).movedim(2, -1)  # (M, B, H, W, C)
     largest = 9 * float(torch.linalg.eigvalsh(torch.diag_embed(p) - p[..., :, None] * p[..., None, :]).max())
     expected = theory.regime(bound, x).rate * 0.5 / largest
     assert theory.regime(own, x, y).rate == pytest.approx(expected, rel=1e-6)
