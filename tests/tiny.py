@@ -139,3 +139,23 @@ def still(posterior):
 def sampled(posterior: ds.Posterior) -> dict[str, Tensor]:
     """Name -> (S, ...) samples around the one network of a posterior."""
     return {name: rows[0] for name, rows in posterior.sample().items()}
+
+
+class Poisson(ds.Likelihood):
+    """Counts with mean exp(f): outputs and targets (B, D). The curvature in f is exp(f), whatever the targets."""
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return (y * outputs - outputs.exp() - torch.lgamma(y + 1)).sum(1)
+
+    def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        return outputs.exp(), outputs.exp()
+
+    def predictive(self, *described: Tensor) -> ds.Predictive:
+        return ds.RegressionPredictive(*described)
+
+
+class Sharper(ds.Classification):
+    """Softmax of three times the logits: nine times the curvature of those."""
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(3 * outputs, y)

@@ -241,33 +241,124 @@ def test_an_initial_noise_that_is_none():
         ds.Regression(initial=0)
 
 
-# ---------------------------------------------------------------------------------------------------- one's own
+# ---------------------------------------------------------------------------------------------------- curvature
 
 
-class Poisson(ds.Likelihood):
-    """The example of the module's docstring."""
+def whole(likelihood, outputs, y=None):
+    """(B, ..., C, C) Hessians, from either form that a likelihood may give."""
+    a, u = likelihood.curvature(outputs, y)
+    found = torch.diag_embed(a.movedim(1, -1)) if a.ndim == outputs.ndim else a.movedim(1, -2)
+    return found if u is None else found - u.movedim(1, -1)[..., :, None] * u.movedim(1, -1)[..., None, :]
+
+
+def by_rows(likelihood, outputs, y):
+    """(B, C, C) second derivatives of −log p of one example after the other."""
+    return torch.stack(
+        [
+            torch.func.hessian(lambda row, t=t: -likelihood.log_prob(row[None], t[None]).sum())(f)
+            for f, t in zip(outputs, y, strict=True)
+        ]
+    )
+
+
+LAWS = {
+    "classes": (ds.Classification(), torch.tensor([0, 2, 1, 1, 0])),
+    "soft labels": (ds.Classification(), torch.rand(5, 4, dtype=F64).softmax(1)),
+    "fixed noise": (ds.Regression(0.3), torch.randn(5, 4, dtype=F64)),
+    "learned noise": (ds.Regression(initial=0.7).double(), torch.randn(5, 4, dtype=F64)),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_closed_curvature_is_the_hessian(law):
+    likelihood, y = LAWS[law]
+    outputs = 2 * torch.randn(5, 4, dtype=F64)
+    expected = by_rows(likelihood, outputs, y)
+    torch.testing.assert_close(whole(likelihood, outputs), expected, rtol=0, atol=1e-10)
+    derived = ds.Likelihood.curvature(likelihood, outputs, y)[0]
+    torch.testing.assert_close(derived, expected, rtol=0, atol=1e-10)
+    assert not derived.requires_grad
+
+
+def test_the_curvature_of_outputs_that_give_a_variance_is_the_mean_hessian():
+    likelihood, outputs = ds.HeteroscedasticRegression(), torch.randn(5, 4, dtype=F64)
+    mean, variance = likelihood.describe(outputs)
+    # The Hessian is linear in y − mean and in its square: two points one deviation off have both moments of y.
+    both = [by_rows(likelihood, outputs, mean + sign * variance.sqrt()) for sign in (-1.0, 1.0)]
+    torch.testing.assert_close(whole(likelihood, outputs), sum(both) / 2, rtol=0, atol=1e-10)
+
+
+def test_curvature_at_positions_is_that_of_rows():
+    logits, y = torch.randn(2, 3, 4, 5, dtype=F64), torch.randint(3, (2, 4, 5))
+    flat = whole(ds.Classification(), logits.movedim(1, -1).reshape(-1, 3)).reshape(2, 4, 5, 3, 3)
+    torch.testing.assert_close(whole(ds.Classification(), logits), flat, rtol=0, atol=1e-12)
+    derived = ds.Likelihood.curvature(ds.Classification(), logits, y)[0]  # (B, C, H, W, C)
+    torch.testing.assert_close(derived.movedim(1, -2), flat, rtol=0, atol=1e-12)
+
+
+class Cauchy(tiny.Poisson):
+    """−log p = log(1 + |y − f|²): curved by 2(1 − r²)/(1 + r²)² along y − f, by 2/(1 + r²) across."""
 
     def log_prob(self, outputs, y):
-        rate = outputs.exp()
-        return (y * outputs - rate - torch.lgamma(y + 1)).sum(1)
+        return -torch.log1p((y - outputs).square().sum(1))
 
-    def describe(self, outputs):
-        rate = outputs.exp()
-        return rate, rate
 
-    def predictive(self, *described):
-        return ds.RegressionPredictive(*described)
+def test_directions_of_negative_curvature_are_flat():
+    outputs = torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.0, 3.0]], dtype=F64)
+    with torch.no_grad():
+        found = Cauchy().curvature(outputs, torch.zeros(3, 2, dtype=F64))[0]
+    expected = torch.tensor([[2 * 0.75 / 1.25**2, 2 / 1.25], [2, 2], [2 / 10, 0]], dtype=F64)
+    torch.testing.assert_close(found, torch.diag_embed(expected), rtol=0, atol=1e-12)
+    alone = Cauchy().curvature(torch.tensor([[0.5], [3.0]], dtype=F64), torch.zeros(2, 1, dtype=F64))[0]
+    torch.testing.assert_close(alone, torch.tensor([[2 * 0.75 / 1.25**2], [0]], dtype=F64), rtol=0, atol=1e-12)
+
+
+def test_outputs_without_an_axis_have_a_curvature():
+    class Flat(tiny.Poisson):
+        def log_prob(self, outputs, y):
+            return y * outputs - outputs.exp()
+
+    outputs = torch.randn(6, dtype=F64)
+    found, outer = Flat().curvature(outputs, torch.ones(6, dtype=F64))
+    torch.testing.assert_close(found, outputs.exp(), rtol=0, atol=1e-12)
+    assert outer is None
+
+
+def test_a_closed_curvature_belongs_to_the_log_prob_beside_it():
+    class Doubled(ds.Regression):
+        def log_prob(self, outputs, y):
+            return 2 * super().log_prob(outputs, y)
+
+    class Described(Doubled):
+        def describe(self, outputs):
+            return outputs, outputs
+
+    class Closed(Doubled):
+        def log_prob(self, outputs, y):
+            return super().log_prob(outputs, y)
+
+        def curvature(self, outputs, y=None):
+            return torch.full_like(outputs, 8.0), None
+
+    outputs, y = torch.randn(2, 5, 1, dtype=F64)
+    for law, targets in ((Doubled(0.5), y), (Described(0.5), y), (Closed(0.5), None)):
+        torch.testing.assert_close(law.curvature(outputs, targets)[0], torch.full_like(outputs, 8.0))
+    with pytest.raises(ValueError, match="expected targets, got None; pass y"):
+        Doubled(0.5).curvature(outputs)
+
+
+# ---------------------------------------------------------------------------------------------------- one's own
 
 
 def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
     outputs, y = torch.randn(5, 1, dtype=F64), torch.tensor([[0.0], [1], [2], [3], [9]], dtype=F64)
     expected = D.Poisson(outputs.exp()).log_prob(y)[:, 0]
-    torch.testing.assert_close(Poisson().log_prob(outputs, y), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(tiny.Poisson().log_prob(outputs, y), expected, rtol=0, atol=1e-10)
 
     x = torch.linspace(-1, 1, 200, dtype=F64)[:, None]
     rate = (1 + x).exp()
     y = torch.poisson(rate)
-    posterior = tiny.ensemble(lambda: nn.Linear(1, 1), members=2, likelihood=Poisson())
+    posterior = tiny.ensemble(lambda: nn.Linear(1, 1), members=2, likelihood=tiny.Poisson())
     optimizer = torch.optim.LBFGS(posterior.parameters(), max_iter=60, line_search_fn="strong_wolfe")
 
     def closure():
@@ -290,7 +381,7 @@ def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
     ds.save(posterior, tmp_path)
     with pytest.raises(ValueError, match="expected the likelihood 'Poisson' as an argument"):
         ds.load(tmp_path, nn.Linear(1, 1))
-    loaded = ds.load(tmp_path, nn.Linear(1, 1), likelihood=Poisson())
+    loaded = ds.load(tmp_path, nn.Linear(1, 1), likelihood=tiny.Poisson())
     assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import curvature as curvatures
-from dissensus.methods.curvature import Curvature, Gathered, decomposed, output_curvature
+from dissensus.methods.curvature import Curvature, Gathered, decomposed
 
 N, D, C = 32, 4, 3
 
@@ -24,7 +24,7 @@ def gathered(structure, likelihood, phi, outputs, weight):
     sums = Gathered(structure, outputs.shape[1], phi.shape[1], phi.device)
     half = len(phi) // 2
     for part in (slice(None, half), slice(half, None)):
-        sums.add(phi[part], *output_curvature(likelihood, outputs[part]), weight[part])
+        sums.add(phi[part], *likelihood.curvature(outputs[part]), weight[part])
     return sums
 
 
@@ -71,6 +71,20 @@ def test_rows_are_taken_in_small_pieces_with_the_same_result(monkeypatch):
         monkeypatch.undo()
         for a, b in zip(whole, pieces, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("likelihood", [ds.Classification(), ds.Regression(0.4)], ids=["classification", "regression"])
+def test_whole_hessians_give_what_their_parts_do(structure, likelihood, monkeypatch):
+    phi, mean, weight = rows()
+    outputs = phi @ mean.T
+    parts = gathered(structure, likelihood, phi, outputs, weight)
+    a, u = likelihood.curvature(outputs)
+    monkeypatch.setattr(curvatures, "CHUNK", 5 * C * D)
+    whole = Gathered(structure, C, D, phi.device)
+    whole.add(phi, torch.diag_embed(a) - (0 if u is None else u[:, :, None] * u[:, None]), None, weight)
+    for found, expected in zip(whole.sums, parts.sums, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["one example", "equal outputs", "regression"])

@@ -191,6 +191,58 @@ def test_a_heteroscedastic_regression_is_fitted():
     assert posterior.fit_posthoc([(x, y)]).predict(x).epistemic.min() > 0
 
 
+# ---------------------------------------------------------------------------------------------------- own likelihoods
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_counts_have_the_curvature_of_their_rates(structure, outputs):
+    """Poisson's Hessian is diag(exp(f)): G = Σ w exp(f_c) φφᵀ for each output by itself."""
+    x = data()[0]
+    torch.manual_seed(0)
+    network, weight = nn.Linear(4, outputs).double(), torch.rand(32)
+    y = torch.poisson(torch.rand(32, outputs, dtype=torch.float64))
+    posterior = Laplace(network, structure=structure, prior_precision=0.7, likelihood=tiny.Poisson(), samples=3)
+    posterior.fit_posthoc([(x[:20], y[:20], weight[:20]), (x[20:], y[20:], weight[20:])])
+    phi, w = torch.cat([x, torch.ones_like(x[:, :1])], 1), weight.double()[:, None]
+    rates = network(x).detach().exp()  # (32, C)
+    if structure == "full":
+        expected = [(w * rates[:, c, None] * phi).T @ phi for c in range(outputs)]
+    else:
+        expected = [(w[:, 0] @ rates[:, c]) * (w * phi).T @ phi / w.sum() for c in range(outputs)]
+    variance = torch.stack([torch.linalg.inv(g + 0.7 * torch.eye(5, dtype=g.dtype)).diagonal() for g in expected])
+    torch.testing.assert_close(posterior.variance["weight"], variance[:, :4], rtol=0, atol=1e-10)
+    torch.testing.assert_close(posterior.variance["bias"], variance[:, 4], rtol=0, atol=1e-10)
+    log_prob = (w[:, 0] * torch.distributions.Poisson(rates).log_prob(y).sum(1)).sum()
+    torch.testing.assert_close(posterior.curvature[0].log_likelihood, log_prob, rtol=0, atol=1e-10)
+    assert posterior.predict(x).mean.shape == (32, outputs)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_classes_of_ones_own_count_at_the_pixels_that_count(structure):
+    torch.manual_seed(0)
+    network = tiny.segmenter().double()
+    x, y = torch.randn(3, 2, 5, 6, dtype=torch.float64), torch.randint(3, (3, 5, 6))
+    y[:, :2] = 255
+    mine, thrice = tiny.Sharper(ignore_index=255), copy.deepcopy(network)
+    for parameter in thrice[-1].parameters():
+        parameter.data *= 3
+    keywords = {"structure": structure, "samples": 2}
+    found = Laplace(network, likelihood=mine, **keywords).fit_posthoc([(x, y)]).curvature[0]
+    plain = Laplace(thrice, likelihood=ds.Classification(ignore_index=255), **keywords).fit_posthoc([(x, y)])
+    expected = 9 * plain.curvature[0].eigenvalues
+    torch.testing.assert_close(found.eigenvalues, expected, rtol=0, atol=1e-9)
+
+
+def test_each_network_of_a_list_has_the_curvature_of_its_own_outputs():
+    x, y = data(outputs=1)[0], torch.ones(32, 1)
+    networks = [nn.Linear(4, 1).double() for _ in range(2)]
+    keywords = {"likelihood": tiny.Poisson(), "prior_precision": 1.0, "samples": 2}
+    variance = Laplace(networks, **keywords).fit_posthoc([(x, y)]).variance["weight"]
+    alone = [Laplace(each, **keywords).fit_posthoc([(x, y)]).variance["weight"] for each in networks]
+    torch.testing.assert_close(variance, torch.stack(alone), rtol=0, atol=1e-12)
+
+
 # ---------------------------------------------------------------------------------------------------- a posterior
 
 
@@ -375,15 +427,6 @@ def test_a_failed_fit_leaves_what_there_was():
 def test_settings_that_mean_nothing_are_refused(keywords, words):
     with pytest.raises(ValueError, match=words):
         Laplace(tiny.mlp(), **keywords)
-
-
-def test_a_likelihood_of_ones_own_is_refused_since_its_curvature_is_not_known():
-    class Sharper(ds.Classification):
-        def log_prob(self, outputs, y):
-            return super().log_prob(3 * outputs, y)
-
-    with pytest.raises(TypeError, match="expected Classification, Regression or HeteroscedasticRegression"):
-        Laplace(tiny.mlp(), likelihood=Sharper())
 
 
 def test_something_done_to_the_outputs_is_seen_in_any_batch():

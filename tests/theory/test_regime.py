@@ -1,5 +1,7 @@
 """The regime of an embedded ensemble: what its modulations foretell, and the largest stable rate of the network at hand."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -261,14 +263,69 @@ def test_the_rate_of_outputs_that_give_a_variance_follows_it():
     assert theory.regime(posterior, x).rate == pytest.approx(expected, rel=1e-2)
 
 
-def test_a_likelihood_of_ones_own_has_no_rate():
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_rate_of_counts_follows_their_largest_rate(outputs):
+    """Poisson's Hessian is exp(f)."""
+    posterior, x = ensemble(LAWS["normal"], width=8, members=3, outputs=outputs, likelihood=tiny.Poisson()), inputs(5)
+    found = theory.regime(posterior, x, torch.ones(5, outputs)).rate
+    sharpest = float(posterior(x).detach().exp().max())
+    largest = float(torch.linalg.eigvalsh(whole_kernel(posterior, x)[0])[-1])
+    assert found == pytest.approx(2 * 5 / (sharpest * largest), rel=1e-3)
+
+
+def test_the_member_with_the_smallest_noise_bounds_the_rate():
+    fixed, learned = (
+        ensemble(width=8, members=3, likelihood=ds.Regression(noise)).double() for noise in (0.5, "learned")
+    )
+    learned.particles.own_parameters()["likelihood.log_noise"].data.copy_(torch.tensor([2.0, 0.5, 1.0]).log())
+    assert theory.regime(learned, inputs(5)).rate == pytest.approx(theory.regime(fixed, inputs(5)).rate, rel=1e-6)
+
+
+def test_a_likelihood_without_a_closed_curvature_has_a_rate_with_targets():
     class Doubled(ds.Regression):
         def log_prob(self, outputs, y):
             return 2 * super().log_prob(outputs, y)
 
-    found = theory.regime(ensemble(width=8, members=2, likelihood=Doubled(1.0)), inputs(5))
-    assert found.rate is None
-    assert found.measured
+    class Closed(tiny.Poisson):
+        def curvature(self, outputs, y=None):
+            return outputs.exp(), None
+
+    def found(likelihood, *y):
+        return theory.regime(ensemble(width=8, members=2, likelihood=likelihood), inputs(5), *y)
+
+    y = torch.ones(5, 1)
+    assert found(Doubled(1.0), y).rate == pytest.approx(found(ds.Regression(1.0)).rate / 2, rel=1e-9)
+    assert found(Doubled(1.0)).rate is None
+    assert found(Doubled(1.0)).measured
+    assert found(Closed()).rate == pytest.approx(found(tiny.Poisson(), y).rate, rel=1e-9)
+    with pytest.raises(ValueError, match=r"expected targets of shape \(5, 1\), got \(5,\)"):
+        found(Doubled(1.0), y[:, 0])
+
+
+def test_the_rate_at_positions_is_that_of_the_mean_over_them():
+    x, y = torch.randn(3, 2, 4, 5, dtype=torch.float64), torch.randint(3, (3, 4, 5))
+
+    def posterior(likelihood):
+        torch.manual_seed(0)
+        return ds.BatchEnsemble(
+            tiny.segmenter().double(), members=2, modulation=LAWS["sign"], likelihood=likelihood
+        ).double()
+
+    bound, own = posterior(ds.Classification()), posterior(tiny.Sharper())
+    p = (3 * own(x).detach()).softmax(2).movedim(2, -1)  # (M, B, H, W, C)
+    largest = 9 * float(torch.linalg.eigvalsh(torch.diag_embed(p) - p[..., :, None] * p[..., None, :]).max())
+    expected = theory.regime(bound, x).rate * 0.5 / largest
+    assert theory.regime(own, x, y).rate == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_likelihood_that_curves_nowhere_is_stable_at_any_rate():
+    class Linear(tiny.Poisson):
+        def log_prob(self, outputs, y):
+            return (y * outputs).sum(1)
+
+    assert (
+        theory.regime(ensemble(width=8, members=2, likelihood=Linear()), inputs(5), torch.ones(5, 1)).rate == math.inf
+    )
 
 
 @pytest.mark.parametrize("measure", [theory.regime, theory.posterior_blocks])

@@ -3,19 +3,7 @@
 A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so a parameter of
 it (the noise of `Regression`) is trained with the network, and every member of an ensemble gets its own.
 
-A likelihood of one's own subclasses `Likelihood` and says three things:
-
-    class Poisson(ds.Likelihood):
-        def log_prob(self, outputs, y):                # (B, 1), (B, 1) -> (B,)
-            rate = outputs.exp()
-            return (y * outputs - rate - torch.lgamma(y + 1)).sum(1)
-
-        def describe(self, outputs):                   # -> tensors, one entry per example
-            rate = outputs.exp()
-            return rate, rate                          # mean and variance of y
-
-        def predictive(self, *described):              # the same tensors with a member axis in front
-            return ds.RegressionPredictive(*described)
+Your own likelihood subclasses `Likelihood` and defines three methods; docs/training.md has a Poisson likelihood.
 """
 
 from abc import ABC, abstractmethod
@@ -30,6 +18,11 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 
 class Likelihood(nn.Module, ABC):
     """p(y | outputs) of one member. Subclasses give `log_prob`, `describe` and `predictive`; the rest follows."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "log_prob" in vars(cls) and "curvature" not in vars(cls):
+            cls.curvature = Likelihood.curvature  # type: ignore[method-assign]  # a closed form of another log_prob is wrong
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -54,6 +47,28 @@ class Likelihood(nn.Module, ABC):
     def doubt(self, outputs: Tensor) -> str | None:
         """A warning about outputs (B, ...) that look wrong, with the remedy; or None. Asked once per shape of x."""
         return None
+
+    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(a, u): the Hessian of −log p(y | outputs) over axis 1, at every example and position, is diag(a) − u uᵀ.
+
+        Both have the shape of outputs, (B, C, ...); u may be None, and a the whole Hessian, (B, C, ..., C). Found here by
+        automatic differentiation, for log p that is a sum over positions; negative eigenvalues are set to 0, since
+        Gauss–Newton needs a positive semidefinite Hessian. A closed form that needs no targets takes None for y.
+        """
+        if y is None:
+            raise ValueError("expected targets, got None; pass y: the curvature of this likelihood may depend on them")
+
+        def loss(f: Tensor) -> Tensor:
+            return -self.log_prob(f.reshape(outputs.shape), y).sum()
+
+        f = outputs.detach().reshape(len(outputs), -1, *outputs.shape[2:])  # (B, C, ...), also of outputs (B,)
+        axes = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[(...,) + (None,) * (f.ndim - 2)]  # (C, C, 1...)
+        back = torch.func.vjp(torch.func.grad(loss), f)[1]
+        whole = torch.stack([back(axis.expand_as(f))[0].detach() for axis in axes], -1).movedim(1, -2)  # (B, ..., C, C)
+        if len(axes) == 1:
+            return whole.reshape(outputs.shape).clamp(min=0.0), None
+        values, vectors = torch.linalg.eigh(whole)
+        return ((vectors * values.clamp(min=0.0)[..., None, :]) @ vectors.mT).movedim(-2, 1), None
 
     def config(self) -> dict[str, Any]:
         """The keyword arguments that build this likelihood again."""
@@ -101,6 +116,10 @@ class Classification(Likelihood):
 
     def counted(self, y: Tensor) -> Tensor | None:
         return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
+
+    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        probabilities = outputs.softmax(1)
+        return probabilities, probabilities
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return (F.log_softmax(full_precision(outputs), dim=1),)
@@ -196,6 +215,9 @@ class Regression(Likelihood):
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         return _per_example(gaussian_log_prob(y, outputs, self._variance(outputs)))  # (B,)
 
+    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self._variance(outputs).reciprocal(), None
+
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         outputs = full_precision(outputs)
         return outputs, self._variance(outputs)
@@ -219,6 +241,11 @@ class HeteroscedasticRegression(Likelihood):
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         return _per_example(gaussian_log_prob(y, *self._moments(outputs)))  # (B,)
+
+    def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The Fisher information, the Hessian's mean over y ~ p: the Hessian depends on y and need not be positive."""
+        variance, slope = self._moments(outputs)[1], outputs.chunk(2, dim=1)[1].sigmoid()  # of softplus
+        return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         return self._moments(full_precision(outputs))

@@ -1,6 +1,6 @@
 """Curvature: the generalised Gauss–Newton matrix of a linear last layer, and what follows from it in closed form.
 
-With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has the Hessian H = diag(a) − u uᵀ in f, and
+With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has a Hessian H in f, and
 
     G = Σ_n w_n H_n ⊗ φ_n φ_nᵀ            full: exact, (C D)² numbers
     G ≈ (Σ w_n H_n) ⊗ (Σ w_n φ_n φ_nᵀ) / Σ w_n      Kronecker-factored: C² + D²
@@ -19,7 +19,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.numerics.tree import Tensors
 
 Structure = Literal["full", "kron"]
@@ -38,21 +37,27 @@ class Gathered:
         self.log_likelihood = torch.zeros((), **like)
         self.weight = torch.zeros((), **like)
 
-    def add(self, features: Tensor, diagonal: Tensor, outer: Tensor | None, weight: Tensor) -> None:
-        """Takes in rows: features (n, D), the Hessian diag(diagonal) − outer outerᵀ of each, both (n, C), weights (n,)."""
-        classes, width = diagonal.shape[1], features.shape[1]
+    def add(self, features: Tensor, hessian: Tensor, outer: Tensor | None, weight: Tensor) -> None:
+        """Takes in rows: features (n, D), weights (n,), Hessians: whole (n, C, C) or diagonals (n, C), less outer outerᵀ."""
+        classes, width = hessian.shape[1], features.shape[1]
         self.weight += weight.sum()
         step = max(1, CHUNK // (classes * width))
         for rows in (slice(start, start + step) for start in range(0, len(features), step)):
-            phi, a, w = features[rows], diagonal[rows], weight[rows, None]  # (n, D), (n, C), (n, 1)
+            phi, a, w = features[rows], hessian[rows], weight[rows, None]  # (n, D), (n, C) or (n, C, C), (n, 1)
             u = None if outer is None else outer[rows]
             if self.structure == "kron":
-                self.sums[0] += torch.diag((w * a).sum(0)) - (0 if u is None else (w * u).mT @ u)
+                total = (w * a.flatten(1)).sum(0)
+                total = torch.diag(total) if a.ndim == 2 else total.view(classes, classes)
+                self.sums[0] += total - (0 if u is None else (w * u).mT @ u)
                 self.sums[1] += (w * phi).mT @ phi
                 continue
             blocks = self.sums[0].view(classes, width, classes, width)
             for c in range(classes):
-                blocks[c, :, c] += (w * a[:, c, None] * phi).mT @ phi
+                if a.ndim == 2:
+                    blocks[c, :, c] += (w * a[:, c, None] * phi).mT @ phi
+                else:
+                    curved = (a[:, c, :, None] * phi[:, None, :]).flatten(1)  # (n, C D)
+                    blocks[c] += ((w * phi).mT @ curved).view(width, classes, width)
             if u is not None:
                 z = (u[:, :, None] * phi[:, None, :]).flatten(1)  # (n, C D)
                 self.sums[0] -= (w * z).mT @ z
@@ -164,30 +169,6 @@ def _tensors(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likeli
         "precision": torch.ones_like(log_likelihood),
         "layer": torch.tensor(layer, device=mean.device),
     }
-
-
-def output_curvature(likelihood: Likelihood, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(a (n, C), u (n, C) or None): the Hessian of −log p in the outputs (n, C) is diag(a) − u uᵀ; it asks for no targets.
-
-    Where it would, for the variance of a heteroscedastic regression, it is the Fisher information, its mean over y ~ p.
-    """
-    if type(likelihood) is Classification:
-        probabilities = outputs.softmax(1)
-        return probabilities, probabilities
-    _, variance = likelihood.describe(outputs)
-    if type(likelihood) is Regression:
-        return variance.reciprocal(), None
-    slope = outputs[:, outputs.shape[1] // 2 :].sigmoid()  # of softplus
-    return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
-
-
-def check_known(likelihood: Likelihood) -> None:
-    """Raises where the Hessian of a likelihood is not known."""
-    if type(likelihood) not in (Classification, Regression, HeteroscedasticRegression):
-        raise TypeError(
-            f"expected Classification, Regression or HeteroscedasticRegression for Laplace, got {type(likelihood).__name__}, "
-            "whose Hessian is not known here; use one of these, or another method"
-        )
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:

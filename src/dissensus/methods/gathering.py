@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.methods.curvature import Gathered, output_curvature
+from dissensus.methods.curvature import Gathered
 from dissensus.methods.last_layer import LastLayer, check_outputs, watching
 
 
@@ -31,18 +31,21 @@ def gather(
     if not bool(outputs.isfinite().all()):
         raise ValueError("expected finite outputs, got NaN or infinity; fit a network that is whole")
     check_outputs(last, made, outputs)
-    if last.channels == -1 and made.ndim > 2 and not isinstance(likelihood, Regression):
+    if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
         raise ValueError(
             f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, whose axis 1 is not the "
             "layer's; let a 1×1 convolution make outputs at positions"
         )
     counted = likelihood.counted(y)
-    log_prob = likelihood.log_prob(outputs.double(), y if counted is None else torch.where(counted, y, 0))
+    log_prob = likelihood.log_prob(outputs.double(), y)
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
     if counted is not None:
         w = w * counted
     gathered.log_likelihood += (w * log_prob).sum()
     positions = made.select(last.channels, 0)  # (B, ...)
-    phi, rows = last.rows(features, made)  # (n, D), (n, C)
     w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
-    gathered.add(phi, *output_curvature(likelihood, rows), w.reshape(-1).double())
+    a, u = likelihood.curvature(outputs.double(), y)
+    more = a.shape[outputs.ndim :]  # (C,) of whole Hessians, () of diagonals
+    hessian = last.rows(a.reshape(*made.shape, *more)).reshape(positions.numel(), *more, -1)
+    outer = None if u is None else last.rows(u.reshape(made.shape))
+    gathered.add(last.inputs(features), hessian, outer, w.reshape(-1).double())

@@ -22,13 +22,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import check_prior
-from dissensus.methods.curvature import (
-    STRUCTURES,
-    Curvature,
-    Gathered,
-    Structure,
-    check_known,
-)
+from dissensus.methods.curvature import STRUCTURES, Curvature, Gathered, Structure
 from dissensus.methods.gathering import gather
 from dissensus.methods.last_layer import LastLayer, last_layer
 from dissensus.methods.networks import Networks
@@ -82,7 +76,6 @@ class Laplace(SamplingPosterior):
         super().__init__(
             networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        check_known(self.likelihood)
         self.structure: Structure = structure
         self.covariance = covariance
         self.prior_precision: Precision = prior_precision

@@ -45,13 +45,15 @@ class LastLayer:
             for name, t in found.items()
         }
 
-    def rows(self, features: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, D) features with a 1 for the bias, (n, C) outputs: one row per position, in float64."""
-        features, outputs = (t.movedim(self.channels, -1).double() for t in (features, outputs))
-        features, outputs = features.reshape(-1, features.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
-        if len(self.parameters) == 2:
-            features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-        return features, outputs
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(n, C) one row per position, in float64, of a tensor with channels as the layer has them."""
+        moved = tensor.movedim(self.channels, -1).double()
+        return moved.reshape(-1, moved.shape[-1])
+
+    def inputs(self, features: Tensor) -> Tensor:
+        """(n, D) features by rows, with a 1 for the bias."""
+        found = self.rows(features)
+        return torch.cat([found, torch.ones_like(found[:, :1])], dim=1) if len(self.parameters) == 2 else found
 
 
 def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLayer:

@@ -36,7 +36,7 @@ class Regime:
     correlation: float | None  # of outputs in the wide limit, weights drawn at random, no biases; None: not told
     overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
     measured: bool
-    rate: float | None  # the largest stable one of SGD on the inputs; None without, or by a likelihood of one's own
+    rate: float | None  # the largest stable one of SGD on the inputs; None without, or where it needs targets
     measured_correlation: float | None = None  # of the members as they are, over the inputs, not centred
     remedy: str = ""  # what would make members independent, "" where nothing is known to
 
@@ -80,7 +80,7 @@ class Regime:
         return f"{said}; {self.advice}" if self.advice else said
 
 
-def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
+def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = None) -> Regime:
     """The `Regime` of an embedded ensemble as its modulations are now; with inputs x the kernel is measured, not modelled.
 
     The predicted correlation is that of weights drawn at random, layers taken as a chain with ReLU between and without biases,
@@ -88,8 +88,8 @@ def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
     on x.
 
     The rate is 2B/λ_max of the kernel over members × examples of the network at hand, for full batches x and SGD without
-    momentum (with momentum β it is (1 + β) times that). For classification a bound, for a likelihood of one's own None: see
-    `theory.stability`.
+    momentum (with momentum β it is (1 + β) times that). For classification a bound. Your own likelihood needs targets y for it,
+    unless its `curvature` has a closed form; without them it is None.
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
@@ -104,7 +104,9 @@ def regime(posterior: Posterior, x: Inputs | None = None) -> Regime:
         check_inputs(x)
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
-        rate = largest_rate(outputs)
+        if y is not None:
+            posterior.check_batch(x, y)
+        rate = largest_rate(outputs, y)
         if members > 1:
             measured, found = overlap(outputs), correlation_of(outputs)
             between = None if math.isnan(measured) else measured

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
+from dissensus.core.alone import likelihood_of
+from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import plain_attention
-from dissensus.core.particles import Rows
+from dissensus.core.particles import Particles, Rows
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import estimating, statistics_layers
 
@@ -76,23 +76,23 @@ class Outputs:
             yield
 
 
-def largest_rate(outputs: Outputs) -> float | None:
+def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
     """The learning rate of the weights beyond which descent on the batch diverges, in the kernel's approximation.
 
-    None for a likelihood of one's own, whose curvature is not known.
-
     2B/λ_max for squared errors: for noise σ that times σ², since the loss has 1/σ². For classification twice 2B/λ_max: the
-    curvature of the softmax is at most ½, so that is a rate that is stable whatever it predicts. With a `modulation_lr`, which
-    is no multiple of the weights' rate, the largest rate that is stable beside it; 0 where that alone is too much.
+    curvature of the softmax is at most ½, so that is a rate that is stable whatever it predicts. For your own likelihood
+    2B/λ_max over its largest curvature at the outputs; None where that needs targets y and there are none. With a
+    `modulation_lr`, which is no multiple of the weights' rate, the largest rate that is stable beside it; 0 where that alone is
+    too much.
     """
     posterior = outputs.posterior
     gamma, members, own = posterior.gamma, outputs.particles.members, posterior.modulation_lr
     with outputs.running():
         f, back = torch.func.vjp(outputs, outputs.at)[:2]
-        curved = curvature(posterior.likelihood, f.detach(), posterior.particles.own_parameters())
+        curved = sharpest(outputs.particles, f.detach(), None if y is None else y.to(f.device))
         if curved is None:
             return None
-        limit = 2 / curved
+        limit = 2 / curved if curved else math.inf
         vector = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=_generator(f.device))
 
         def eigenvalue(weights: float, factors: float) -> float:
@@ -168,25 +168,24 @@ def correlation_of(outputs: Outputs) -> float | None:
     return across / ((len(f) - 1) * within) if within > 0 else None
 
 
-def curvature(likelihood: Likelihood, outputs: Tensor, own: Tensors) -> float | None:
-    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it; None if unknown.
+def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
+    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it.
 
-    For outputs that give a variance it is the expected one (Fisher's), of targets as the outputs themselves predict them.
+    None where the likelihood has no closed form and there are no targets.
     """
-    law, batch = type(likelihood).log_prob, outputs.shape[1]
-    if isinstance(likelihood, Classification) and law is Classification.log_prob:
-        places = outputs.numel() / (outputs.shape[0] * outputs.shape[2])
-        return 0.5 / places  # diag p − ppᵀ has no eigenvalue above ½
-    if isinstance(likelihood, Regression) and law is Regression.log_prob:
-        learned = own.get("likelihood.log_noise")
-        variance = float(likelihood.noise) ** 2 if learned is None else float(torch.exp(2 * learned.detach()).min())
-        return 1 / (variance * batch)
-    if isinstance(likelihood, HeteroscedasticRegression) and law is HeteroscedasticRegression.log_prob:
-        raw = outputs.chunk(2, dim=2)[1]
-        variances = F.softplus(raw) + 1e-6
-        by_mean, by_raw = 1 / variances, torch.sigmoid(raw).square() / (2 * variances.square())
-        return float(torch.maximum(by_mean, by_raw).max()) / batch
-    return None
+    form = type(particles.likelihood).curvature
+    if form is Classification.curvature:
+        return 0.5 / outputs[0, :, 0].numel()  # diag p − ppᵀ has no eigenvalue above ½
+    if y is None and form is Likelihood.curvature:
+        return None
+    largest = 0.0
+    for m, f in enumerate(outputs.double()):
+        likelihood = likelihood_of(particles, m)
+        a = likelihood.curvature(f, y)[0]  # what is taken from it, u uᵀ, only makes it smaller
+        values = a if a.ndim == f.ndim else torch.linalg.eigvalsh(a.movedim(1, -2))
+        entries = len(f) if y is None else likelihood.log_prob(f, y).numel()
+        largest = max(largest, float(values.detach().max()) / entries)
+    return largest
 
 
 def _largest(
