@@ -8,12 +8,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
+from dissensus.core.batch import Batch
 
 
 def test_a_batch_has_two_or_three_parts():
     x, y, w = torch.zeros(2, 3), torch.zeros(2), torch.ones(2)
-    assert batches.unpack((x, y)) == (x, y, None)
-    assert batches.unpack([x, y, w]) == (x, y, w)
+    assert Batch.of((x, y)) == (x, y, None)
+    assert Batch.of([x, y, w]) == (x, y, w)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_a_batch_has_two_or_three_parts():
 )
 def test_other_batches_are_refused(batch, text):
     with pytest.raises(TypeError, match=text):
-        batches.unpack(batch)
+        Batch.of(batch)
     with pytest.raises(TypeError, match=text):
         ds.fit(ds.MAP(nn.Linear(3, 2)), [batch], epochs=1, progress=False)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
 
@@ -414,22 +415,22 @@ def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
     x, y = data(12)
     x = x.float()
     for _ in range(6):
-        step(x, y)
+        step(Batch(x, y))
     assert not step.failed
     assert len(step.graphs) == 1
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            step(x, y)
+            step(Batch(x, y))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     step.check()
     before = everything(posterior, optimizer)
     x[0, 0, 0, 0] = 500.0
-    step(x, y)
+    step(Batch(x, y))
     x[0, 0, 0, 0] = 0.0
-    step(x, y)
+    step(Batch(x, y))
     after = everything(posterior, optimizer)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
