@@ -517,3 +517,13 @@ def test_laplace_of_a_network_on_the_gpu_is_that_on_the_host(structure: str) -> 
         torch.testing.assert_close(there.variance[name].cpu(), variance, rtol=1e-8, atol=1e-10)
     back = there.to("cpu")
     assert back.predict(x).mean.shape == (40, 2)
+
+
+def test_a_batch_on_the_host_is_taken_to_the_gpu_in_a_users_own_loop():
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)]).to("cuda", torch.float64)
+    x, y, weight = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3, torch.rand(6, dtype=torch.float64)
+    there = posterior.loss(x.cuda(), y.cuda(), weight.cuda())
+    torch.testing.assert_close(posterior.loss(x, y, weight), there, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="expected labels in 0…2, got 7"):
+        posterior.loss(x, torch.full((6,), 7))

@@ -24,20 +24,16 @@ class Batch(NamedTuple):
         if isinstance(given, cls):  # checked when it was made
             return given
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-            what = (
-                f"{type(given).__name__} of length {len(given)}" if hasattr(given, "__len__") else type(given).__name__
-            )
+            what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        batch = cls(*given)
-        if not isinstance(batch.y, Tensor):
-            raise TypeError(
-                f"expected targets as a tensor, got {type(batch.y).__name__}; convert y with torch.as_tensor"
-            )
-        size(batch.x)  # an error where x has no tensor
-        check_weight(batch.weight)
-        check_finite(batch.x, anywhere=anywhere)
-        unsigned = batch.y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
-        return batch._replace(y=batch.y.long()) if unsigned else batch
+        x, y, weight = batch = cls(*given)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
+        size(x)  # an error where x has no tensor
+        check_weight(weight)
+        check_finite(x, anywhere=anywhere)
+        unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
+        return batch._replace(y=y.long()) if unsigned else batch
 
     @property
     def size(self) -> int:
