@@ -600,9 +600,9 @@ def test_before_step_comes_once_for_every_batch_that_is_trained_on_and_for_no_ot
     posterior, (x, y) = build(), tiny.points()
     seen, real = [], posterior.before_step
 
-    def note(x, y, weight):
-        seen.append(len(x))
-        real(x, y, weight)
+    def note(batch):
+        seen.append(batch.size)
+        real(batch)
 
     monkeypatch.setattr(posterior, "before_step", note)
     train, validation = [(x[:8], y[:8]), (x[:6], y[:6]), (x[:5], y[:5])], [(x, y)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
+from dissensus.core.batch import Batch
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
@@ -205,7 +206,7 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     )
 
     def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
-        return posterior.member_loss(own, {}, x, y)[1]
+        return posterior.member_loss(own, {}, Batch(x, y))[1]
 
     own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
     z, again = (torch.func.vmap(one, randomness="different")(own) for _ in range(2))
@@ -229,7 +230,7 @@ def test_the_functional_prior_draws_a_first_layer_with_empcov_from_that():
     )
     posterior.use_first_layer_prior(EmpCov(seen, nets[0], "0", data_size=7, epsilon=1e-4))
     own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
-    z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, x, y)[1], randomness="different")(own)
+    z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, Batch(x, y))[1], randomness="different")(own)
     drawn = z["prior"][:, :, 0]  # (400, 4)
     variances = torch.cov(seen.T).diagonal() + 1e-4
     found = drawn.square().mean(0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.finite import check_predictions
 from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
@@ -57,16 +57,9 @@ class Posterior(TrainingRules, ABC):
 
     # ------------------------------------------------------------------ what a method declares
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
-
-        def nll(member: Member) -> Tensor:
-            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight)
-
-        value, buffers = self.particles.call(nll, params, buffers)
+        value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
         return value + penalty if isinstance(penalty, Tensor) else value, (), buffers
 
@@ -168,19 +161,15 @@ class Posterior(TrainingRules, ABC):
         Of a member trained by several samples (`train_samples`), the mean. Coupling terms are linearised (v has no graph):
         gradients are right, but values are not to be compared over steps.
         """
-        batches.check_finite(x)
-        batches.check_weight(weight)
-        self.check_batch(x, y)
-        self.before_step(x, y, weight)
-        return seam.loss(self, x, y, weight)
+        batch = self.take(Batch.of((x, y, weight)))
+        self.before_step(batch)
+        return seam.loss(self, batch)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses, or (M·S,) with S `train_samples`; adds to `.grad` what `loss(x, y).backward()` would."""
-        batches.check_finite(x)
-        batches.check_weight(weight)
-        self.check_batch(x, y)
-        self.before_step(x, y, weight)
-        return seam.backward(self, x, y, weight)
+        batch = self.take(Batch.of((x, y, weight)))
+        self.before_step(batch)
+        return seam.backward(self, batch)
 
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
@@ -242,15 +231,20 @@ class Posterior(TrainingRules, ABC):
     def device(self) -> torch.device:
         return self.temperature.device
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
-        self.likelihood.check(self.output_shape(x), y)
+    def take(self, batch: Batch) -> Batch:
+        """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""
+        self.check_batch(batch)
+        return batch.to(self.device)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def check_batch(self, batch: Batch) -> None:
+        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
+        self.likelihood.check(self.output_shape(batch.x), batch.y)
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
         if not self._started:
             self._started = True
-            self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))
+            self._known.doubt(noise.started(self.particles, lambda: self._first_member(batch.x), batch))
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
@@ -261,7 +255,7 @@ class Posterior(TrainingRules, ABC):
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
-        particles = self.particles
+        particles, x = self.particles, batches.to(x, self.device)
         with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
             outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
             self.draws_itself |= watch.drew

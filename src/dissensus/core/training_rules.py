@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.clock import Clock
 from dissensus.core.empcov import EmpCov
 from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
@@ -51,13 +51,13 @@ class TrainingRules(Clock):
         self.first_layer_prior: EmpCov | None = None
         self._with_prior: frozenset[str] | None = None  # made when first asked for
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+    def before_step(self, batch: Batch) -> None:
         """Called once for every batch whose gradients are to be found, by `fit`, `backward` and `loss`, on the host.
 
         For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
         for watcher in self.watched_by:
-            watcher.before_step(x, y, weight)
+            watcher.before_step(batch)
 
     @property
     def watched_by(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import gradients
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
@@ -63,9 +63,7 @@ class Memory:
 def training_memory(
     posterior: Posterior,
     optimizer: torch.optim.Optimizer,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     *,
     precision: torch.dtype | None = None,
 ) -> Memory:
@@ -73,9 +71,9 @@ def training_memory(
     tensors = [*posterior.parameters(), *posterior.buffers()]
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
-        activations, workspace = _measured(posterior, x, y, weight, precision)
+        activations, workspace = _measured(posterior, batch, precision)
     else:
-        activations, workspace = _activations(posterior, x, y, weight, precision), 0
+        activations, workspace = _activations(posterior, batch, precision), 0
     return Memory(
         weights=_bytes(tensors),
         gradients=_bytes(trained),
@@ -109,9 +107,7 @@ def forget_workspaces() -> None:
         clear()
 
 
-def _measured(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
-) -> tuple[int, int]:
+def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes that forward and backward of one member take, bytes that libraries keep for a stream)."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
 
@@ -121,7 +117,7 @@ def _measured(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with autocast(posterior.device, precision):
-            found = gradients.member_gradients(posterior, state, x, y, weight, None)
+            found = gradients.member_gradients(posterior, state, batch, None)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
@@ -133,9 +129,7 @@ def _measured(
     return max(activations, 0), max(workspace, 0)
 
 
-def _activations(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
-) -> int:
+def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
     own = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
@@ -152,7 +146,7 @@ def _activations(
 
     with same_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = posterior.member_loss(params, buffers, x, y, weight)
+            result = posterior.member_loss(params, buffers, batch)
         del result
     return sum(kept.values())
 

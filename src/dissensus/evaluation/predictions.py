@@ -58,12 +58,12 @@ def predictions(
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
-    for batch in loader:
-        x, y, weight = batches.unpack(batch)
+    for batch in batches.each(loader, anywhere=True):
+        x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))
         if labelled:
-            functions.posterior.check_batch(batches.to(x, functions.device), y)
+            functions.posterior.check_batch(batch)
             check_hard(y, functions)
         start = now(functions.device)
         answer = functions.answer(x)

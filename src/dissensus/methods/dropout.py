@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.alone import only
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
@@ -60,11 +60,9 @@ class MCDropout(Posterior):
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
         self.sites = dropout_sites(particles.template.network, rate)
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.rate is None or not self.training:  # the network's own dropout modules do what they do
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def dropped(key: str, tensor: Tensor) -> Tensor:  # training: fresh units for every example
             name = key.rpartition("#")[0]
@@ -73,7 +71,7 @@ class MCDropout(Posterior):
 
         def nll(member: Member) -> Tensor:
             with at_sites(member.network, self.sites, dropped):
-                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+                return member.nll(batch)
 
         layers = dict(self.particles.template.network.named_modules())
         value, buffers = self.particles.call(nll, params, buffers)

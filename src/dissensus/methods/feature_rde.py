@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
@@ -90,18 +90,16 @@ class FeatureRDE(RepulsivePosterior):
         self.strength = strength
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The sum over members reaches the head M times.
         shared = self.particles.shared_parameters()
         used = {n: with_gradient_times(p, 1 / self.particles.members) if n in shared else p for n, p in params.items()}
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def at_feature(member: Member, shift: Tensor) -> tuple[Tensor, Tensor]:
             with added_at(member.network, self.layer, shift) as seen:
-                nll = member.likelihood.nll(batches.call(member.network, x), y, weight)
+                nll = member.nll(batch)
             return nll, seen[0]
 
         def of_shift(shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
@@ -109,11 +107,11 @@ class FeatureRDE(RepulsivePosterior):
             return nll, (nll, feature, after)
 
         some = next(iter(params.values()))
-        zeros = torch.zeros(self._feature_shape(x), dtype=some.dtype, device=some.device)
+        zeros = torch.zeros(self._feature_shape(batch.x), dtype=some.dtype, device=some.device)
         (slope,), (nll, feature, after) = differentiate(of_shift, zeros)
         z = {"features": feature, "slopes": carried(slope, feature)}
-        if weight is not None:
-            z["weight"] = carried(weight.to(feature.dtype), feature.flatten(1).sum(1))
+        if batch.weight is not None:
+            z["weight"] = carried(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
         return nll + self.penalty(params), z, after
 
     def couple(self, z: Any) -> Any:
@@ -134,9 +132,9 @@ class FeatureRDE(RepulsivePosterior):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""

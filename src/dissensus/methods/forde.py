@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import Gradient
 from dissensus.methods.input_gradients import InputGradientPosterior
@@ -104,12 +103,12 @@ class FoRDE(InputGradientPosterior):
         force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * torch.func.grad(total)(g)
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+    def before_step(self, batch: Batch) -> None:
         if self.every > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.repels = int(self.steps) % self.every == 0
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def check_dimension(self, dimension: int) -> None:
         super().check_dimension(dimension)

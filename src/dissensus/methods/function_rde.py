@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
@@ -95,25 +95,23 @@ class FunctionRDE(RepulsivePosterior):
         self.prior = prior
         self.annealing = annealing_or_constant(annealing)
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight), self._compared(outputs)
+            outputs = batches.call(member.network, batch.x)
+            return member.likelihood.nll(outputs, batch.y, batch.weight), self._compared(outputs)
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
-        z = {"outputs": outputs_as_points(outputs, weight)}
+        z = {"outputs": outputs_as_points(outputs, batch.weight)}
         if self.repel_at != "batch":  # in training mode batch norm sees these inputs, but does not count them
-            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(x))
+            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(batch.x))
             if self.repel_at == "noise":
-                z["elsewhere"] = outputs_as_points(z["elsewhere"], weight)
+                z["elsewhere"] = outputs_as_points(z["elsewhere"], batch.weight)
         if self.prior == "functional":
-            prior = self._outputs(self._prior_draw(params), buffers, x)
-            z["prior"] = carried(outputs_as_points(prior, weight), z["outputs"])
+            prior = self._outputs(self._prior_draw(params), buffers, batch.x)
+            z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
         loss = nll if self.prior == "functional" else nll + self.penalty(params)
         return with_gradient_times(loss, self.annealed(self.annealing)), z, after
 
@@ -130,14 +128,14 @@ class FunctionRDE(RepulsivePosterior):
             v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
         return v
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        super().check_batch(x, y)
+    def check_batch(self, batch: Batch) -> None:
+        super().check_batch(batch)
         if self.coupled and self.points is not None:
-            self._check_points(self.points.inputs(), x)
+            self._check_points(self.points.inputs(), batch.x)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def _check_points(self, points: Inputs, x: Inputs) -> None:
         """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
@@ -47,47 +47,45 @@ class InputGradientPosterior(RepulsivePosterior):
         self.examples = examples
         self._known_to_be_differentiable = False
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
-            chosen = selected_output(member.likelihood, outputs, y, self.gradient)
-            return chosen, member.likelihood.nll(outputs, y, weight)
+            outputs = batches.call(member.network, x)
+            chosen = selected_output(member.likelihood, outputs, some.y, self.gradient)
+            return chosen, member.likelihood.nll(outputs, some.y, some.weight)
 
         def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
             (chosen, nll), after = self.particles.call(selected, params, buffers, x)
             return chosen, (nll, after)
 
-        if self.examples is not None and self.examples < batches.size(x):
-            value, _, after = super().member_loss(params, buffers, x, y, weight)
-            x = batches.apply(x, lambda tensor: tensor[: self.examples])
-            y, weight = y[: self.examples], None if weight is None else weight[: self.examples]
+        if self.examples is not None and self.examples < batches.size(batch.x):
+            value, _, after = super().member_loss(params, buffers, batch)
+            some = batch.map(lambda tensor: tensor[: self.examples])
             with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
-                g, _ = input_gradient(of_inputs, x)
+                g, _ = input_gradient(of_inputs, some.x)
         else:
+            some = batch
             with sdpa_kernel(SDPBackend.MATH):
-                g, (nll, after) = input_gradient(of_inputs, x)
+                g, (nll, after) = input_gradient(of_inputs, some.x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
-        weight = counted_weight(self.likelihood, y, weight)
+        weight = counted_weight(self.likelihood, some)
         if weight is not None:
             z["weight"] = carried(weight.to(g.dtype), g.sum(1))
         return value, z, after
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
+    def check_batch(self, batch: Batch) -> None:
         if self.particles.members > 1:  # one member is compared with nobody
             # Before the network is run: many fail on integers in their own words.
-            self.check_dimension(input_dimension(x))
-        super().check_batch(x, y)
+            self.check_dimension(input_dimension(batch.x))
+        super().check_batch(batch)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
-            check_differentiable_twice(self, x, y)
+            check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 
     def check_dimension(self, dimension: int) -> None:
@@ -104,21 +102,20 @@ class InputGradientPosterior(RepulsivePosterior):
             )
 
 
-def counted_weight(likelihood: Likelihood, y: Tensor, weight: Tensor | None) -> Tensor | None:
+def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
     """(B,) weights that are 0 where no label of an example counts; None where all count alike."""
-    counted = likelihood.counted(y)
+    counted = likelihood.counted(batch.y)
     if counted is None:
-        return weight
+        return batch.weight
     some = counted.flatten(1).any(1) if counted.ndim > 1 else counted
-    return some.to(torch.get_default_dtype()) if weight is None else weight * some
+    return some.to(torch.get_default_dtype()) if batch.weight is None else batch.weight * some
 
 
-def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: Tensor) -> None:
+def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
 
     By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
     """
-    x, y = batches.apply(x, lambda tensor: tensor[:2]), y[:2].to(posterior.device)
     params, buffers = member_tensors(state_of(posterior), 0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     params = {
@@ -128,7 +125,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: 
     }
     try:
         with same_random_state(posterior.device):
-            _, z, _ = posterior.member_loss(params, buffers, x, y, None)
+            _, z, _ = posterior.member_loss(params, buffers, batch.map(lambda tensor: tensor[:2]))
             if z["gradients"].requires_grad:
                 z["gradients"].sum().backward()
     except (RuntimeError, NotImplementedError) as error:

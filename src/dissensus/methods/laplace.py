@@ -185,21 +185,17 @@ class Laplace(SamplingPosterior):
         )
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
         seen = 0.0
-        for batch in loader:
-            x, y, weight = batches.unpack(batch)
-            if batches.size(x) == 0:
+        for given in batches.each(loader, anywhere=True):
+            if given.size == 0:
                 continue
-            batches.check_finite(x, anywhere=True)
-            x = batches.to(x, self.device)
-            self.check_batch(x, y)
+            batch = self.take(given)
             for network, _ in members[len(gathered) :]:
-                last = last_layer(network, x, self.layer)
+                last = last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
-            seen += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
-            y, weight = y.to(self.device), None if weight is None else weight.to(self.device)
+            seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                gather(sums, network, likelihood, last, x, y, weight)
+                gather(sums, network, likelihood, last, batch)
         if not gathered or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
         if data_size is not None:

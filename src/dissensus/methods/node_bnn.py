@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dissensus.core import batch as batches
 from dissensus.core import weights
 from dissensus.core.alone import only
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
@@ -133,18 +133,17 @@ class NodeBNN(LatentPosterior):
 
     # ------------------------------------------------------------------ the objective
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
-        size = batches.size(x)
-        x = repeated_inputs(x, self.copies, whole=self._whole)
-        y, weight = repeated(y, self.copies), None if weight is None else repeated(weight, self.copies)
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
+        size = batches.size(batch.x)
+        weight = None if batch.weight is None else repeated(batch.weight, self.copies)
+        x = repeated_inputs(batch.x, self.copies, whole=self._whole)
+        several = Batch(x, repeated(batch.y, self.copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
 
         def nll(member: Member) -> Tensor:
             with standing(member.network, nodes):
-                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+                return member.nll(several)
 
         value, buffers = self.particles.call(nll, params, buffers)
         assert self.data_size is not None  # looked at when this was built
@@ -219,8 +218,9 @@ class NodeBNN(LatentPosterior):
         check_component(component, self.components)
         return collapsed(particles, self.sites, mean[component])
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        x = batch.x
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))

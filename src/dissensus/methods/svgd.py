@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
@@ -75,20 +75,18 @@ class SVGD(RepulsivePosterior):
 
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
-            outputs = full_precision(batches.call(member.network, x))
-            nll = member.likelihood.nll(outputs, y, weight)
-            (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, y, weight), ()), outputs.detach())
+            outputs = full_precision(batches.call(member.network, batch.x))
+            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
+            (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach())
             return nll, outputs, carried(u, outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
-        z = {"outputs": outputs, "points": outputs_as_points(outputs, weight), "slopes": u}
+        z = {"outputs": outputs, "points": outputs_as_points(outputs, batch.weight), "slopes": u}
         penalty = self.penalty(params)
         if isinstance(penalty, Tensor):
             z["penalty"] = penalty

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.spaces import weights
 from dissensus.methods.networks import stack_members
@@ -65,9 +64,9 @@ class WeightRDE(RepulsivePosterior):
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def settings(self) -> dict[str, Any]:
         return {
