@@ -123,7 +123,7 @@ def evaluation_of(
     if corrupted is not None:
         found |= corrupted.metrics()
         arrays |= corrupted.arrays()
-    found |= part.member_metrics(test)
+    found |= part.member_metrics(test) | test.network_metrics()
     if classes and test.members > 1:
         found |= _member_ood(test, ood, score)
     found |= _stated(temperature)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 from typing import ClassVar
 
@@ -327,3 +328,22 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     assert asked == [True, True, False, False]
     assert not chosen.captured
     assert chosen.kind in ("vectorised", "streamed")
+
+
+def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
+    networks = [nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(5)]
+    weights = 5 * (10 * 7 + 7 + 7 * 3 + 3) * 4
+    x, y = torch.randn(16, 10), torch.randint(3, (16,))
+    plain = ds.DeepEnsemble(copy.deepcopy(networks))
+    unwatched = training_memory(plain, torch.optim.Adam(plain.parameters()), x, y, None)
+    run = ds.track(networks, [functools.partial(ds.SWAG, rank=4, samples=6), functools.partial(ds.TRADI, samples=2)])
+    memory = training_memory(run, torch.optim.Adam(run.parameters()), x, y, None)
+    counts = 64  # a few numbers that recorders count by
+    assert (
+        (4 + 2 + 2) * weights <= memory.recorded <= (4 + 2 + 2) * weights + counts
+    )  # deviations, SWAG's and TRADI's moments
+    assert memory.drawn == (6 + 2) * weights
+    assert memory.at_once == unwatched.at_once + memory.recorded + memory.weights - unwatched.weights
+    assert "recorders" in str(memory)
+    assert "afterwards a draw takes" in str(memory)
+    assert "recorders" not in str(unwatched)

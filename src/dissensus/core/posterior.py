@@ -131,12 +131,12 @@ class Posterior(TrainingRules, ABC):
 
         What saved files describe, and what `load` takes. Methods that cut layers put the plain ones back here.
         """
-        return self.particles.member(0)
+        return self.particles.member(0) if self.base is None else self.base[0].given()
 
     @property
     def cuts(self) -> bool:
         """Whether layers of the network were cut: files then describe another network than the one that runs."""
-        return type(self).given is not Posterior.given
+        return type(self).given is not Posterior.given or (self.base is not None and self.base[0].cuts)
 
     def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""

@@ -110,7 +110,10 @@ def _turn(posterior: Objective) -> AbstractContextManager[object]:
 
 
 def check_trainable(posterior: Objective) -> None:
-    """Raises where no gradient is recorded, or where each process of a group would train another model unawares."""
+    """Raises where no gradient is recorded, another posterior trains, or each process of a group another model unawares."""
+    if (base := getattr(posterior, "base", None)) is not None:
+        watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
+        raise ValueError(f"expected the posterior that trains, {watched}; train that one, which ds.track returned")
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "expected gradients to be recorded, got torch.inference_mode(), in which nothing trains; leave it (for the value "

@@ -46,6 +46,7 @@ class TrainingRules(Clock):
         check_prior(weight_prior_std, data_size)
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
+        self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
@@ -88,6 +89,10 @@ class TrainingRules(Clock):
         for watcher in self.watched_by:
             watcher.observe(optimizer)
         return super().observe(optimizer)
+
+    def drawn_bytes(self) -> int:
+        """Bytes of the weights that a draw samples, as far as they are known before training."""
+        return 0
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.

@@ -9,6 +9,7 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
+from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
 from dissensus.numerics.randomness import same_random_state
@@ -18,7 +19,7 @@ EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training needs: for weights, gradients, the optimiser's state and each member's activations."""
+    """Bytes that training needs: for weights, gradients, the optimiser's state, recorders and each member's activations."""
 
     weights: int
     gradients: int
@@ -26,6 +27,8 @@ class Memory:
     activations: int  # of one member on one batch; on a GPU with temporaries
     members: int
     workspace: int = 0  # kept by the GPU's libraries for each stream they are used on
+    recorded: int = 0  # kept by recorders of the weights
+    drawn: int = 0  # of the weights that are sampled after training; not in the sums
 
     @property
     def at_once(self) -> int:
@@ -41,7 +44,7 @@ class Memory:
     @property
     def _lasting(self) -> int:
         # Gradients twice: those found member by member are copied into a stack.
-        return self.weights + 2 * self.gradients + self.optimizer
+        return self.weights + self.recorded + 2 * self.gradients + self.optimizer
 
     def fits(self, device: torch.device) -> bool:
         """Whether there is room for all members at once; always true on the host, which can swap."""
@@ -49,14 +52,16 @@ class Memory:
             return True
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return self.at_once - self.weights < 0.9 * (free + cached)
+        return self.at_once - self.weights - self.recorded < 0.9 * (free + cached)
 
     def __str__(self) -> str:
         return (
             f"about {readable(self.at_once)} with all members at once, {readable(self.one_at_a_time)} one after the other "
             f"(weights {readable(self.weights)}, gradients {readable(self.gradients)}, optimiser "
             f"{readable(self.optimizer)}, activations {readable(self.activations)} a member"
+            + (f", recorders {readable(self.recorded)}" if self.recorded else "")
             + (f", libraries {readable(self.workspace)} a stream)" if self.workspace else ")")
+            + (f"; afterwards a draw takes {readable(self.drawn)}" if self.drawn else "")
         )
 
 
@@ -69,18 +74,21 @@ def training_memory(
 ) -> Memory:
     """The memory that training on batches like this one needs: on a GPU measured on one member, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
+    recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
         activations, workspace = _measured(posterior, batch, precision)
     else:
         activations, workspace = _activations(posterior, batch, precision), 0
     return Memory(
-        weights=_bytes(tensors),
+        weights=_bytes(tensors) - recorded,
         gradients=_bytes(trained),
         optimizer=_states(optimizer) * _bytes(trained),
         activations=activations,
         members=posterior.particles.members * posterior.train_samples,  # each sample has a graph of its own
         workspace=workspace,
+        recorded=recorded,
+        drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watched_by)),
     )
 
 

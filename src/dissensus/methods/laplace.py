@@ -161,7 +161,7 @@ class Laplace(SamplingPosterior):
         return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
-        return list(self._last().parameters)
+        return [] if self.curvature is None else list(self._last().parameters)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         curvatures, last = self._fitted(stored=False)[0], self._last()

@@ -10,7 +10,6 @@ from dissensus.core.posterior import Posterior
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
 from dissensus.methods.networks import Networks
-from dissensus.methods.sampling import SamplingPosterior
 
 
 def track(
@@ -45,6 +44,11 @@ def track(
         if isinstance(base, Posterior)
         else MAP(base, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size)
     )
+    if list(run.particles.template.latents.parameters()):
+        raise ValueError(
+            f"expected a posterior whose functions are its networks, got {type(run).__name__}, which trains latents with "
+            "them; train it unwatched"
+        )
     prior = {"weight_prior_std": run.weight_prior_std, "data_size": run.data_size}
     keywords = {name: value for name, value in prior.items() if value is not None}
     watchers = [method(run.particles, likelihood=run.likelihood, **keywords) for method in methods]
@@ -59,8 +63,7 @@ def track(
                 f"expected networks with their own last layer for Laplace, got those that {type(run).__name__} has cut; fit it "
                 "afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
             )
-        if run.cuts and isinstance(watcher, SamplingPosterior):
-            watcher.base = (run,)
+        watcher.base = (run,)
     run.watchers.extend(watchers)
     return run
 
