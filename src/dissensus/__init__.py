@@ -9,6 +9,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
@@ -75,6 +76,7 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "GaussianPrior",
     "HeteroscedasticRegression",
     "History",
     "Laplace",
@@ -86,6 +88,7 @@ __all__ = [
     "NodeBNN",
     "Posterior",
     "Predictive",
+    "Prior",
     "Regression",
     "RegressionPredictive",
     "SnapshotEnsemble",
