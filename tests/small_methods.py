@@ -54,8 +54,7 @@ class Rank1Ensemble(Posterior):
         return MemberFunctions(self.particles)
 
     def config(self):
-        prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
-        return {"members": self.particles.members, **prior}
+        return {"members": self.particles.members, **self.prior_config()}
 
     def given(self):
         network = self.particles.member(0)

@@ -9,6 +9,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.recorder import Recorder
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluate import evaluate
@@ -77,6 +78,7 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "GaussianPrior",
     "HeteroscedasticRegression",
     "History",
     "Laplace",
@@ -88,6 +90,7 @@ __all__ = [
     "NodeBNN",
     "Posterior",
     "Predictive",
+    "Prior",
     "Recorder",
     "RecordingPosterior",
     "Regression",

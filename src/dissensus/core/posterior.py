@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
@@ -34,13 +35,10 @@ class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
-    needed: ClassVar[tuple[str, ...]] = ()  # keywords that are None by default and must be given all the same
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
 
-    def __init__(
-        self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
-    ) -> None:
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
+        super().__init__(particles, **prior)
         if isinstance(network := particles.template.network, Posterior):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"

@@ -1,7 +1,7 @@
 """MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_number, check_whole
@@ -43,8 +44,7 @@ class MCDropout(Posterior):
         rate: float | None = None,
         samples: int = 30,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("samples", samples)
         if rate is not None:
@@ -54,7 +54,7 @@ class MCDropout(Posterior):
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
         particles = one_or_many(networks, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.rate = rate
         self.samples = samples
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
@@ -89,13 +89,7 @@ class MCDropout(Posterior):
         self.seed.fill_(next_seed())
 
     def config(self) -> dict[str, Any]:
-        return {
-            **described(self.particles),
-            "rate": self.rate,
-            "samples": self.samples,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
-        }
+        return {**described(self.particles), "rate": self.rate, "samples": self.samples, **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MCDropout":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
 from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.numerics.checks import check_whole
@@ -28,13 +29,7 @@ class InputGradientPosterior(RepulsivePosterior):
     """
 
     def __init__(
-        self,
-        particles: Particles,
-        *,
-        gradient: Gradient,
-        examples: int | None,
-        weight_prior_std: float | None,
-        data_size: int | None,
+        self, particles: Particles, *, gradient: Gradient, examples: int | None, **prior: Unpack[PriorKeywords]
     ) -> None:
         if gradient not in ("logit", "log_prob"):
             raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}; name one of them')
@@ -42,7 +37,7 @@ class InputGradientPosterior(RepulsivePosterior):
             check_whole("examples", examples)
         if examples is not None and examples < 1:
             raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.gradient = gradient
         self.examples = examples
         self._known_to_be_differentiable = False

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
-from dissensus.core.prior import check_prior
+from dissensus.core.prior import PriorKeywords, prior_of
 from dissensus.methods.curvature import STRUCTURES, Curvature, Gathered, Structure
 from dissensus.methods.gathering import gather
 from dissensus.methods.last_layer import LastLayer, last_layer
@@ -65,17 +65,14 @@ class Laplace(SamplingPosterior):
         layer: str | None = None,
         samples: int = 300,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f'expected a structure of "full" or "kron", got {structure!r}; name one of them')
         if covariance not in ("rows", "joint"):
             raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
         check_precision(prior_precision)
-        super().__init__(
-            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = structure
         self.covariance = covariance
         self.prior_precision: Precision = prior_precision
@@ -89,7 +86,7 @@ class Laplace(SamplingPosterior):
         the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
         """
         check_loader(loader)
-        check_prior(None, data_size)
+        prior_of(None, None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
         with evaluation(self):

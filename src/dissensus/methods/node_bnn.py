@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
     check_component,
@@ -76,7 +77,6 @@ class NodeBNN(LatentPosterior):
         self,
         networks: nn.Module | Sequence[nn.Module],
         *,
-        data_size: int | None = None,
         components: int = 4,
         mode: Mode = "out",
         prior_std: float = 0.3,
@@ -94,7 +94,7 @@ class NodeBNN(LatentPosterior):
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         settings: dict[str, Any] = {
             "components": components,
@@ -112,9 +112,9 @@ class NodeBNN(LatentPosterior):
             "latent_lr": latent_lr,
             "latent_momentum": latent_momentum,
         }
-        check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
+        check_settings(settings, samples=samples)
         particles, made = with_latents(networks, settings, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
@@ -251,8 +251,7 @@ class NodeBNN(LatentPosterior):
             "networks": None if held else self.particles.members,
             "samples": self.samples,
             "annealing": self.annealing.config(),
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
+            **self.prior_config(),
             "stored": self.stored is not None,
             "frozen": [n for n, p in weights.parameters(self.particles).stored.items() if not p.requires_grad],
         }

@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
@@ -49,14 +50,13 @@ class SamplingPosterior(Posterior):
         samples: int,
         likelihood: Likelihood | None = None,
         latents: nn.Module | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("samples", samples)
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
         particles = one_or_many(networks, likelihood, latents)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.samples = samples
         self.stored = None
         self.built_with = weights.parameters(particles)
@@ -166,8 +166,7 @@ class SamplingPosterior(Posterior):
         return {
             **described(self.particles),
             "samples": self.samples,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
+            **self.prior_config(),
             "stored": self.stored is not None,
             "frozen": [name for name in self.built_with.stored if name not in self.trained.stored],
         }

@@ -19,7 +19,7 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
-from dissensus.bench.task.arguments import EMPCOV, resolved
+from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import Make, imported, maker
 from dissensus.bench.task.objects import as_options, written
@@ -47,12 +47,8 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
     settings = arguments(config, data, next(iter(networks), None))
     if several:
         settings.pop("members", None)
-    first_layer_prior = settings.pop(EMPCOV, None)
     with fitting(f"the method {config.method}"):
-        built = constructor(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
-    if first_layer_prior is not None:
-        built.use_first_layer_prior(first_layer_prior)
-    return built
+        return constructor(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
@@ -101,10 +97,10 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
     inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
-    settings = resolved(config.settings, parameters, inputs=inputs, network=network, data_size=len(data.train.y))
+    settings = resolved(config.settings, parameters, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
-    asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
+    asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
     if "data_size" in required(METHODS[base_name(config.method)]) or ("data_size" in parameters and asked):
         settings.setdefault("data_size", len(data.train.y))
     return settings

@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -126,7 +125,6 @@ def posterior(config: RunConfig, network: nn.Module) -> Posterior:
             raise ValueError(
                 f"expected settings that need no data, got {key}; convert without it, then train with it in a task"
             )
-    supplied: dict[str, Any] = {"network": network, "data_size": config.settings.get("data_size")}
-    settings = resolved(config.settings, parameters, **supplied)
+    settings = resolved(config.settings, parameters, network=network)
     with fitting(f"the method {config.method}"):
         return build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()
