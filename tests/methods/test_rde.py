@@ -418,7 +418,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
         # vmap draws all members' prior networks at once, the loop one after the other: other draws of the same prior
         other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
     torch.manual_seed(3)
-    found = STRATEGIES[strategy](posterior, x, y, None)
+    found = STRATEGIES[strategy](posterior, Batch(x, y))
     gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
     torch.manual_seed(3)
     other.loss(x, y).backward()
