@@ -245,7 +245,7 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
         used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
         return Gradients(value.detach(), used, detached(buffers))
 
-    return particles.runner.differentiate(run, lambda: particles.call(run, params, before)[0])  # type: ignore[no-any-return]
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
 
 def state_of(posterior: Objective) -> State:

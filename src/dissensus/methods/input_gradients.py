@@ -129,8 +129,8 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
         raise ValueError(
             f"expected a network that can be differentiated twice, got one that cannot ({reason}); write custom functions "
-            "with setup_context and a differentiable backward, and run recurrent layers without their fused kernels "
-            "(torch.backends.cudnn.flags(enabled=False))"
+            "with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent layers "
+            "without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
         ) from error
     # Zeros are allowed, as of heads that start at zero; weights that the graph does not reach have none.
     if all(tensor.grad is None for tensor in params.values()):
