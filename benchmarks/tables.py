@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import compose
 import embedded_width
 import mnist_ood
 import pretrained_page
@@ -304,6 +305,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+    if found := rows("compose.csv"):
+        yield docs / "composing-results.md", "compose", compose.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
