@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import compose
+import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
@@ -307,6 +308,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
     if found := rows("compose.csv"):
         yield docs / "composing-results.md", "compose", compose.page(found)
+    if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
+        yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
