@@ -47,6 +47,7 @@ NAMES = {
     "multiswag": "MultiSWAG",
     "swag-forde": "SWAG over FoRDE",
     "multilaplace": "multi-Laplace",
+    "multilaplace-joint": "multi-Laplace, joint",
 }
 MEASURES = {  # metric -> (title, whether more is better, digits)
     "accuracy": ("accuracy", True, 4),
@@ -147,10 +148,11 @@ def ensemble(data: Data, seed: int, epochs: int) -> Trained:
     posterior = ds.DeepEnsemble(networks(NETWORKS))
     seconds = fitted(posterior, data, seed, epochs, plateau_linear)
     yield "deep_ensemble", posterior, seconds
-    laplace = ds.Laplace(posterior.particles, samples=FUNCTIONS // NETWORKS)
-    start = time.perf_counter()
-    laplace.fit_posthoc(data.train(seed))
-    yield "multilaplace", laplace, seconds + time.perf_counter() - start
+    for name, covariance in (("multilaplace", "rows"), ("multilaplace-joint", "joint")):
+        laplace = ds.Laplace(posterior.particles, samples=FUNCTIONS // NETWORKS, covariance=covariance)
+        start = time.perf_counter()
+        laplace.fit_posthoc(data.train(seed))
+        yield name, laplace, seconds + time.perf_counter() - start
     start = time.perf_counter()
     ds.temperature_scale(posterior, data.validation)
     yield "deep_ensemble-temperature", posterior, seconds + time.perf_counter() - start
@@ -170,7 +172,7 @@ def over_forde(data: Data, seed: int, epochs: int) -> Trained:
 
 TRAININGS: dict[tuple[str, ...], Callable[[Data, int, int], Trained]] = {  # what a training gives -> the training
     ("map",): one_map,
-    ("deep_ensemble", "multilaplace", "deep_ensemble-temperature"): ensemble,
+    ("deep_ensemble", "multilaplace", "multilaplace-joint", "deep_ensemble-temperature"): ensemble,
     ("swag",): partial(swag, "swag", 1),
     ("multiswag",): partial(swag, "multiswag", NETWORKS),
     ("swag-forde",): over_forde,
