@@ -242,7 +242,7 @@ def difference_table(rows: list[Row]) -> str:
 
 
 def sentences(rows: list[Row]) -> Iterator[str]:
-    """What is beyond chance, method by method, for better and for worse."""
+    """What is beyond chance against the deep ensemble, method by method, for better and for worse."""
     found = comparisons(rows)
     for method in (name for name in NAMES if name != BASELINE and of(rows, name)):
         sides: dict[bool, list[str]] = {True: [], False: []}
@@ -253,9 +253,8 @@ def sentences(rows: list[Row]) -> Iterator[str]:
         parts = [
             f"{word} in {', '.join(sides[side])}" for side, word in ((True, "better"), (False, "worse")) if sides[side]
         ]
-        rest = "in nothing else" if parts else "in nothing"
-        said = f"beyond chance {' and '.join(parts)}, {rest}" if parts else f"beyond chance {rest}"
-        yield f"- {NAMES[method]} differs from the deep ensemble {said}."
+        said = f"{' and '.join(parts)}, beyond chance; all else" if parts else "all"
+        yield f"- {NAMES[method]}: {said} is within chance."
 
 
 def page(rows: list[Row]) -> str:
@@ -265,7 +264,7 @@ def page(rows: list[Row]) -> str:
     adjusted = f"Seed by seed against the deep ensemble, with p-values of paired t-tests, adjusted for all {count} comparisons "
     made = made_by("python benchmarks/compose.py", rows, seeds_of(rows, NAMES))
     made = made.replace(" (95 % interval of the mean)", "")
-    said = "\n".join(sentences(rows))
+    said = "Against the deep ensemble:\n\n" + "\n".join(sentences(rows))
     return "\n\n".join(
         [table(rows), f"{adjusted}(Holm); bold where p < {SIGNIFICANT}:", difference_table(rows), said, made]
     )
