@@ -47,7 +47,7 @@ def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
     changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
-    return asked and _method(config).tail is not None and not changes
+    return asked and _method(config).tail is not None and not changes and build.counted(config)[1] == 1
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
