@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import compose
+import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
@@ -304,6 +306,10 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+    if found := rows("compose.csv"):
+        yield docs / "composing-results.md", "compose", compose.page(found)
+    if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
+        yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()

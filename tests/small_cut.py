@@ -33,7 +33,7 @@ def replaced(network, kind, change):
 class ScaledEnsemble(ds.Posterior):
     name = "scaled_ensemble"
 
-    def __init__(self, module, *, members=3, likelihood=None, weight_prior_std=None, data_size=None):
+    def __init__(self, module, *, members=3, likelihood=None, **prior):
         cut = [replaced(module, nn.Linear, ScaledLinear) for _ in range(members)]
         stacked = Particles.stack(cut, likelihood or ds.Classification())
         own, shared = TensorTree(), TensorTree()
@@ -45,7 +45,7 @@ class ScaledEnsemble(ds.Posterior):
         for name, tensor in stacked.own_buffers().items():
             own.plant(name, tensor)
         particles = Particles(stacked.template, own=own, shared=shared, members=members)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
 
     def given(self):
         return replaced(self.particles.member(0), ScaledLinear, lambda layer: layer.linear)
@@ -54,8 +54,7 @@ class ScaledEnsemble(ds.Posterior):
         return MemberFunctions(self.particles)
 
     def config(self):
-        prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
-        return {"members": self.particles.members, **prior}
+        return {"members": self.particles.members, **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network, config, likelihood):

@@ -7,7 +7,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.core.functions import MemberFunctions
-from dissensus.core.particles import Particles
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior
 from dissensus.methods.sampling import SamplingPosterior
 from dissensus.numerics.tree import TensorTree
@@ -54,8 +54,7 @@ class Rank1Ensemble(Posterior):
         return MemberFunctions(self.particles)
 
     def config(self):
-        prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
-        return {"members": self.particles.members, **prior}
+        return {"members": self.particles.members, **self.prior_config()}
 
     def given(self):
         network = self.particles.member(0)
@@ -86,19 +85,12 @@ class NodeNoise(SamplingPosterior):
         self.train_samples, self.prior_std, self.kl = train_samples, prior_std, kl
         self.layers = {f"network.{name}.weight": f"latents.{name}.log_std" for name in layers}
 
-    def member_loss(self, params, buffers, x, y, weight=None):
+    def member_loss(self, params, buffers, batch):
         logs = {name: params[latent] for name, latent in self.layers.items()}
         noisy = {name: params[name] * (1 + log.exp() * torch.randn_like(log)) for name, log in logs.items()}
-        nll, z, buffers = self.likelihood_loss({**params, **noisy}, buffers, x, y, weight)
+        nll, buffers = self.particles.call(Member.nll, {**params, **noisy}, buffers, batch)
         kl = sum((log.exp() / self.prior_std).square().sum() / 2 - log.sum() for log in logs.values())
-        return nll + self.penalty(params) + self.kl * kl, z, buffers
-
-    def likelihood_loss(self, params, buffers, x, y, weight):
-        def nll(member):
-            return member.likelihood.nll(ds.core.batch.call(member.network, x), y, weight)
-
-        value, buffers = self.particles.call(nll, params, buffers)
-        return value, (), buffers
+        return nll + self.penalty(params) + self.kl * kl, (), buffers
 
     @torch.no_grad()
     def sample(self, generator=None):

@@ -11,6 +11,6 @@ class NoisyWeights(ds.MAP):
     name = "noisy_weights"
     deterministic = False
 
-    def member_loss(self, params, buffers, x, y, weight=None):
+    def member_loss(self, params, buffers, batch):
         noisy = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in params.items()}
-        return super().member_loss(noisy, buffers, x, y, weight)
+        return super().member_loss(noisy, buffers, batch)

@@ -69,3 +69,29 @@ def test_equal_methods_seldom_differ_on_few_examples(benchmarks, key, examples):
     found = few(key, examples, 120, 200, seed=1)
     # 7 % of 120 comparisons have a standard deviation of 2.3 points
     assert found["false_positives"] <= 0.07 + 3 * (0.07 * 0.93 / 120) ** 0.5
+
+
+def test_the_study_of_composing_says_what_is_beyond_chance_and_what_is_not(benchmarks):
+    import compose
+
+    def rows(method, nll, spread):
+        same = {
+            "method": method,
+            "networks": "5",
+            "members/count": "5",
+            "seconds": "1",
+            **dict.fromkeys(compose.FACTS, "f"),
+        }
+        other = {key: "0.5" for key in compose.MEASURES if key != "nll"}  # the same for all: nothing to test
+        return [same | other | {"seed": str(s), "nll": str(nll + spread * (-1) ** s)} for s in range(5)]
+
+    found = rows("deep_ensemble", 0.2, 0.0) + rows("multiswag", 0.1, 1e-3) + rows("swag", 0.21, 0.05)
+    compared = compose.comparisons(found)
+    assert {*compared} == {("multiswag", "nll"), ("swag", "nll")}
+    each, p = compared["multiswag", "nll"]
+    assert each.difference == pytest.approx(0.1 + 1e-3 / 5 - 0.2, abs=1e-9)
+    assert p == pytest.approx(2 * each.p_value)  # Holm, the smaller of two
+    better, neither = sorted(compose.sentences(found), key=lambda text: "MultiSWAG" not in text)
+    assert better == "- MultiSWAG: better in NLL (by 0.0998), beyond chance; all else is within chance."
+    assert neither == "- SWAG: all is within chance."
+    assert "**−0.0998 (p < 0.001)**" in compose.page(found)

@@ -564,7 +564,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
     skeleton.load_state_dict(posterior.state_dict())
     assert tiny.strides(skeleton) == tiny.strides(posterior)
     assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
-    assert (skeleton.weight_prior_std, skeleton.data_size) == (0.5, 12)
+    assert (skeleton.prior.std, skeleton.data_size) == (0.5, 12)
 
 
 def test_a_deep_copy_is_independent(build):
@@ -600,9 +600,9 @@ def test_before_step_comes_once_for_every_batch_that_is_trained_on_and_for_no_ot
     posterior, (x, y) = build(), tiny.points()
     seen, real = [], posterior.before_step
 
-    def note(x, y, weight):
-        seen.append(len(x))
-        real(x, y, weight)
+    def note(batch):
+        seen.append(batch.size)
+        real(batch)
 
     monkeypatch.setattr(posterior, "before_step", note)
     train, validation = [(x[:8], y[:8]), (x[:6], y[:6]), (x[:5], y[:5])], [(x, y)]
@@ -697,7 +697,7 @@ def test_the_default_optimizer_and_schedule_fit(build):
 
 
 def test_a_prior_needs_the_size_of_the_data(build):
-    with pytest.raises(ValueError, match="expected data_size with weight_prior_std"):
+    with pytest.raises(ValueError, match="expected data_size with a prior"):
         build(weight_prior_std=1.0)
     with pytest.raises(ValueError, match="expected a positive weight_prior_std"):
         build(weight_prior_std=0.0, data_size=10)

@@ -97,10 +97,10 @@ def ensemble(make, members: int = 3, *, how: str | None = None, dtype: torch.dty
 class Repelling(ds.DeepEnsemble):
     """A toy coupling: outputs are pushed away from the members' mean."""
 
-    def member_loss(self, params, buffers, x, y, weight=None):
+    def member_loss(self, params, buffers, batch):
         def both(member):
-            outputs = batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight), outputs
+            outputs = batches.call(member.network, batch.x)
+            return member.likelihood.nll(outputs, batch.y, batch.weight), outputs
 
         (value, outputs), buffers = self.particles.call(both, params, buffers)
         return value, outputs, buffers

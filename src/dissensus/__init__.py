@@ -9,6 +9,8 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.prior import GaussianPrior, Prior
+from dissensus.core.recorder import Recorder
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
@@ -37,6 +39,7 @@ from dissensus.methods import (
     branch,
     track,
 )
+from dissensus.methods.recording import RecordingPosterior
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.predict import predict, predict_batches, summarise
@@ -75,6 +78,7 @@ __all__ = [
     "FoRDE",
     "FunctionRDE",
     "GaussianPerturbation",
+    "GaussianPrior",
     "HeteroscedasticRegression",
     "History",
     "Laplace",
@@ -86,6 +90,9 @@ __all__ = [
     "NodeBNN",
     "Posterior",
     "Predictive",
+    "Prior",
+    "Recorder",
+    "RecordingPosterior",
     "Regression",
     "RegressionPredictive",
     "SnapshotEnsemble",

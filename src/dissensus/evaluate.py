@@ -123,7 +123,7 @@ def evaluation_of(
     if corrupted is not None:
         found |= corrupted.metrics()
         arrays |= corrupted.arrays()
-    found |= part.member_metrics(test)
+    found |= part.member_metrics(test) | test.network_metrics()
     if classes and test.members > 1:
         found |= _member_ood(test, ood, score)
     found |= _stated(temperature)
@@ -176,13 +176,12 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[Any]]:
     """What kind of predictions these are, by one input, and the loader's batches with the first one still in."""
-    batches_left = iter(loader)
-    first = next(batches_left, None)
+    left = batches.each(loader, anywhere=True)
+    first = next(left, None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    x, _, _ = batches.unpack(first)
-    functions.posterior.check_inputs(batches.to(x, functions.device))
-    predictive = functions.predict(batches.apply(x, lambda tensor: tensor[:1]))
+    functions.posterior.check_inputs(first.x)
+    predictive = functions.predict(batches.apply(first.x, lambda tensor: tensor[:1]))
     kind: Kind
     if isinstance(predictive, ClassificationPredictive):
         kind = "classification" if predictive.members.ndim == 3 else "segmentation"
@@ -193,7 +192,7 @@ def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[A
             f"expected a ClassificationPredictive or RegressionPredictive, got {type(predictive).__name__}; "
             "let the likelihood's predictive() return one of them, or call dissensus.metrics by hand"
         )
-    return kind, chain([first], batches_left)
+    return kind, chain([first], left)
 
 
 def _segmentation(

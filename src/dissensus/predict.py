@@ -123,13 +123,11 @@ def _in_parts(
             seen += len(piece.described()[0])
 
     parts = at_once if whole or compiled or drawn.particles.how == "vectorised" else one_by_one
-    for batch in loader:
-        x, y, _ = batches.unpack(batch)
-        batches.check_finite(x, anywhere=True)
-        x = batches.to(x, device)
+    for batch in batches.each(loader, anywhere=True):
+        x, y, _ = batch.to(device)
         with autocast(device, dtype):
             posterior.check_inputs(x)
-        yield parts(x), y.to(device)
+        yield parts(x), y
 
 
 class _Compiled:

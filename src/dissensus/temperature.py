@@ -93,10 +93,9 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
 
 def _checked(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
     """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
-    for batch in loader:
-        x, y, weight = batches.unpack(batch)
-        posterior.check_batch(batches.to(x, posterior.device), y)
-        weights.append(weight)
+    for batch in batches.each(loader, anywhere=True):
+        posterior.check_batch(batch)
+        weights.append(batch.weight)
         yield batch
 
 

@@ -175,22 +175,17 @@ class _Run:
 
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
-        posterior, device = self.posterior, self.posterior.device
-        total, sizes = None, []
-        for batch in loader:
-            x, y, weight = batches.unpack(batch)
-            if batches.size(x) == 0:
+        posterior, total, sizes = self.posterior, None, []
+        for given in batches.each(loader):
+            if given.size == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
-            batches.check_finite(x)
-            x = batches.to(x, device)
-            posterior.check_batch(x, y)  # before y leaves the host: labels can be read there
-            y, weight = y.to(device, non_blocking=True), None if weight is None else weight.to(device)
-            posterior.before_step(x, y, weight)
-            with enough_examples(x):
-                step = self.step or self._build(x, y, weight)
-                losses = step(x, y, weight)
+            batch = posterior.take(given)
+            posterior.before_step(batch)
+            with enough_examples(batch.x):
+                step = self.step or self._build(batch)
+                losses = step(batch)
             total = losses.clone() if total is None else total.add_(losses)
-            sizes.append(batches.size(x))
+            sizes.append(batch.size)
             bar.step()
         if total is None or self.step is None:
             raise ValueError(
@@ -217,14 +212,14 @@ class _Run:
             plan = replace(plan, captured=False)
         return plan
 
-    def _build(self, x: batches.Inputs, y: Tensor, weight: Tensor | None) -> Step:
+    def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
-        self.memory = training_memory(self.posterior, self.optimizer, x, y, weight, precision=precision)
+        self.memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
         self.step, self.plan = build_step(
             self.engine,
             self.posterior,
             self.optimizer,
-            (x, y, weight),
+            batch,
             steps=self.steps,
             memory=self.memory,
             **self.settings,
@@ -245,16 +240,12 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctio
     total, count = 0.0, 0.0
     with evaluation(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for batch in loader:
-            x, y, weight = batches.unpack(batch)
-            batches.check_finite(x, anywhere=True)
-            x = batches.to(x, posterior.device)
-            posterior.check_batch(x, y)
-            y = y.to(posterior.device)
+        for given in batches.each(loader, anywhere=True):
+            x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             counted = posterior.likelihood.counted(y)
             log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
-            w = torch.ones_like(log_prob) if weight is None else spread(weight.to(posterior.device), log_prob)
+            w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
             if counted is not None:
                 w = w * counted
             total += float((w * log_prob.where(w > 0, 0.0)).sum())  # a class ruled out, −∞, where nothing counts

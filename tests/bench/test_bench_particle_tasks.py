@@ -170,7 +170,7 @@ def test_the_small_tasks_have_the_functional_prior_of_the_paper():
     for name, outputs in (("toy-regression-small", "logits"), ("toy-classification-small", "probabilities")):
         config = run_config(load_task(name, size="paper", overrides=["network.hidden=[4, 4]"]), "function_rde-paper", 0)
         built = posterior(config, task_data(config.data))
-        assert (built.prior, built.outputs) == ("functional", outputs)
+        assert (built.functional_prior, built.outputs) == (True, outputs)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("toy")])

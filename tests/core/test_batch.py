@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
+from dissensus.core.batch import Batch
 
 
 def test_a_batch_has_two_or_three_parts():
     x, y, w = torch.zeros(2, 3), torch.zeros(2), torch.ones(2)
-    assert batches.unpack((x, y)) == (x, y, None)
-    assert batches.unpack([x, y, w]) == (x, y, w)
+    assert Batch.of((x, y)) == (x, y, None)
+    assert Batch.of([x, y, w]) == (x, y, w)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_a_batch_has_two_or_three_parts():
 )
 def test_other_batches_are_refused(batch, text):
     with pytest.raises(TypeError, match=text):
-        batches.unpack(batch)
+        Batch.of(batch)
     with pytest.raises(TypeError, match=text):
         ds.fit(ds.MAP(nn.Linear(3, 2)), [batch], epochs=1, progress=False)
 
@@ -152,6 +153,57 @@ def test_losses_and_gradients_are_not_asked_for_at_inputs_that_are_not_finite():
         with pytest.raises(ValueError, match="got NaN or infinity in row 1 of a batch"):
             call(x, torch.tensor([0, 1]))
     assert posterior.particles.template.network.weight.grad is None
+
+
+DOORS = {
+    "fit": lambda network, loader: ds.fit(ds.MAP(network), loader, epochs=1, progress=False),
+    "loss": lambda network, loader: ds.MAP(network).loss(*loader[0]),
+    "backward": lambda network, loader: ds.MAP(network).backward(*loader[0]),
+    "predict": lambda network, loader: ds.predict(ds.MAP(network), loader),
+    "summarise": lambda network, loader: ds.summarise(ds.MAP(network), loader),
+    "evaluate": lambda network, loader: ds.evaluate(ds.MAP(network), loader),
+    "temperature_scale": lambda network, loader: ds.temperature_scale(ds.MAP(network), loader),
+    "laplace": lambda network, loader: ds.Laplace(network).fit_posthoc(loader),
+}
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_every_door_looks_for_nan_once_in_each_batch(door, monkeypatch):
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    seen, real = [], batches.check_finite
+    monkeypatch.setattr(batches, "check_finite", lambda x, **where: seen.append(x) or real(x, **where))
+    door(nn.Linear(3, 2), [(x, y)])
+    assert len(seen) == 1
+    x[2, 0] = torch.nan
+    with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row 2 of a batch"):
+        door(nn.Linear(3, 2), [(x, y)])
+
+
+def test_a_batch_is_mapped_moved_and_counted_whole():
+    x, y, weight = {"a": torch.ones(3, 2), "b": None}, torch.arange(3), torch.full((3,), 0.5)
+    some = Batch(x, y, weight).map(lambda tensor: tensor[:2])
+    assert (some.size, Batch(x, y).size) == (2, 3)
+    assert [tensor.shape for tensor in some.tensors()] == [(2, 2), (2,), (2,)]
+    assert len(Batch(x, y).tensors()) == 2
+    moved = Batch((torch.ones(3), torch.ones(3, 1)), y, weight).to(torch.device("meta"))
+    assert all(tensor.is_meta for tensor in moved.tensors())
+    assert Batch(x, y).to(torch.device("cpu")).weight is None
+    made = Batch.of((x["a"], y))
+    assert Batch.of(made) is made
+
+
+def test_a_dataset_of_batches_with_nan_is_told_of_the_nan():
+    class Whole(Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            if index:
+                raise IndexError
+            return torch.full((4, 3), torch.nan), torch.arange(4) % 2
+
+    with pytest.raises(ValueError, match="expected finite inputs"):
+        ds.fit(ds.MAP(nn.Linear(3, 2)), Whole(), epochs=1, progress=False)
 
 
 def test_inputs_are_mapped_in_place_of_their_tensors():

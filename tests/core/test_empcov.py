@@ -15,7 +15,7 @@ from dissensus.core.empcov import EmpCov
 def test_it_is_the_density_of_the_inputs_covariance():
     network = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).double()
     x = 3 + torch.randn(50, 2, 3, dtype=torch.float64) * torch.tensor([1.0, 0.1, 2.0], dtype=torch.float64)
-    prior = EmpCov(x, network, "1", data_size=50, alpha=0.5, epsilon=0.01)
+    prior = EmpCov(x, network, "1", alpha=0.5, epsilon=0.01)
     covariance = 0.5 * torch.cov(x.flatten(1).T) + 0.01 * torch.eye(6, dtype=torch.float64)
     law = MultivariateNormal(torch.zeros(6, dtype=torch.float64), covariance)
 
@@ -23,26 +23,26 @@ def test_it_is_the_density_of_the_inputs_covariance():
         return -law.log_prob(weight).sum() / 50
 
     a, b = network[1].weight.detach(), torch.randn(5, 6, dtype=torch.float64)
-    difference = prior({"network.1.weight": a}) - prior({"network.1.weight": b})
+    difference = (prior.log_prob({"1.weight": b}) - prior.log_prob({"1.weight": a})) / 50
     torch.testing.assert_close(difference, density(a) - density(b), rtol=0, atol=1e-10)
     loader = [(part, None) for part in x.split(7)]
-    again = EmpCov(loader, network, "1", data_size=50, alpha=0.5, epsilon=0.01)
-    torch.testing.assert_close(again({"network.1.weight": a}), prior({"network.1.weight": a}), rtol=0, atol=1e-10)
+    again = EmpCov(loader, network, "1", alpha=0.5, epsilon=0.01)
+    torch.testing.assert_close(again.log_prob({"1.weight": a}), prior.log_prob({"1.weight": a}), rtol=0, atol=1e-8)
     assert not prior.state_dict()
 
 
 def test_a_convolution_sees_patches():
     network = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False)).double()
     x = torch.randn(4, 2, 6, 6, dtype=torch.float64)
-    prior = EmpCov(x, network, "0", data_size=10, epsilon=0.1)
+    prior = EmpCov(x, network, "0", epsilon=0.1)
     padded = nn.functional.pad(x, (1, 1, 1, 1))
     patches = torch.stack(
         [padded[b, :, i : i + 3, j : j + 3].flatten() for b in range(4) for i in (0, 2, 4) for j in (0, 2, 4)]
     )
     precision = torch.linalg.inv(torch.cov(patches.T) + 0.1 * torch.eye(18, dtype=torch.float64))
     w = network[0].weight.detach().flatten(1)
-    expected = torch.einsum("od,de,oe->", w, precision, w) / 20
-    torch.testing.assert_close(prior({"network.0.weight": network[0].weight}), expected, rtol=1e-9, atol=0)
+    expected = -torch.einsum("od,de,oe->", w, precision, w) / 2
+    torch.testing.assert_close(prior.log_prob({"0.weight": network[0].weight}), expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -58,8 +58,8 @@ def test_draws_have_the_covariance_of_the_prior(kind):
         x = torch.randn(30, 1, 3, 3, dtype=torch.float64).cumsum(3)
         rows = nn.functional.unfold(x, 2).transpose(1, 2).flatten(0, 1)
         like = torch.zeros(count, 1, 2, 2, dtype=torch.float64)
-    prior = EmpCov(x, network, "0", data_size=50, alpha=0.5, epsilon=0.01)
-    drawn = prior.draw(like)
+    prior = EmpCov(x, network, "0", alpha=0.5, epsilon=0.01)
+    drawn = prior.draw("0.weight", like)
     assert drawn.shape == like.shape
     expected = 0.5 * torch.cov(rows.T) + 0.01 * torch.eye(4, dtype=torch.float64)
     variances = expected.diagonal()
@@ -67,7 +67,7 @@ def test_draws_have_the_covariance_of_the_prior(kind):
     error = ((variances[:, None] * variances + expected.square()) / count).sqrt()
     assert bool(((w.T @ w / count - expected).abs() < 5 * error).all())
     assert bool((w.mean(0).abs() < 5 * (variances / count).sqrt()).all())
-    assert not torch.equal(prior.draw(like), drawn)
+    assert not torch.equal(prior.draw("0.weight", like), drawn)
 
 
 def test_its_weights_are_left_out_of_weight_decay():
@@ -82,7 +82,7 @@ def test_its_weights_are_left_out_of_weight_decay():
         return dict(held)
 
     assert set(decays(posterior.default_optimizer().param_groups).values()) == {1e-4}
-    posterior.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12))
+    posterior.use_prior(EmpCov(x, networks[0], "0"), data_size=12)
     for groups, decay in (
         (posterior.default_optimizer().param_groups, 1e-4),
         (posterior.parameter_groups(lr=0.1, weight_decay=0.3), 0.3),
@@ -91,7 +91,7 @@ def test_its_weights_are_left_out_of_weight_decay():
     assert set(decays(posterior.parameter_groups(lr=0.1)).values()) == {0.0}
     frozen = ds.DeepEnsemble([copy.deepcopy(n) for n in networks])
     frozen.particles.own_parameters()["network.0.weight"].requires_grad_(False)
-    frozen.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12))
+    frozen.use_prior(EmpCov(x, networks[0], "0"), data_size=12)
     held = [p for group in frozen.parameter_groups(lr=0.1, weight_decay=0.3) for p in group["params"]]
     assert len(held) == 3
     assert all(p.requires_grad for p in held)
@@ -104,8 +104,8 @@ def test_members_feel_it_in_training():
         [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in range(3)],
         tiny.points(),
     )
-    posterior, plain = ds.DeepEnsemble(nets), ds.DeepEnsemble(nets)
-    posterior.use_first_layer_prior(EmpCov(x, nets[0], "0", data_size=12, epsilon=0.05))
+    plain = ds.DeepEnsemble(nets)
+    posterior = ds.DeepEnsemble(nets, prior=EmpCov(x, nets[0], "0", epsilon=0.05), data_size=12)
     posterior.backward(x, y)
     plain.backward(x, y)
     precision = torch.linalg.inv(torch.cov(x.T) + 0.05 * torch.eye(4, dtype=torch.float64))
@@ -119,10 +119,8 @@ def test_members_feel_it_in_training():
 
 def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
     networks, (x, y) = [nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double() for _ in range(2)], tiny.points()
-    both = ds.DeepEnsemble(networks, weight_prior_std=0.7, data_size=12)
-    both.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12, epsilon=0.05))
-    alone = ds.DeepEnsemble(networks)
-    alone.use_first_layer_prior(EmpCov(x, networks[0], "0", data_size=12, epsilon=0.05))
+    both = ds.DeepEnsemble(networks, prior=EmpCov(x, networks[0], "0", epsilon=0.05, rest=0.7), data_size=12)
+    alone = ds.DeepEnsemble(networks, prior=EmpCov(x, networks[0], "0", epsilon=0.05), data_size=12)
     rest = [sum(p.square().sum() for name, p in n.named_parameters() if name != "0.weight") for n in networks]
     expected = torch.stack(rest) / (2 * 12 * 0.7**2)
     torch.testing.assert_close(both.backward(x, y) - alone.backward(x, y), expected.detach(), rtol=1e-10, atol=1e-12)
@@ -131,45 +129,41 @@ def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
 def test_bad_input_is_a_clear_error():
     network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), tiny.points()[0]
     with pytest.raises(ValueError, match="expected layer to be one of 0, 2, got '1'"):
-        EmpCov(x, network, "1", data_size=12)
+        EmpCov(x, network, "1")
     with pytest.raises(
         ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that sees"
     ):
-        EmpCov(x, network, "2", data_size=12)
-    for keyword in ("data_size", "alpha", "epsilon"):
+        EmpCov(x, network, "2")
+    for keyword in ("alpha", "epsilon"):
         with pytest.raises(ValueError, match=f"expected a positive {keyword}, got 0"):
-            EmpCov(x, network, "0", **{"data_size": 12, keyword: 0})
-    with pytest.raises(ValueError, match=r"expected a tensor 'network.0.weight' among the member's"):
-        EmpCov(x, network, "0", data_size=12)({})
+            EmpCov(x, network, "0", **{keyword: 0})
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
     with pytest.raises(ValueError, match="expected a convolution without groups"):
-        EmpCov(torch.randn(3, 2, 5, 5), grouped, "0", data_size=12)
+        EmpCov(torch.randn(3, 2, 5, 5), grouped, "0")
 
 
 def test_a_prior_that_does_not_fit_the_network_is_an_error_at_once():
     posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2)])
-    with pytest.raises(TypeError, match="expected an EmpCov, got float"):
-        posterior.use_first_layer_prior(1.0)
-    wide = EmpCov(torch.randn(9, 5), nn.Sequential(nn.Linear(5, 3)), "0", data_size=9)
-    with pytest.raises(
-        ValueError, match=r"expected a prior over 4 weights per output of 'network.0.weight', got one over 5"
-    ):
-        posterior.use_first_layer_prior(wide)
-    deeper = EmpCov(torch.randn(9, 4), nn.Sequential(nn.Sequential(nn.Linear(4, 3))), "0.0", data_size=9)
-    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got one on 'network.0.0.weight'"):
-        posterior.use_first_layer_prior(deeper)
-    assert posterior.first_layer_prior is None
+    wide = EmpCov(torch.randn(9, 5), nn.Sequential(nn.Linear(5, 3)), "0")
+    with pytest.raises(ValueError, match=r"expected a prior over 4 weights per output of '0.weight', got one over 5"):
+        posterior.use_prior(wide, data_size=9)
+    deeper = EmpCov(torch.randn(9, 4), nn.Sequential(nn.Sequential(nn.Linear(4, 3))), "0.0")
+    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got one on '0.0.weight'"):
+        posterior.use_prior(deeper, data_size=9)
+    assert (posterior.prior, posterior.data_size) == (None, None)
 
 
 def test_of_weights_in_half_precision_the_prior_is_that_of_the_same_numbers_in_full():
     inputs = 1e-3 * torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     network = nn.Sequential(nn.Linear(4, 6).half())
-    params = {"network.0.weight": (10 * torch.randn(6, 4)).half()}
-    prior = EmpCov(inputs, network, "0", data_size=10)
-    exact = EmpCov(inputs, nn.Sequential(nn.Linear(4, 6).double()), "0", data_size=10)
-    expected = exact({name: tensor.double() for name, tensor in params.items()})
-    assert float(expected) > 1e5  # beyond float16
-    assert float(prior(params)) == pytest.approx(float(expected), rel=1e-4)
+    with torch.no_grad():
+        network[0].weight.normal_(0, 10)
+    posterior = ds.MAP(network, prior=EmpCov(inputs, network, "0"), data_size=10)
+    found = posterior.penalty(posterior.particles.shared_parameters())
+    exact = EmpCov(inputs, nn.Sequential(nn.Linear(4, 6).double()), "0")
+    expected = -exact.log_prob({"0.weight": network[0].weight.double()}) / 10
+    assert float(expected.detach()) > 1e5  # beyond float16
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
 def test_the_input_that_is_not_finite_is_named():
@@ -178,7 +172,7 @@ def test_the_input_that_is_not_finite_is_named():
     for network in (nn.Conv2d(1, 2, 3), nn.Linear(16, 2)):
         for inputs in (x, [(part, None) for part in x.split(5)]):
             with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, number 4 of it"):
-                EmpCov(inputs, network, "", data_size=20)
+                EmpCov(inputs, network, "")
 
 
 @pytest.mark.parametrize("regime", ["collective", "independent"])
@@ -190,9 +184,9 @@ def test_on_a_layer_that_members_share_the_prior_counts_once(regime):
     posterior.backward(x, y)
     without = weight.grad.clone()
     posterior.zero_grad()
-    prior = EmpCov(x, network, "0", data_size=12, epsilon=0.05)
-    posterior.use_first_layer_prior(prior)
+    prior = EmpCov(x, network, "0", epsilon=0.05)
+    posterior.use_prior(prior, data_size=12)
     posterior.backward(x, y)
     alone = weight.detach().clone().requires_grad_()
-    prior({"network.0.weight": alone}).backward()
+    (-prior.log_prob({"0.weight": alone}) / 12).backward()
     torch.testing.assert_close(weight.grad - without, alone.grad, rtol=0, atol=1e-12)

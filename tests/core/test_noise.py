@@ -8,6 +8,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.core.noise import FAR, untrained
 
 QUIET = {"progress": False}
@@ -91,7 +92,7 @@ def test_methods_that_prepare_their_steps_themselves_start_it_too(how):
         "track": lambda: ds.track(tiny.mlp(outputs=1), [ds.SWAG, ds.MAP], likelihood=ds.Regression()),
     }[how]
     posterior = make()
-    posterior.before_step(x, y, None)
+    posterior.before_step(Batch(x, y))
     assert untrained(posterior.particles) is None
     tensors = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     assert (tensors["likelihood.log_noise"] > math.log(FAR)).all()

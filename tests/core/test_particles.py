@@ -576,6 +576,19 @@ def test_activations_computed_again_in_the_backward_pass_change_nothing(name):
         assert tiny.largest_difference(once, twice) < 1e-12
 
 
+def test_training_with_them_counts_every_batch_once_in_the_callers_own_network():
+    x, y = tiny.points()
+    networks = [Checkpointed(again=again).double() for again in (False, True)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    for network in networks:
+        posterior = ds.MAP(network)
+        ds.fit(
+            posterior, [(x, y)] * 2, epochs=2, optimizer=torch.optim.SGD(posterior.parameters(), 0.1), progress=False
+        )
+    assert networks[1].norm.num_batches_tracked == 4
+    assert tiny.largest_difference(*(network.state_dict() for network in networks)) < 1e-12
+
+
 def test_reentrant_checkpoints_are_refused_by_torchs_own_words():
     posterior, (x, y) = ds.DeepEnsemble([Checkpointed(reentrant=True).double() for _ in range(2)]), tiny.points()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):

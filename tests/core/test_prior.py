@@ -1,5 +1,7 @@
 """The Gaussian prior: on weights and biases, not on norm layers, ‖θ‖² / (2 N σ²) per member."""
 
+import functools
+import inspect
 import math
 
 import numpy as np
@@ -9,7 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.core.prior import norm_parameters, prior_of
 
 
 def test_norm_layers_are_found_wherever_they_are():
@@ -65,18 +67,20 @@ def test_frozen_weights_do_not_count():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_full(dtype):
     """Σ θ² = 4e6 leaves float16; bfloat16 would have two digits of it."""
-    weights = {"a": (200 * torch.randn(50, 2)).to(dtype), "b": torch.randn(7).to(dtype)}
-    found = negative_log_prior(weights, 0.7, 30)
-    exact = negative_log_prior({name: tensor.double() for name, tensor in weights.items()}, 0.7, 30)
-    assert float(found) == pytest.approx(float(exact), rel=1e-5)
-    single = {name: tensor.float() for name, tensor in weights.items()}
-    assert torch.equal(negative_log_prior(single, 0.7, 30), found)
+    network = nn.Linear(50, 2).to(dtype)
+    with torch.no_grad():
+        network.weight.normal_(0, 200)
+    posterior = ds.MAP(network, weight_prior_std=0.7, data_size=30)
+    found = posterior.penalty(posterior.particles.shared_parameters())
+    exact = sum(p.double().square().sum() for p in network.parameters()) / (2 * 30 * 0.7**2)
+    assert found.dtype == torch.float32
+    assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [2.5, 10.0, True, "600", float("nan")])
 def test_a_number_of_examples_is_whole(value):
     with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
-        check_prior(None, value)
+        prior_of(None, None, value)
     with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
         ds.MAP(tiny.mlp(), weight_prior_std=1.0, data_size=value)
 
@@ -84,19 +88,19 @@ def test_a_number_of_examples_is_whole(value):
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_number_of_examples_is_at_least_one(value):
     with pytest.raises(ValueError, match="expected a positive data_size, got"):
-        check_prior(1.0, value)
+        prior_of(None, 1.0, value)
 
 
 @pytest.mark.parametrize("value", [True, "1"])
 def test_a_deviation_is_a_number(value):
     with pytest.raises(TypeError, match="expected weight_prior_std as a number, got"):
-        check_prior(value, 10)
+        prior_of(None, value, 10)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0])
 def test_a_deviation_is_positive_and_finite(value):
     with pytest.raises(ValueError, match=r"expected a positive weight_prior_std, got .*; pass a finite number above 0"):
-        check_prior(value, 10)
+        prior_of(None, value, 10)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -104,3 +108,171 @@ def test_numbers_of_numpy_are_numbers():
     plain = ds.MAP(posterior.particles.member(0), weight_prior_std=0.5, data_size=12)
     x, y = tiny.points()
     assert torch.equal(posterior.float().loss(x.float(), y), plain.float().loss(x.float(), y))
+
+
+# ---------------------------------------------------------------------------------------------------- priors as things
+
+
+class StudentT(ds.Prior):
+    """t-distributed weights, norm layers among them."""
+
+    def __init__(self, freedom=3.0, scale=0.5):
+        super().__init__()
+        self.freedom, self.scale = freedom, scale
+        self.register_buffer("one", torch.ones(()))
+
+    def log_prob(self, params):
+        return sum(student(w * self.one, self.freedom, self.scale) for w in params.values())
+
+
+def student(weight, freedom, scale):
+    return -(freedom + 1) / 2 * torch.log1p((weight / scale).square() / freedom).sum()
+
+
+def slope(tensor):
+    """(...) −∇ log p / 12 of torch's own Student-t density."""
+    weight = tensor.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.distributions.StudentT(3.0, 0.0, 0.5).log_prob(weight).sum(), weight)
+    return -gradient / 12
+
+
+BUILD = {
+    "map": lambda net, **prior: ds.MAP(net(), **prior),
+    "deep_ensemble": lambda net, **prior: ds.DeepEnsemble([net() for _ in range(3)], **prior),
+    "batch_ensemble": lambda net, **prior: ds.BatchEnsemble(
+        net(), members=4, modulation=ds.Modulation.normal(1, 0.5), **prior
+    ),
+    "forde": lambda net, **prior: ds.FoRDE([net() for _ in range(3)], **prior),
+    "swag": lambda net, **prior: ds.SWAG(net(), **prior),
+    "mc_dropout": lambda net, **prior: ds.MCDropout(net(), rate=0.2, **prior),
+    "function_rde": lambda net, **prior: ds.FunctionRDE([net() for _ in range(2)], **prior),
+}
+
+
+def built(name, **prior):
+    torch.manual_seed(0)
+    return BUILD[name](lambda: tiny.mlp().double(), **prior).train()
+
+
+def gradients(posterior):
+    torch.manual_seed(1)
+    posterior.zero_grad()
+    posterior.backward(*tiny.points())
+    return {name: p.grad for name, p in posterior.named_parameters()}
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_deviation_is_short_for_a_gaussian_prior_bit_for_bit(name):
+    short, long = (
+        built(name, weight_prior_std=0.7, data_size=12),
+        built(name, prior=ds.GaussianPrior(0.7), data_size=12),
+    )
+    assert short.config() == long.config()
+    first, second = gradients(short), gradients(long)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    decays = [[group["weight_decay"] for group in p.default_optimizer().param_groups] for p in (short, long)]
+    assert decays[0] == decays[1]
+    assert set(decays[0]) == {0.0}
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize("name", ["map", "deep_ensemble", "batch_ensemble"])
+def test_a_users_prior_adds_its_slope_by_hand_and_once_to_shared_tensors(name, engine):
+    plain, under = built(name), built(name, prior=StudentT(), data_size=12)
+    plain.particles.how = under.particles.how = engine
+    before, after = gradients(plain), gradients(under)
+    tensors = dict(under.named_parameters())
+    modulations = {id(each) for each in getattr(under, "modulations", {}).values()}
+    for key, tensor in tensors.items():
+        expected = torch.zeros_like(tensor) if id(tensor) in modulations else slope(tensor)
+        torch.testing.assert_close(after[key] - before[key], expected, rtol=0, atol=1e-12, msg=key)
+
+
+def test_a_function_of_tensors_by_name_is_a_prior():
+    network = tiny.mlp().double()
+    network[3].bias.requires_grad_(False)
+    names = []
+
+    def density(params):
+        names.extend(params)
+        return student(params["0.weight"], 3.0, 0.5)
+
+    posterior = ds.MAP(network, prior=density, data_size=12)
+    found = posterior.penalty(posterior.particles.shared_parameters())
+    torch.testing.assert_close(found, -student(network[0].weight, 3.0, 0.5) / 12, rtol=1e-14, atol=0)
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight"]  # not the frozen one
+
+
+def test_weight_decay_acts_where_no_prior_does():
+    posterior = ds.MAP(tiny.mlp(), likelihood=ds.Regression("learned"), prior=StudentT(), data_size=12)
+    assert {group["weight_decay"] for group in posterior.parameter_groups(0.1, 0.3)} == {0.0}
+    posterior.use_prior(None)
+    assert [group["weight_decay"] for group in posterior.parameter_groups(0.1, 0.3)] == [0.3, 0.0]
+
+
+def test_what_is_no_prior_is_a_clear_error():
+    network = tiny.mlp()
+    with pytest.raises(ValueError, match="expected prior or weight_prior_std, got both; the second is short for"):
+        ds.MAP(network, prior=ds.GaussianPrior(1.0), weight_prior_std=1.0, data_size=12)
+    with pytest.raises(ValueError, match="expected data_size with a prior, got none"):
+        ds.MAP(network, prior=StudentT())
+    for odd in (1.0, "gaussian", StudentT):
+        with pytest.raises(TypeError, match="expected a prior, got"):
+            ds.MAP(network, prior=odd, data_size=12)
+    with pytest.raises(ValueError, match="expected a positive std, got 0"):
+        ds.GaussianPrior(0)
+    rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
+    with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum over all tensors"):
+        rows.backward(*tiny.points())
+    with pytest.raises(ValueError, match="expected data_size, got none"):
+        ds.WeightRDE([tiny.mlp() for _ in range(2)])
+
+
+@pytest.mark.parametrize("name", ["map", "batch_ensemble", "swag"])
+def test_a_file_notes_a_users_prior_and_training_on_asks_for_it(name, tmp_path):
+    posterior, (x, y) = built(name, prior=StudentT(), data_size=12), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=4, progress=False, engine="loop")
+    ds.save(posterior, tmp_path / "saved")
+    loaded = ds.load(tmp_path / "saved", tiny.mlp().double())
+    assert torch.equal(loaded.predict(x).members, posterior.eval().predict(x).members)
+    assert loaded.config()["prior"] == {"name": "StudentT", "freedom": 3.0, "scale": 0.5}
+    with pytest.raises(
+        ValueError, match=r"expected the prior StudentT of this posterior's training.*use_prior\(prior\)"
+    ):
+        ds.fit(loaded, [(x, y)], epochs=1, progress=False, engine="loop")
+    ds.save(loaded, tmp_path / "again")
+    assert ds.load(tmp_path / "again", tiny.mlp().double()).config() == loaded.config()
+    loaded.use_prior(StudentT())
+    first, second = gradients(loaded.train()), gradients(posterior.train())
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    loaded.use_prior(None)
+    ds.fit(loaded, [(x, y)], epochs=1, progress=False, engine="loop")
+    assert "prior" not in loaded.config()
+
+
+def test_a_checkpoint_is_not_resumed_with_another_prior(tmp_path):
+    kept = {"epochs": 1, "checkpoint": tmp_path / "run.pt", "progress": False, "engine": "loop"}
+    ds.fit(built("map", prior=StudentT(3.0), data_size=12), [tiny.points()], **kept)
+    for other in ({"prior": StudentT(5.0), "data_size": 12}, {"weight_prior_std": 1.0, "data_size": 12}, {}):
+        with pytest.raises(ValueError, match="expected a checkpoint of this posterior"):
+            ds.fit(built("map", **other), [tiny.points()], **kept)
+    ds.fit(built("map", prior=StudentT(3.0), data_size=12), [tiny.points()], **{**kept, "epochs": 2})
+
+
+def test_those_who_watch_a_run_have_its_prior():
+    network, prior = tiny.mlp().double(), StudentT()
+    run = ds.track(
+        network, [ds.SWAG, functools.partial(ds.TRADI, weight_prior_std=9.0, data_size=7)], prior=prior, data_size=12
+    )
+    assert all((each.prior, each.data_size) == (prior, 12) for each in (run, *run.watchers))
+    alone = ds.MAP(network, prior=prior, data_size=12)
+    x, y = tiny.points()
+    assert torch.equal(run.loss(x, y), alone.loss(x, y))
+
+
+def test_signatures_name_what_a_prior_takes():
+    for method in ds.METHODS.values():
+        parameters = inspect.signature(method).parameters
+        assert [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD] == []
+        assert list(parameters)[-3:] == ["prior", "weight_prior_std", "data_size"]

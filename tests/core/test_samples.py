@@ -10,6 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients, seam
+from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles
 from dissensus.engine.strategies import strategy
 from dissensus.numerics.tree import TensorTree
@@ -29,11 +30,12 @@ class Counted(tiny.Given):
         own = (lambda name: name.startswith("latents.") or name == "network.3.weight") if shared else None
         super().__init__(Particles.stack(networks, ds.Classification(), latents=latents, own=own))
 
-    def member_loss(self, params, buffers, x, y, weight=None):
-        noise = torch.rand((), dtype=x.dtype)
+    def member_loss(self, params, buffers, batch):
+        noise = torch.rand((), dtype=batch.x.dtype)
 
         def nll(member):
-            return member.likelihood.nll(member.network(x * (1 + noise)) + noise * member.latents.shift, y, weight)
+            outputs = member.network(batch.x * (1 + noise)) + noise * member.latents.shift
+            return member.likelihood.nll(outputs, batch.y, batch.weight)
 
         value, buffers = self.particles.call(nll, params, buffers)
         return value, (), buffers
@@ -68,7 +70,7 @@ def test_gradients_are_of_the_mean_over_samples(way, shared, monkeypatch):
         posterior.particles.how = "loop"
         posterior.loss(x, y).backward()
     else:
-        losses = seam.backward(posterior, x, y, None, getattr(gradients, way))
+        losses = seam.backward(posterior, Batch(x, y), getattr(gradients, way))
         assert losses.shape == (6,)
     own, common = posterior.particles.own_parameters(), posterior.particles.shared_parameters()
     summed, statistics = {}, []
@@ -99,7 +101,7 @@ def test_gradients_are_of_the_mean_over_samples(way, shared, monkeypatch):
 def test_samples_have_random_numbers_of_their_own():
     posterior, (x, y) = NodeNoise(tiny.mlp(), samples=2, train_samples=5).double(), tiny.points()
     for engine in (gradients.looped, gradients.vectorised):
-        losses = seam.backward(posterior, x, y, None, engine)
+        losses = seam.backward(posterior, Batch(x, y), engine)
         assert len(set(losses.tolist())) == 5
 
 
@@ -154,9 +156,9 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("kind", ["loop", "vectorised"])
 def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
     posterior, (x, y) = METHODS["rank1"]().double(), tiny.points()
-    plain = strategy(kind)(posterior, x, y, None)
+    plain = strategy(kind)(posterior, Batch(x, y))
     compiled = strategy(kind, compiled=True)
-    found = compiled(posterior, x, y, None)
+    found = compiled(posterior, Batch(x, y))
     assert compiled.first is not None  # did not fall back
     assert tiny.largest_difference(plain.gradients, found.gradients) < 1e-10
 
@@ -164,7 +166,7 @@ def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
 def test_samples_run_compiled(traced):
     posterior, (x, y) = NodeNoise(nn.Sequential(nn.Linear(4, 3)), samples=4).double(), tiny.points()
     compiled = strategy("vectorised", compiled=True)
-    found = compiled(posterior, x, y, None)
+    found = compiled(posterior, Batch(x, y))
     assert compiled.first is not None  # did not fall back
     assert len(set(found.losses.tolist())) == 3
     assert found.gradients.keys() == posterior.particles.shared_parameters().keys()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients, seam
+from dissensus.core.batch import Batch
 
 
 class Coupled(ds.DeepEnsemble):
@@ -16,10 +17,10 @@ class Coupled(ds.DeepEnsemble):
 
     mixing = torch.tensor([[0.0, 0.7, -0.2], [0.3, 0.0, 0.5], [-0.4, 0.1, 0.2]], dtype=torch.float64)
 
-    def member_loss(self, params, buffers, x, y, weight=None):
+    def member_loss(self, params, buffers, batch):
         def nll_and_features(member):
-            hidden = member.network[:3](x)
-            return member.likelihood.nll(member.network[3:](hidden), y, weight), hidden
+            hidden = member.network[:3](batch.x)
+            return member.likelihood.nll(member.network[3:](hidden), batch.y, batch.weight), hidden
 
         (value, hidden), after = self.particles.call(nll_and_features, params, buffers)
         return value, {"hidden": hidden, "mean": hidden.mean(0)}, after
@@ -57,7 +58,7 @@ STRATEGIES = {
 def test_coupled_gradients_are_those_of_the_objective(strategy):
     posterior, (x, y) = coupled(), tiny.points()
     expected = by_hand(posterior, x, y)
-    losses = seam.backward(posterior, x, y, None, strategy)
+    losses = seam.backward(posterior, Batch(x, y), strategy)
     assert tiny.largest_difference(tiny.gradients(posterior), expected) < 1e-10
     assert losses.shape == (3,)
     # Batch statistics move once, although the loop runs coupled members twice.
@@ -83,10 +84,10 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     once = copy.deepcopy(twice)
     x, y = tiny.points()
     torch.manual_seed(3)
-    seam.backward(twice, x, y, None, gradients.looped)
+    seam.backward(twice, Batch(x, y), gradients.looped)
     after = torch.rand(1)
     torch.manual_seed(3)
-    seam.backward(once, x, y, None, gradients.looped_keeping_graphs)
+    seam.backward(once, Batch(x, y), gradients.looped_keeping_graphs)
     assert torch.equal(torch.rand(1), after)
     assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
 
@@ -95,7 +96,7 @@ def test_both_passes_of_the_loop_drop_the_same_units():
 def test_a_strategy_changes_nothing_by_itself(strategy):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     before = tiny.state(posterior)
-    strategy(posterior, x, y, None)
+    strategy(posterior, Batch(x, y))
     assert tiny.largest_difference(before, tiny.state(posterior)) == 0
     assert all(p.grad is None for p in posterior.parameters())
 

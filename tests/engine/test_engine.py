@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core import gradients
+from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine import strategies
@@ -91,9 +93,9 @@ def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:
     torch.manual_seed(0)
     posterior = Repelling([dense() for _ in range(3)]).double().train()
     x, y = data(rows=10)
-    two = gradients.looped(posterior, x, y, None)
-    one = gradients.looped_keeping_graphs(posterior, x, y, None)
-    all_at_once = gradients.vectorised(posterior, x, y, None)
+    two = gradients.looped(posterior, Batch(x, y))
+    one = gradients.looped_keeping_graphs(posterior, Batch(x, y))
+    all_at_once = gradients.vectorised(posterior, Batch(x, y))
     posterior.loss(x, y).backward()
     for name, parameter in posterior.particles.own_parameters().items():
         for found in (two, one, all_at_once):
@@ -106,8 +108,8 @@ def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:
     class Recording(Repelling):
         seen: ClassVar[list[Tensor]] = []
 
-        def member_loss(self, params, buffers, x, y, weight=None):
-            value, outputs, buffers = super().member_loss(params, buffers, x, y, weight)
+        def member_loss(self, params, buffers, batch):
+            value, outputs, buffers = super().member_loss(params, buffers, batch)
             self.seen.append(outputs.detach())
             return value, outputs, buffers
 
@@ -115,12 +117,12 @@ def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:
         [nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)) for _ in range(2)]
     ).double()
     posterior.train()
-    gradients.looped(posterior, *data(rows=6), None)
+    gradients.looped(posterior, Batch(*data(rows=6)))
     first, second, again_first, again_second = Recording.seen
     assert torch.equal(first, again_first)
     assert torch.equal(second, again_second)
     before = torch.get_rng_state()
-    gradients.looped(posterior, *data(rows=6), None)
+    gradients.looped(posterior, Batch(*data(rows=6)))
     assert not torch.equal(torch.get_rng_state(), before)  # and the next batch sees other masks
 
 
@@ -130,7 +132,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
     posterior.double().train()
     x, y = data(rows=20)
     draws = {
-        kind: torch.stack([run(posterior, x, y, None).losses for _ in range(300)])
+        kind: torch.stack([run(posterior, Batch(x, y)).losses for _ in range(300)])
         for kind, run in {"loop": gradients.looped, "vectorised": gradients.vectorised}.items()
     }  # (300, M)
     error = (draws["loop"].var(0) / 300 + draws["vectorised"].var(0) / 300).sqrt()
@@ -145,8 +147,8 @@ def test_functional_and_plain_gradients_of_a_member_agree() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
     state = gradients.member_state(gradients.state_of(posterior), 1)
-    plain = gradients.member_gradients(posterior, state, *data(rows=8), None, None)
-    functional = functional_member_gradients(posterior, state, *data(rows=8), None, None)
+    plain = gradients.member_gradients(posterior, state, Batch(*data(rows=8)), None)
+    functional = functional_member_gradients(posterior, state, Batch(*data(rows=8)), None)
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(functional.gradients[name], gradient, rtol=1e-12, atol=1e-14)
 
@@ -162,7 +164,7 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.Log
     run = OrElse(failing, gradients.looped, Plainer(compiled=False))
     with caplog.at_level(logging.INFO, logger="dissensus"):
         for _ in range(3):
-            run(posterior, *data(), None)
+            run(posterior, Batch(*data()))
     assert len(calls) == 1
     assert [r.message for r in caplog.records] == ["members run uncompiled: the compiler gave up (no such kernel)"]
 
@@ -191,7 +193,7 @@ def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.Monkey
     for steps, expected in ((10, 1), (10**6, 2)):
         tried.clear()
         posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-        chosen = plans.make_plan("auto", posterior, x, y, None, precision=None, steps=steps)
+        chosen = plans.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps)
         assert chosen.kind == "vectorised"
         assert len(tried) == expected  # the second candidate is the compiled one
 
@@ -203,7 +205,7 @@ def test_a_short_run_does_not_forbid_compiling_to_a_long_one_nor_the_other_way_r
     posterior, (x, y) = ds.DeepEnsemble([dense() for _ in range(2)]).double(), data()
 
     def compiled(steps: int) -> bool:
-        return plans.make_plan("auto", posterior, x, y, None, precision=None, steps=steps).compiled
+        return plans.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps).compiled
 
     assert [compiled(10), compiled(10**6), compiled(10), compiled(10**6), compiled(20)] == [
         False,
@@ -219,14 +221,14 @@ def test_convolutions_run_in_a_loop_on_a_cpu_and_dense_networks_vectorised() -> 
     x, y = data((1, 4, 4))
     for make, inputs, kind in ((conv, x, "loop"), (dense, data()[0], "vectorised")):
         posterior = ds.DeepEnsemble([make() for _ in range(2)]).double()
-        assert plans.make_plan("auto", posterior, inputs, y, None, precision=None, steps=1).kind == kind
+        assert plans.make_plan("auto", posterior, Batch(inputs, y), precision=None, steps=1).kind == kind
 
 
 def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     posterior = ds.DeepEnsemble([nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(5)])
     optimizer = torch.optim.Adam(posterior.parameters())
     x, y = torch.randn(16, 10), torch.randint(3, (16,))
-    memory = training_memory(posterior, optimizer, x, y, None)
+    memory = training_memory(posterior, optimizer, Batch(x, y))
     weights = 5 * (10 * 7 + 7 + 7 * 3 + 3) * 4
     assert memory.gradients == weights
     assert memory.optimizer == 2 * weights
@@ -248,7 +250,7 @@ def test_vectorised_means_vectorised_for_convolutions_too(monkeypatch: pytest.Mo
     real = gradients.vectorised
     monkeypatch.setattr(gradients, "vectorised", lambda *a: called.append(1) or real(*a))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
-    strategy("vectorised")(posterior, *data((1, 4, 4)), None)
+    strategy("vectorised")(posterior, Batch(*data((1, 4, 4))))
     assert called
 
 
@@ -322,7 +324,26 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(plans, "forget_workspaces", lambda: None)  # there need be no GPU
-    chosen = plans.make_plan("auto", posterior, *data(), None, precision=None, steps=1)
+    chosen = plans.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
     assert asked == [True, True, False, False]
     assert not chosen.captured
     assert chosen.kind in ("vectorised", "streamed")
+
+
+def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
+    networks = [nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(5)]
+    weights = 5 * (10 * 7 + 7 + 7 * 3 + 3) * 4
+    x, y = torch.randn(16, 10), torch.randint(3, (16,))
+    plain = ds.DeepEnsemble(copy.deepcopy(networks))
+    unwatched = training_memory(plain, torch.optim.Adam(plain.parameters()), x, y, None)
+    run = ds.track(networks, [functools.partial(ds.SWAG, rank=4, samples=6), functools.partial(ds.TRADI, samples=2)])
+    memory = training_memory(run, torch.optim.Adam(run.parameters()), x, y, None)
+    counts = 64  # a few numbers that recorders count by
+    assert (
+        (4 + 2 + 2) * weights <= memory.recorded <= (4 + 2 + 2) * weights + counts
+    )  # deviations, SWAG's and TRADI's moments
+    assert memory.drawn == (6 + 2) * weights
+    assert memory.at_once == unwatched.at_once + memory.recorded + memory.weights - unwatched.weights
+    assert "recorders" in str(memory)
+    assert "afterwards a draw takes" in str(memory)
+    assert "recorders" not in str(unwatched)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
 
@@ -414,22 +415,22 @@ def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
     x, y = data(12)
     x = x.float()
     for _ in range(6):
-        step(x, y)
+        step(Batch(x, y))
     assert not step.failed
     assert len(step.graphs) == 1
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            step(x, y)
+            step(Batch(x, y))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     step.check()
     before = everything(posterior, optimizer)
     x[0, 0, 0, 0] = 500.0
-    step(x, y)
+    step(Batch(x, y))
     x[0, 0, 0, 0] = 0.0
-    step(x, y)
+    step(Batch(x, y))
     after = everything(posterior, optimizer)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
@@ -516,3 +517,13 @@ def test_laplace_of_a_network_on_the_gpu_is_that_on_the_host(structure: str) -> 
         torch.testing.assert_close(there.variance[name].cpu(), variance, rtol=1e-8, atol=1e-10)
     back = there.to("cpu")
     assert back.predict(x).mean.shape == (40, 2)
+
+
+def test_a_batch_on_the_host_is_taken_to_the_gpu_in_a_users_own_loop():
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)]).to("cuda", torch.float64)
+    x, y, weight = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3, torch.rand(6, dtype=torch.float64)
+    there = posterior.loss(x.cuda(), y.cuda(), weight.cuda())
+    torch.testing.assert_close(posterior.loss(x, y, weight), there, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="expected labels in 0…2, got 7"):
+        posterior.loss(x, torch.full((6,), 7))

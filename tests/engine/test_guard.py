@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.guard import Guard
 
@@ -156,13 +157,13 @@ def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode
     step = EagerStep(posterior.train(), optimizer, clip=1.0)
     step.guard = Guard(posterior, optimizer, host=False)
     for _ in range(3):
-        step(X, Y)
+        step(Batch(X, Y))
     before = everything(posterior, optimizer)
     Marked.mode = mode
-    step(X, Y)
+    step(Batch(X, Y))
     assert not step.guard.reads
     Marked.mode = None
-    step(X, Y)  # a good batch after it does not move them either: they stay as they were
+    step(Batch(X, Y))  # a good batch after it does not move them either: they stay as they were
     step.finish()
     after = everything(posterior, optimizer)
     watches = ("recorder.",)  # counted on the host
@@ -190,7 +191,7 @@ def test_a_flag_on_the_device_forgets_gathered_batches(at: int, mode: str) -> No
         if i % 2 == 0:
             states.append(everything(posterior, optimizer))
         Marked.mode = mode if i == at else None
-        step(X, Y)
+        step(Batch(X, Y))
     Marked.mode = None
     step.finish()
     assert_same(everything(posterior, optimizer), states[at // 2])
@@ -206,7 +207,7 @@ def test_a_flag_on_the_device_leaves_good_training_as_it_is() -> None:
         step = EagerStep(posterior.train(), optimizer, clip=1.0)
         step.guard = Guard(posterior, optimizer, host=host)
         for _ in range(4):
-            step(X, Y)
+            step(Batch(X, Y))
         step.check()
         results.append(everything(posterior, optimizer))
     assert_same(*results)
@@ -217,11 +218,11 @@ def test_an_optimiser_that_cannot_skip_is_read_at_every_step() -> None:
     optimizer = OPTIMISERS["rmsprop"](posterior.parameters())
     step = EagerStep(posterior.train(), optimizer)
     step.guard = Guard(posterior, optimizer, host=False)
-    step(X, Y)
+    step(Batch(X, Y))
     before = everything(posterior, optimizer)
     Marked.mode = "loss"
     with pytest.raises(ds.Diverged, match="a loss that is not finite in member 1 at step 2"):
-        step(X, Y)
+        step(Batch(X, Y))
     assert_same(everything(posterior, optimizer), before)
 
 
@@ -232,7 +233,7 @@ def test_the_first_step_of_a_run_is_read_since_it_makes_the_optimisers_state() -
     step.guard = Guard(posterior, optimizer, host=False)
     Marked.mode = "gradient"
     with pytest.raises(ds.Diverged, match="member 1 at step 1"):
-        step(X, Y)
+        step(Batch(X, Y))
     assert not optimizer.state
 
 

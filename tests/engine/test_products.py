@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.core.batch import Batch
 from dissensus.engine import products
 from dissensus.engine.products import small_products, without_onednn
 
@@ -67,7 +68,7 @@ def test_training_and_prediction_run_without_it_and_leave_it_on() -> None:
     before = enabled()
     posterior = ds.DeepEnsemble([nn.Sequential(Looking(4, 3)) for _ in range(2)])
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    posterior.check_batch(x, y)
+    posterior.check_batch(Batch(x, y))
     seen.clear()
     posterior.backward(x, y)
     posterior.predict(x)

@@ -9,6 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.surgery.conversion import Cut
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)
@@ -95,7 +96,9 @@ def test_a_step_of_one_members_loss_moves_the_others_by_the_kernel_with_a_remain
         lambda f: nn.functional.cross_entropy(f, y), outputs(of_member(b, shared), x)
     )
     moves = torch.einsum("nmop,mp->no", blocks.common[a, b], slope)
-    gradient = torch.func.grad(lambda weights: posterior.member_loss(of_member(b, weights), {}, x, y)[0])(dict(shared))
+    gradient = torch.func.grad(lambda weights: posterior.member_loss(of_member(b, weights), {}, Batch(x, y))[0])(
+        dict(shared)
+    )
     left = []
     for eta in (0.02, 0.01, 0.005):
         moved = {name: w - eta * gradient[name] for name, w in shared.items()}

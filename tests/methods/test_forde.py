@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
+from dissensus.core.batch import Batch
 from dissensus.methods import LIT, FoRDE
 from dissensus.numerics.kernels import BANDWIDTHS, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
@@ -37,7 +38,7 @@ def expected_gradients(
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
 def test_gradients_are_those_of_the_papers_loss(strategy):
     nets, (x, y) = networks(), tiny.points()
-    found = strategy(FoRDE(nets), x, y, None)
+    found = strategy(FoRDE(nets), Batch(x, y))
     got = torch.cat([g.reshape(4, -1) for g in found.gradients.values()], dim=1)
     torch.testing.assert_close(got, expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
     nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
@@ -56,7 +57,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss_with_batch_nor
         x, y = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.arange(6) % 3
     posterior = FoRDE([make() for _ in range(3)])
     other = copy.deepcopy(posterior)
-    found = strategy(posterior, x, y, None)
+    found = strategy(posterior, Batch(x, y))
     other.loss(x, y).backward()
     for name, parameter in other.particles.own_parameters().items():
         torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
@@ -104,7 +105,7 @@ def test_in_the_loop_one_members_graph_is_alive_at_a_time():
     posterior, (x, y) = FoRDE(networks(5, Network)), tiny.points()
     for strategy, expected in ((strategies.looped, 1), (strategies.looped_keeping_graphs, 5)):
         Token.most = 0
-        strategy(posterior, x, y, None)
+        strategy(posterior, Batch(x, y))
         assert (Token.now, Token.most) == (0, expected)
 
 
@@ -161,7 +162,7 @@ def test_partial_batches_are_scaled_by_the_nominal_batch_size():
     fresh.backward(x[:5], y[:5])
     torch.testing.assert_close(flat_gradients(fresh), expected_gradients(nets, x[:5], y[:5], 1 / 5), rtol=0, atol=1e-10)
     with torch.no_grad():
-        posterior.eval().check_batch(x.repeat(9, 1), y.repeat(9))  # a validation batch is none of training
+        posterior.eval().check_batch(Batch(x.repeat(9, 1), y.repeat(9)))  # a validation batch is none of training
     assert posterior.strength.largest == 12
 
 
@@ -200,15 +201,15 @@ def test_rows_with_void_labels_are_as_if_they_were_not_there(strategy, weighting
     likelihood = ds.Classification(ignore_index=7)
     weight = torch.rand(12, dtype=torch.float64) + 0.5 if weighting else None
     posterior = FoRDE(nets, batch_size=12, gradient=gradient, likelihood=likelihood)
-    half = strategy(
-        posterior,
+    both = Batch(
         torch.stack([x, noise], 1).flatten(0, 1),
         torch.stack([y, void], 1).flatten(),
         None if weight is None else torch.stack([weight, weight], 1).flatten(),
     )
-    alone = strategy(posterior, x, y, weight)
+    half = strategy(posterior, both)
+    alone = strategy(posterior, Batch(x, y, weight))
     assert tiny.largest_difference(half.gradients, alone.gradients) < 1e-10
-    nothing = strategy(posterior, noise, void, None)  # a batch of them alone moves nobody
+    nothing = strategy(posterior, Batch(noise, void))  # a batch of them alone moves nobody
     assert max(float(g.abs().max()) for g in nothing.gradients.values()) == 0.0
 
 
@@ -238,7 +239,7 @@ def test_the_clock_of_every_goes_on_after_loading(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain()).train()
-    loaded.before_step(x, y, None)
+    loaded.before_step(Batch(x, y))
     assert not loaded.repels
 
 

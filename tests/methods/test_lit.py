@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
+from dissensus.core.batch import Batch
 from dissensus.methods import LIT
 from dissensus.methods.lit import squared_cosines
 
@@ -37,7 +38,7 @@ def penalty(g: Tensor) -> Tensor:
 def test_gradients_are_those_of_loss_and_penalty(strategy):
     nets, (x, y) = networks(), tiny.points()
     posterior = LIT(nets, strength=0.7)
-    found = strategy(posterior, x, y, None)
+    found = strategy(posterior, Batch(x, y))
     total = 0.7 * penalty(input_gradients(nets, x, y)) + sum(nn.functional.cross_entropy(net(x), y) for net in nets)
     parameters = [parameter for net in nets for parameter in net.parameters()]
     expected = torch.autograd.grad(total, parameters, allow_unused=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 
 WIDE = 2000
 
@@ -185,7 +186,7 @@ def test_inserted_dropout_drops_fresh_units_for_every_example_in_training():
     network = nn.Sequential(nn.Linear(4, WIDE), nn.Softplus(), nn.Linear(WIDE, 3))
     posterior, (x, y) = ds.MCDropout(network, rate=0.3), tiny.points(4)
     x = x.float()
-    posterior.check_batch(x, y)  # so that its own look at the shapes is not seen below
+    posterior.check_batch(Batch(x, y))  # so that its own look at the shapes is not seen below
     (seen,) = seen_by(network[2], lambda: posterior.backward(x, y))
     hidden = network[1](network[0](x)).detach()
     dropped = seen == 0

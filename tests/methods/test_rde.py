@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
+from dissensus.core.batch import Batch
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
@@ -64,7 +65,7 @@ def builders() -> dict:
             nets, data_size=50, repel_at=torch.linspace(-1, 1, 28).double().reshape(7, 4), **k
         ),
         "function, prior": lambda nets, **k: FunctionRDE(
-            nets, data_size=50, prior="functional", weight_prior_std=1.0, **k
+            nets, data_size=50, functional_prior=True, weight_prior_std=1.0, **k
         ),
         "feature": lambda nets, **k: FeatureRDE(nets, layer="2", head="3", projection=3, **k),
     }
@@ -201,11 +202,11 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     nets = networks(300, lambda: nn.Linear(4, 1, bias=False))
     x, y = torch.eye(4, dtype=torch.float64)[:1], torch.zeros(1, 1, dtype=torch.float64)
     posterior = FunctionRDE(
-        nets, data_size=7, prior="functional", weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
+        nets, data_size=7, functional_prior=True, weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
     )
 
     def one(own: dict[str, Tensor]) -> dict[str, Tensor]:
-        return posterior.member_loss(own, {}, x, y)[1]
+        return posterior.member_loss(own, {}, Batch(x, y))[1]
 
     own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
     z, again = (torch.func.vmap(one, randomness="different")(own) for _ in range(2))
@@ -225,11 +226,11 @@ def test_the_functional_prior_draws_a_first_layer_with_empcov_from_that():
     seen = torch.randn(60, 4, dtype=torch.float64) * torch.tensor([5.0, 1.0, 1.0, 0.1], dtype=torch.float64)
     x, y = torch.eye(4, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
     posterior = FunctionRDE(
-        nets, data_size=7, prior="functional", weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
+        nets, data_size=7, functional_prior=True, weight_prior_std=2.0, likelihood=ds.Regression(noise=1.0)
     )
-    posterior.use_first_layer_prior(EmpCov(seen, nets[0], "0", data_size=7, epsilon=1e-4))
+    posterior.use_prior(EmpCov(seen, nets[0], "0", epsilon=1e-4, rest=2.0))
     own = {name: tensor.detach() for name, tensor in posterior.particles.own_parameters().items()}
-    z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, x, y)[1], randomness="different")(own)
+    z = torch.func.vmap(lambda own: posterior.member_loss(own, {}, Batch(x, y))[1], randomness="different")(own)
     drawn = z["prior"][:, :, 0]  # (400, 4)
     variances = torch.cov(seen.T).diagonal() + 1e-4
     found = drawn.square().mean(0)
@@ -300,7 +301,7 @@ def test_a_partial_batch_repels_by_features_no_more_than_a_full_one():
     torch.testing.assert_close(partial, feature_forces(number, x[:5], y[:5]), rtol=0, atol=1e-12)
     torch.testing.assert_close(partial * 12 / 5, feature_forces(fresh, x[:5], y[:5]), rtol=0, atol=1e-12)
     with_prior, without = (
-        FeatureRDE(nets, layer="1", head="2", prior=prior, repulsion=0.0) for prior in ("gaussian", "none")
+        FeatureRDE(nets, layer="1", head="2", feature_prior=prior, repulsion=0.0) for prior in ("gaussian", "none")
     )
     for each in (with_prior, without):
         each.backward(x[:5], y[:5])
@@ -370,7 +371,7 @@ def test_the_official_choices_of_feature_rde_can_be_had():
     # with every direction kept the order does not matter
     both = []
     for order in ("largest", "smallest"):
-        posterior = FeatureRDE(nets, layer="1", head="2", projection=4, order=order, prior="none")
+        posterior = FeatureRDE(nets, layer="1", head="2", projection=4, order=order, feature_prior="none")
         posterior.backward(x, y)
         both.append(flat_gradients(posterior))
     torch.testing.assert_close(both[0], both[1], rtol=0, atol=1e-10)
@@ -390,8 +391,8 @@ def test_one_head_is_shared_and_encoders_are_not():
 
 def test_the_weight_prior_counts_the_shared_head_once():
     nets, (x, y) = networks(3), tiny.points()
-    posterior = FeatureRDE(nets, layer="1", head="2", prior="none", weight_prior_std=0.5, data_size=10)
-    without = FeatureRDE(nets, layer="1", head="2", prior="none")
+    posterior = FeatureRDE(nets, layer="1", head="2", feature_prior="none", weight_prior_std=0.5, data_size=10)
+    without = FeatureRDE(nets, layer="1", head="2", feature_prior="none")
     posterior.backward(x, y)
     without.backward(x, y)
     difference = (
@@ -417,7 +418,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
         # vmap draws all members' prior networks at once, the loop one after the other: other draws of the same prior
         other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
     torch.manual_seed(3)
-    found = STRATEGIES[strategy](posterior, x, y, None)
+    found = STRATEGIES[strategy](posterior, Batch(x, y))
     gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
     torch.manual_seed(3)
     other.loss(x, y).backward()
@@ -471,7 +472,7 @@ def test_one_member_is_exactly_a_map_network(method):
 
 def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_prior():
     net, (x, y) = tiny.mlp().double(), tiny.points()
-    alone = FunctionRDE([net], data_size=50, prior="functional", weight_prior_std=0.7)
+    alone = FunctionRDE([net], data_size=50, functional_prior=True, weight_prior_std=0.7)
     single = ds.MAP(copy.deepcopy(net), weight_prior_std=0.7, data_size=50)
     alone.backward(x, y)
     single.backward(x, y)
@@ -714,10 +715,15 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
     with pytest.raises(ValueError, match='expected outputs "logits" or "probabilities"'):
         FunctionRDE(nets, data_size=10, outputs="softmax")
-    with pytest.raises(ValueError, match='expected prior "weight" or "functional"'):
+    with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
         FunctionRDE(nets, data_size=10, prior="gp")
-    with pytest.raises(ValueError, match="expected weight_prior_std with the functional prior"):
-        FunctionRDE(nets, data_size=10, prior="functional")
+    with pytest.raises(ValueError, match="expected a prior with functional_prior, got none"):
+        FunctionRDE(nets, data_size=10, functional_prior=True)
+    rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
+    with pytest.raises(
+        TypeError, match=r"expected a prior with draws, got FunctionPrior; define its draw\(name, like\)"
+    ):
+        rigid.backward(*tiny.points())
 
 
 def test_a_schedule_by_name_is_a_clear_error():
@@ -846,7 +852,13 @@ def test_bad_layers_and_heads_are_clear_errors():
         net[0].requires_grad_(False)
     with pytest.raises(ValueError, match="expected encoders with parameters to train"):
         FeatureRDE(frozen, layer="1", head="2")
-    for keywords in ({"projection": 0}, {"prior": "laplace"}, {"prior_scale": 0}, {"order": "x"}, {"bandwidth": "x"}):
+    for keywords in (
+        {"projection": 0},
+        {"feature_prior": "laplace"},
+        {"prior_scale": 0},
+        {"order": "x"},
+        {"bandwidth": "x"},
+    ):
         with pytest.raises(ValueError, match="expected"):
             FeatureRDE(nets, layer="1", head="2", **keywords)
 

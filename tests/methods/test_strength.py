@@ -8,6 +8,7 @@ import torch
 
 import dissensus as ds
 import tiny
+from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.strength import Strength
 from dissensus.train import mixture_nll
@@ -64,7 +65,7 @@ def test_evaluation_is_not_taken_for_a_batch_of_training(method):
     ds.evaluation.distances.member_distances(posterior, x, y)
     ds.temperature_scale(posterior, [(x, y)])
     mixture_nll(posterior, [(x, y)])
-    posterior.check_batch(x, y)
+    posterior.check_batch(Batch(x, y))
     assert (posterior.strength.last, posterior.strength.largest) == (5, 5)
     assert getattr(posterior, "repels", True)  # as the step before left it
     posterior.eval().loss(x, y)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
+from dissensus.core.batch import Batch
 from dissensus.methods import SVGD
 from dissensus.numerics import kernels, scores
 from dissensus.numerics.annealing import Annealing
@@ -72,7 +73,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strateg
     nets, (x, y) = networks(3, lambda: tiny.mlp().double()), tiny.points()
     posterior = SVGD(nets, data_size=50, space=space)
     other = copy.deepcopy(posterior)
-    found = STRATEGIES[strategy](posterior, x, y, None)
+    found = STRATEGIES[strategy](posterior, Batch(x, y))
     gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
     other.loss(x, y).backward()
     for name, parameter in other.particles.own_parameters().items():

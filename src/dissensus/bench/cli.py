@@ -25,6 +25,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.task.hints import check_read
+from dissensus.bench.task.schema import counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
@@ -195,10 +196,10 @@ def list_(data: Data = None) -> None:
         task = read_task(name)
         named, used = task["data"]["name"], ", ".join(listed(task["methods"]))
         tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
-    methods = Grid("method", "what", title="Methods", title_justify="left")
+    methods = Grid("method", "what", "networks", title="Methods", title_justify="left")
     for name, method in METHODS.items():
         about = (method.__doc__ or "").strip().split("\n")[0]
-        methods.add_row(name, escape(about))
+        methods.add_row(name, escape(about), counted_by(method) or "one")
     known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
     for name, source in SETS.items():
         known.add_row(name, escape(source.about), escape(present(name, data)))

@@ -25,6 +25,8 @@ def annotated(function: Callable[..., Any]) -> dict[str, Types]:
         )
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
         return {}
+    for hint in [each for each in hints.values() if typing.get_origin(each) is typing.Unpack]:  # **keywords by name
+        hints |= typing.get_type_hints(typing.get_args(hint)[0])
     return {name: _types(hint) or () for name, hint in hints.items()}
 
 

@@ -3,12 +3,60 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """Inputs, targets and, where examples have them, weights. Made and checked by `of` where batches come in."""
+
+    x: Inputs
+    y: Tensor
+    weight: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Any, *, anywhere: bool = False) -> "Batch":
+        """What a loader gave, (x, y) or (x, y, weight), checked: kinds, weights, and inputs as in `check_finite`."""
+        if isinstance(given, cls):  # checked when it was made
+            return given
+        if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+            what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
+            raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
+        x, y, weight = batch = cls(*given)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
+        size(x)  # an error where x has no tensor
+        check_weight(weight)
+        check_finite(x, anywhere=anywhere)
+        unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
+        return batch._replace(y=y.long()) if unsigned else batch
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return size(self.x)
+
+    def tensors(self) -> list[Tensor]:
+        """All its tensors, in a fixed order."""
+        return [*tensors(self.x), self.y, *(() if self.weight is None else (self.weight,))]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with function applied to every tensor in it."""
+        weight = None if self.weight is None else function(self.weight)
+        return Batch(apply(self.x, function), function(self.y), weight)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on the device."""
+        return self.map(_mover(device))
+
+
+def each(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
+    """The loader's batches, each checked as in `Batch.of`."""
+    return (Batch.of(given, anywhere=anywhere) for given in loader)
 
 
 def call(network: nn.Module, x: Inputs) -> Tensor:
@@ -62,7 +110,12 @@ def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
 
 def to(x: Inputs, device: torch.device) -> Inputs:
     """x on the device."""
-    return apply(x, lambda tensor: tensor.to(device, non_blocking=True))
+    return apply(x, _mover(device))
+
+
+def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
+    # On its way to the host a tensor is waited for: nothing else would wait before it is read.
+    return lambda tensor: tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def size(x: Inputs) -> int:
@@ -95,19 +148,6 @@ def unchanged(x: Inputs) -> Iterator[None]:
             "expected a network that leaves its inputs as they are, got one that changes them in place; "
             "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
         )
-
-
-def unpack(batch: Any) -> tuple[Inputs, Tensor, Tensor | None]:
-    """(x, y, weight) of one batch from a loader, the weight checked; weight is None where the loader gives none."""
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        what = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-        raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-    x, y, weight = batch if len(batch) == 3 else (*batch, None)
-    if not isinstance(y, Tensor):
-        raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
-    size(x)  # an error where x has no tensor
-    check_weight(weight)
-    return x, y.long() if y.dtype in (torch.uint16, torch.uint32, torch.uint64) else y, weight  # torch lacks their min
 
 
 def length(loader: Iterable[Any]) -> int | None:

@@ -14,18 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import check_whole
+from dissensus.core.prior import GaussianPrior, Prior, check_positive
 from dissensus.numerics.lengthscales import Moments, check_finite
 from dissensus.numerics.tree import Tensors
 
 
-class EmpCov(nn.Module):
-    """−log p(w) / N of first-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
+class EmpCov(Prior):
+    """First-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
 
     `network`: the architecture; `layer`: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d
     (C over the patches it sees). `inputs`: (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
-    A function of one member's tensors by name. `posterior.use_first_layer_prior(prior)` puts it in place of the isotropic
-    prior and, in `parameter_groups` and the default optimiser, of weight decay on this one tensor.
+    `rest`: the prior on all other tensors, or a Gaussian's deviation; None leaves them to the optimiser's weight decay.
     """
 
     root: Tensor
@@ -37,9 +36,9 @@ class EmpCov(nn.Module):
         network: nn.Module,
         layer: str,
         *,
-        data_size: int,
         alpha: float = 1.0,
         epsilon: float = 1e-4,
+        rest: Prior | float | None = None,
     ) -> None:
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
@@ -48,38 +47,41 @@ class EmpCov(nn.Module):
                 f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}; name the one that the "
                 "inputs reach first"
             )
-        check_whole("data_size", data_size)
-        for keyword, value in (("data_size", data_size), ("alpha", alpha), ("epsilon", epsilon)):
-            if not value > 0:
-                raise ValueError(f"expected a positive {keyword}, got {value}; pass a number above 0")
+        check_positive("alpha", alpha)
+        check_positive("epsilon", epsilon)
         first = known[layer]
         if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
             raise ValueError(
                 f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
             )
-        self.parameter = f"network.{layer}.weight" if layer else "network.weight"
-        self.data_size = data_size
+        self.parameter = f"{layer}.weight" if layer else "weight"
+        self.alpha, self.epsilon = alpha, epsilon
+        self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)
+        self.norm_layers = self.rest is not None and self.rest.norm_layers
         dimension = first.weight[0].numel()
         covariance = Moments.of(
             _seen(inputs, first), torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
         ).covariance
         values, vectors = torch.linalg.eigh(covariance)
-        # w Σ⁻¹ wᵀ = ‖w root‖²; not saved with a posterior: it is part of training, not of what was learned
+        # w Σ⁻¹ wᵀ = ‖w root‖²
         deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)
         dtype = torch.promote_types(first.weight.dtype, torch.float32)  # sums of squares leave the range of float16
-        self.register_buffer("root", (vectors / deviations).to(dtype), persistent=False)  # (D, D)
-        self.register_buffer("spread", (vectors * deviations).T.to(dtype), persistent=False)
+        self.register_buffer("root", (vectors / deviations).to(dtype))  # (D, D)
+        self.register_buffer("spread", (vectors * deviations).T.to(dtype))
 
-    def forward(self, params: Tensors) -> Tensor:
-        """() Σ_o w_o Σ⁻¹ w_oᵀ / (2 N) over the layer's outputs o, up to a constant −log p(w) / N."""
-        if self.parameter not in params:
-            raise ValueError(f"expected a tensor '{self.parameter}' among the member's, got none; build both alike")
-        weight = params[self.parameter].flatten(1)  # (O, D)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return (weight @ self.root.to(weight.dtype)).square().sum() / (2 * self.data_size)
+    def covers(self, name: str) -> bool:
+        return self.rest is not None or name == self.parameter
+
+    def log_prob(self, params: Tensors) -> Tensor:
+        """() −Σ_o w_o Σ⁻¹ w_oᵀ / 2 over the layer's outputs o, and the others' log p."""
+        others = {name: tensor for name, tensor in params.items() if name != self.parameter}
+        terms = [] if self.rest is None or not others else [self.rest.log_prob(others)]
+        if self.parameter in params:  # it may be frozen
+            weight = params[self.parameter].flatten(1)  # (O, D)
+            terms.append(-(weight @ self.root.to(weight.dtype)).square().sum() / 2)
+        return torch.stack(terms).sum()
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raises where members with tensors of these shapes, by name, have no weight that this prior fits."""
         if self.parameter not in shapes:
             raise ValueError(
                 f"expected a prior on one of {', '.join(shapes)}, got one on '{self.parameter}'; name the layer as the network "
@@ -92,8 +94,10 @@ class EmpCov(nn.Module):
                 "build it for this network"
             )
 
-    def draw(self, like: Tensor) -> Tensor:
-        """Weights drawn from this prior, of `like`'s shape (O, ...), from torch's generator."""
+    def draw(self, name: str, like: Tensor) -> Tensor:
+        if name != self.parameter:
+            assert self.rest is not None  # otherwise it covers no other tensor
+            return self.rest.draw(name, like)
         noise = torch.randn_like(like)
         return (noise.flatten(1) @ self.spread.to(noise.dtype)).reshape(like.shape)
 

@@ -22,6 +22,7 @@ class DrawnFunctions(nn.Module, ABC):
     """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
 
     members: int
+    networks: int = 1  # of which these are functions, network by network, as many of each
     particles: Particles  # the tensors of the functions
 
     @abstractmethod
@@ -65,7 +66,7 @@ class MemberFunctions(DrawnFunctions):
         super().__init__()
         self.particles = particles
         self.ordinary = ordinary
-        self.members = particles.members
+        self.members = self.networks = particles.members
         self.training = particles.training
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -97,6 +98,7 @@ class Mixture(DrawnFunctions):
         self._families = nn.ModuleList(families)
         self.particles = families[0].particles
         self.members = sum(family.members for family in families)
+        self.networks = sum(family.networks for family in families)
         self.training = False
 
     @property

@@ -1,6 +1,6 @@
 """Gradients of all members on one batch, found without changing anything: all at once by vmap, or one after the other.
 
-A strategy is a function `(posterior, x, y, weight) -> Gradients`. The two here work everywhere and give the same results;
+A strategy is a function `(posterior, batch) -> Gradients`. The two here work everywhere and give the same results;
 the engines add compiled, streamed and captured ones.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.particles import Lane, Particles, Rows
 from dissensus.core.running import averaged
 from dissensus.numerics.randomness import random_state
@@ -34,9 +34,7 @@ class Objective(Protocol):
     @property
     def mixes(self) -> bool: ...
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]: ...
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]: ...
 
     def couple(self, z: Any) -> Any: ...
 
@@ -66,15 +64,15 @@ class State(NamedTuple):
     shared_buffers: Tensors
 
 
-Strategy = Callable[[Objective, Inputs, Tensor, Tensor | None], Gradients]
+Strategy = Callable[[Objective, Batch], Gradients]
 
 
-def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def vectorised(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients with all members at once by vmap, of their sum: shared tensors need no copy per member."""
     state = state_of(posterior)
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     with posterior.particles.vectorising(), torch.enable_grad():
-        total, losses, after = _objective(posterior, state, x, y, weight)
+        total, losses, after = _objective(posterior, state, batch)
     # By plain autograd: function transforms would keep a graph of the gradients as well.
     found = torch.autograd.grad(total, list(wanted.values()), materialize_grads=True) if total.requires_grad else ()
     members, samples = posterior.particles.members, posterior.train_samples
@@ -82,16 +80,14 @@ def vectorised(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None
     return Gradients(losses.detach(), gradients, of_members(detached(after), members, samples))
 
 
-def vectorised_by_transforms(
-    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
-) -> Gradients:
+def vectorised_by_transforms(posterior: Objective, state: State, batch: Batch) -> Gradients:
     """What `vectorised` gives, as a pure function of tensors that the compiler can follow.
 
     To be called within `particles.vectorising()`.
     """
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-        total, losses, after = _objective(posterior, state._replace(own=own, shared=shared), x, y, weight)
+        total, losses, after = _objective(posterior, state._replace(own=own, shared=shared), batch)
         return total, (losses, after)
 
     (own, shared), (losses, after) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
@@ -99,14 +95,12 @@ def vectorised_by_transforms(
     return Gradients(losses, {**shared, **own}, of_members(after, members, samples))
 
 
-def _objective(
-    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensors]:
+def _objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
     """(objective (), losses, buffers afterwards), all members at once."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
-        return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, x, y, weight)
+        return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, batch)
 
     members, samples = posterior.particles.members, posterior.train_samples
     rows = Rows({**state.own, **state.own_frozen}, state.own_buffers, {}).repeated(members, samples)
@@ -119,9 +113,7 @@ def _objective(
 
 def looped(
     posterior: Objective,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     *,
     member: Callable[..., Gradients] | None = None,
     lane: Lane = lambda index: nullcontext(),
@@ -143,7 +135,7 @@ def looped(
             streams.append(random_state())
             with lane(i), torch.no_grad():
                 params, buffers = member_tensors(state, i // samples)
-                seen.append(posterior.member_loss(params, buffers, x, y, weight)[1])
+                seen.append(posterior.member_loss(params, buffers, batch)[1])
         join()
         streams.append(random_state())
         cotangents = posterior.couple(pytree.tree_map(lambda *each: torch.stack(each), *seen))
@@ -154,7 +146,7 @@ def looped(
             streams[i]()
         with lane(i):
             mine = None if cotangents is None else pytree.tree_map(lambda v, i=i: v[i], cotangents)
-            found.append(member(posterior, member_state(state, i // samples), x, y, weight, mine))
+            found.append(member(posterior, member_state(state, i // samples), batch, mine))
     join()
     if streams:
         streams[-1]()
@@ -163,9 +155,7 @@ def looped(
 
 def looped_keeping_graphs(
     posterior: Objective,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     *,
     forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
     lane: Lane = lambda index: nullcontext(),
@@ -180,7 +170,7 @@ def looped_keeping_graphs(
         wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**mine.shared, **mine.own}.items()}
         with lane(i), torch.enable_grad():
             params = {**mine.shared_frozen, **mine.own_frozen, **wanted}
-            results.append(forward(params, {**mine.shared_buffers, **mine.own_buffers}, x, y, weight))
+            results.append(forward(params, {**mine.shared_buffers, **mine.own_buffers}, batch))
         leaves.append(wanted)
     join()
     cotangents = posterior.couple(
@@ -240,9 +230,7 @@ def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
     return {name: averaged(values.transpose(0, 1)) for name, values in split.items()}
 
 
-def member_gradients(
-    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
-) -> Gradients:
+def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
     wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     params = {**state.shared_frozen, **state.own_frozen, **wanted}
@@ -250,14 +238,14 @@ def member_gradients(
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
-            value, z, buffers = posterior.member_loss(params, before, x, y, weight)
+            value, z, buffers = posterior.member_loss(params, before, batch)
             total = value if cotangent is None else value + inner(z, cotangent)
         leaves = list(wanted.values()) if total.requires_grad else []
         gradients = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
         used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
         return Gradients(value.detach(), used, detached(buffers))
 
-    return particles.runner.differentiate(run, lambda: particles.call(run, params, before)[0])  # type: ignore[no-any-return]
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
 
 def state_of(posterior: Objective) -> State:

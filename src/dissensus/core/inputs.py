@@ -214,8 +214,8 @@ def check_loader(*loaders: Iterable[Any] | None) -> None:
 
 def _gives_batches(dataset: Dataset[Any]) -> bool:
     try:
-        x, y, _ = batches.unpack(dataset[0])
-        return y.ndim > 0 and len(y) == batches.size(x)
+        x, y, *_ = dataset[0]
+        return isinstance(y, Tensor) and y.ndim > 0 and len(y) == batches.size(x)
     except (TypeError, ValueError):
         return False
     except (IndexError, KeyError):  # empty, or not numbered from 0: left to the loop that reads it

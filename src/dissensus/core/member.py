@@ -4,9 +4,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dissensus.core.attributes import unmade
+from dissensus.core.batch import Batch, call
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
@@ -33,6 +34,10 @@ class Member(nn.Module):
     def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
         result = function(self, *args)
         return result, dict(self.named_buffers()) if self.training else {}
+
+    def nll(self, batch: Batch) -> Tensor:
+        """() mean negative log-likelihood of the batch."""
+        return self.likelihood.nll(call(self.network, batch.x), batch.y, batch.weight)
 
 
 def emptied(member: Member) -> Member:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Regression, spread
 from dissensus.core.particles import Particles
 
@@ -21,12 +22,12 @@ def untrained(particles: Particles) -> Tensor | None:
     return noise if bool(((noise.detach() - start).abs() < 1e-6).all()) else None
 
 
-def started(particles: Particles, outputs: Callable[[], Tensor], y: Tensor, weight: Tensor | None) -> str | None:
+def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -> str | None:
     """Starts the noise at the error of the outputs where that is far above 1: from 1, intervals are too narrow for long."""
     if (noise := untrained(particles)) is None or particles.likelihood.initial is not None:
         return None
-    squares = (y - outputs()).double().square()
-    w = torch.ones_like(squares) if weight is None else spread(weight, squares)
+    squares = (batch.y - outputs()).double().square()
+    w = torch.ones_like(squares) if batch.weight is None else spread(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:
         return None

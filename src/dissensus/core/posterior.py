@@ -10,20 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.finite import check_predictions
 from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
@@ -34,13 +35,10 @@ class Posterior(TrainingRules, ABC):
     """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
-    needed: ClassVar[tuple[str, ...]] = ()  # keywords that are None by default and must be given all the same
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
 
-    def __init__(
-        self, particles: Particles, *, weight_prior_std: float | None = None, data_size: int | None = None
-    ) -> None:
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
+        super().__init__(particles, **prior)
         if isinstance(network := particles.template.network, Posterior):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"
@@ -57,16 +55,9 @@ class Posterior(TrainingRules, ABC):
 
     # ------------------------------------------------------------------ what a method declares
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
-
-        def nll(member: Member) -> Tensor:
-            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight)
-
-        value, buffers = self.particles.call(nll, params, buffers)
+        value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
         return value + penalty if isinstance(penalty, Tensor) else value, (), buffers
 
@@ -138,12 +129,12 @@ class Posterior(TrainingRules, ABC):
 
         What saved files describe, and what `load` takes. Methods that cut layers put the plain ones back here.
         """
-        return self.particles.member(0)
+        return self.particles.member(0) if self.base is None else self.base[0].given()
 
     @property
     def cuts(self) -> bool:
         """Whether layers of the network were cut: files then describe another network than the one that runs."""
-        return type(self).given is not Posterior.given
+        return type(self).given is not Posterior.given or (self.base is not None and self.base[0].cuts)
 
     def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
@@ -168,19 +159,15 @@ class Posterior(TrainingRules, ABC):
         Of a member trained by several samples (`train_samples`), the mean. Coupling terms are linearised (v has no graph):
         gradients are right, but values are not to be compared over steps.
         """
-        batches.check_finite(x)
-        batches.check_weight(weight)
-        self.check_batch(x, y)
-        self.before_step(x, y, weight)
-        return seam.loss(self, x, y, weight)
+        batch = self.take(Batch.of((x, y, weight)))
+        self.before_step(batch)
+        return seam.loss(self, batch)
 
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses, or (M·S,) with S `train_samples`; adds to `.grad` what `loss(x, y).backward()` would."""
-        batches.check_finite(x)
-        batches.check_weight(weight)
-        self.check_batch(x, y)
-        self.before_step(x, y, weight)
-        return seam.backward(self, x, y, weight)
+        batch = self.take(Batch.of((x, y, weight)))
+        self.before_step(batch)
+        return seam.backward(self, batch)
 
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
@@ -242,15 +229,20 @@ class Posterior(TrainingRules, ABC):
     def device(self) -> torch.device:
         return self.temperature.device
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
-        self.likelihood.check(self.output_shape(x), y)
+    def take(self, batch: Batch) -> Batch:
+        """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""
+        self.check_batch(batch)
+        return batch.to(self.device)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def check_batch(self, batch: Batch) -> None:
+        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
+        self.likelihood.check(self.output_shape(batch.x), batch.y)
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
         if not self._started:
             self._started = True
-            self._known.doubt(noise.started(self.particles, lambda: self._first_member(x), y, weight))
+            self._known.doubt(noise.started(self.particles, lambda: self._first_member(batch.x), batch))
 
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
@@ -261,7 +253,7 @@ class Posterior(TrainingRules, ABC):
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
-        particles = self.particles
+        particles, x = self.particles, batches.to(x, self.device)
         with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
             outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
             self.draws_itself |= watch.drew

@@ -1,11 +1,16 @@
-"""The Gaussian prior on weights and biases: ‖θ‖² / (2 N σ²), what a mean loss over N data points must carry."""
+"""Priors on the weights: a mean loss over N data points carries −log p(θ) / N."""
 
+import inspect
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.tree import Tensors
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -16,6 +21,126 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
 )
 
 
+class Prior(nn.Module, ABC):
+    """Base class: a density of one member's trained tensors, by their names in the network.
+
+    A file notes its class and its attributes that are numbers or text, and does not hold it: predictions need no prior, and
+    training on asks for it again. Tensors that it needs are buffers; they move with the posterior and are not saved.
+    """
+
+    norm_layers: bool = True  # whether parameters of norm layers are among the tensors
+
+    @abstractmethod
+    def log_prob(self, params: Tensors) -> Tensor:
+        """() log p(θ) up to a constant: a pure function. Tensors are float32 or wider."""
+
+    def covers(self, name: str) -> bool:
+        """Whether it is a prior on this tensor too; weight decay acts on the others."""
+        return True
+
+    def draw(self, name: str, like: Tensor) -> Tensor:
+        """This tensor drawn from the prior, from torch's generator; only `FunctionRDE(functional_prior=True)` asks for it."""
+        raise TypeError(f"expected a prior with draws, got {type(self).__name__}; define its draw(name, like)")
+
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raises where a network with tensors of these shapes, by name, cannot have this prior."""
+
+    def config(self) -> dict[str, Any]:
+        """Its class, and its attributes that are numbers or text: what files and checkpoints say of it."""
+        numbers = {k: v for k, v in vars(self).items() if k[0] != "_" and type(v) in (int, float, str)}
+        parts = {name: part.config() for name, part in self.named_children() if isinstance(part, Prior)}
+        return {"name": type(self).__name__, **numbers, **parts}
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = False) -> None:
+        super().register_buffer(name, tensor, persistent=False)
+
+
+class GaussianPrior(Prior):
+    """N(0, std²) on weights and biases, not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant."""
+
+    norm_layers = False
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        check_positive("std", std)
+        self.std = float(std)
+
+    def log_prob(self, params: Tensors) -> Tensor:
+        return -torch.stack([tensor.square().sum() for tensor in params.values()]).sum() / (2 * self.std**2)
+
+    def draw(self, name: str, like: Tensor) -> Tensor:
+        return self.std * torch.randn_like(like)
+
+
+LogDensity = Callable[[Tensors], Tensor]
+
+
+class FunctionPrior(Prior):
+    """A function of one member's tensors as a prior; without one, a file's note of a prior that training asks for."""
+
+    def __init__(self, function: LogDensity | None, noted: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function, self.noted = function, dict(noted)
+
+    def log_prob(self, params: Tensors) -> Tensor:
+        if self.function is None:
+            raise ValueError(
+                f"expected the prior {self.noted.get('name')} of this posterior's training, got a file's note of it alone; "
+                "call posterior.use_prior(prior), or use_prior(None) to train without"
+            )
+        return self.function(params)
+
+    def config(self) -> dict[str, Any]:
+        return self.noted
+
+
+class PriorKeywords(TypedDict, total=False):
+    """Keywords of every method: the prior (`weight_prior_std=σ` is short for `prior=GaussianPrior(σ)`), and N."""
+
+    prior: Prior | LogDensity | None
+    weight_prior_std: float | None
+    data_size: int | None
+
+
+def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
+    """A constructor's signature with what `**prior` stands for: what `help` and the bench read."""
+    *known, last = list(inspect.signature(constructor).parameters.values())[1:]
+    if last.kind is not last.VAR_KEYWORD or last.name != "prior":
+        return inspect.Signature([*known, last])
+    kinds = PriorKeywords.__annotations__.items()
+    return inspect.Signature(
+        [*known, *(last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)]
+    )
+
+
+def prior_of(prior: Any, weight_prior_std: float | None, data_size: int | None) -> Prior | None:
+    """The prior that the keywords of a method mean; a table is a file's note of one."""
+    if data_size is not None:
+        check_whole("data_size", data_size)
+        check_positive("data_size", data_size)
+    if weight_prior_std is not None:
+        check_positive("weight_prior_std", weight_prior_std)
+        if prior is not None:
+            raise ValueError("expected prior or weight_prior_std, got both; the second is short for GaussianPrior(std)")
+        prior = GaussianPrior(weight_prior_std)
+    if prior is not None and data_size is None:
+        raise ValueError("expected data_size with a prior, got none; pass data_size=len(training_set)")
+    if prior is None or isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, Mapping):
+        return FunctionPrior(None, prior)
+    if not callable(prior) or isinstance(prior, type):
+        raise TypeError(f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function of tensors by name")
+    return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
+
+
+def check_positive(keyword: str, value: float) -> None:
+    """Raises where this is no finite number above 0."""
+    check_number(keyword, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"expected a positive {keyword}, got {value}; pass a finite number above 0")
+
+
 def norm_parameters(module: nn.Module) -> set[str]:
     """Names of the parameters that belong to normalisation layers: torch's, and any that keeps running statistics."""
     return {
@@ -24,24 +149,3 @@ def norm_parameters(module: nn.Module) -> set[str]:
         if isinstance(layer, NORM_LAYERS) or isinstance(getattr(layer, "running_mean", None), Tensor)
         for name, _ in layer.named_parameters(recurse=False)
     }
-
-
-def check_prior(weight_prior_std: float | None, data_size: int | None) -> None:
-    """Raises where the two keywords do not make a prior."""
-    if data_size is not None:
-        check_whole("data_size", data_size)
-    if weight_prior_std is not None:
-        check_number("weight_prior_std", weight_prior_std)
-    for name, value in (("weight_prior_std", weight_prior_std), ("data_size", data_size)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"expected a positive {name}, got {value}; pass a finite number above 0")
-    if weight_prior_std is not None and data_size is None:
-        raise ValueError("expected data_size with weight_prior_std, got none; pass data_size=len(training_set)")
-
-
-def negative_log_prior(tensors: dict[str, Tensor], weight_prior_std: float, data_size: int) -> Tensor:
-    """() Σ θ² / (2 N σ²): −log p(θ) / N up to a constant."""
-    # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
-    full = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors.values()]
-    squares = torch.stack([tensor.square().sum() for tensor in full])
-    return squares.sum() / (2 * data_size * weight_prior_std**2)

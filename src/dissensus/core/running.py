@@ -102,7 +102,9 @@ class Runner:
     """
 
     how: How = "vectorised"
-    recomputes = False  # whether activations were seen to be computed again in the backward pass
+    recomputes: bool | None = (
+        None  # whether activations are computed again in the backward pass; None until it was looked at
+    )
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
         self.attention = has_attention(template)
@@ -131,17 +133,20 @@ class Runner:
         self.note_fallback(attempt.failed)
         return result
 
-    def differentiate(self, run: Callable[[], Any], in_place: Callable[[], Any]) -> Any:
-        """run(): a member's gradients; in_place(), where checkpoints need the member's tensors in the backward pass too."""
-        if not self.recomputes:
+    def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
+        """run(): a member's gradients. in_place(): those, and the buffers that were in place in the backward pass too.
+
+        Checkpoints need the member's tensors there, and change batch statistics: else those that the network itself holds.
+        """
+        if self.recomputes is False:
             with suppress(RuntimeError):
                 return run()
         try:
-            found = in_place()
+            found, buffers = in_place()
         except CheckpointError as error:
             where = "in the backward pass, got others there; leave activation checkpointing out"
             raise ValueError(f"expected activations that can be computed again {where}") from error
-        self.recomputes = True
+        self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
         return found
 
     def note_fallback(self, reason: str) -> None:

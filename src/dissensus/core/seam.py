@@ -1,6 +1,6 @@
 """The seam: from pure functions of one member to training all.
 
-A method declares `member_loss(params, buffers, x, y, weight) -> (loss, z, buffers)` and, where members interact,
+A method declares `member_loss(params, buffers, batch) -> (loss, z, buffers)` and, where members interact,
 `couple(z) -> v`. The objective is
 
     Σ_i loss_i + Σ_i ⟨z_i, v_i⟩,    v = couple(stop-gradient(z)),
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, Strategy, detached, inner, looped, of_members, vectorised
 from dissensus.core.particles import Rows
 from dissensus.core.running import Attempt
@@ -26,18 +26,18 @@ from dissensus.core.turns import PROCESS
 from dissensus.numerics.tree import Tensors
 
 
-def loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def loss(posterior: Objective, batch: Batch) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
     particles = posterior.particles
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
-        return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, x, y, weight)
+        return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
     members, samples = particles.members, posterior.train_samples
     with _turn(posterior):
         if posterior.mixes:
-            return _surrogate(posterior, x, y, weight)
+            return _surrogate(posterior, batch)
         losses, z, buffers = particles.run(one, particles.rows(samples=samples), members * samples)
         particles.write_buffers(of_members(buffers, members, samples))
         total: Tensor = losses.sum()
@@ -46,12 +46,10 @@ def loss(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> T
     return total if samples == 1 else total / samples
 
 
-def backward(
-    posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None, strategy: Strategy | None = None
-) -> Tensor:
+def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = None) -> Tensor:
     """(M,) or (M·S,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
     with finding(posterior):
-        found = (strategy or automatic)(posterior, x, y, weight)
+        found = (strategy or automatic)(posterior, batch)
         posterior.particles.write_buffers(found.buffers)
     add_gradients(posterior, posterior.mix(found.gradients) if posterior.mixes else found.gradients)
     return found.losses
@@ -85,10 +83,10 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
             parameter.grad.add_(gradient)
 
 
-def _surrogate(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+def _surrogate(posterior: Objective, batch: Batch) -> Tensor:
     """() a scalar with the value of Σ losses and the mixed gradients, which belong to no loss, as derivative."""
     particles = posterior.particles
-    found = automatic(posterior, x, y, weight)
+    found = automatic(posterior, batch)
     particles.write_buffers(found.buffers)
     mixed = posterior.mix(found.gradients)
     parameters = {**particles.shared_parameters(), **particles.own_parameters()}
@@ -112,7 +110,10 @@ def _turn(posterior: Objective) -> AbstractContextManager[object]:
 
 
 def check_trainable(posterior: Objective) -> None:
-    """Raises where no gradient is recorded, or where each process of a group would train another model unawares."""
+    """Raises where no gradient is recorded, another posterior trains, or each process of a group another model unawares."""
+    if (base := getattr(posterior, "base", None)) is not None:
+        watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
+        raise ValueError(f"expected the posterior that trains, {watched}; train that one, which ds.track returned")
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "expected gradients to be recorded, got torch.inference_mode(), in which nothing trains; leave it (for the value "
@@ -128,13 +129,13 @@ def check_trainable(posterior: Objective) -> None:
         )
 
 
-def automatic(posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+def automatic(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients by vmap where the members allow it, else in a loop; falls back by itself and logs it once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members * posterior.train_samples == 1:
-        return looped(posterior, x, y, weight)
+        return looped(posterior, batch)
     with Attempt() as attempt:
-        return vectorised(posterior, x, y, weight)
-    found = looped(posterior, x, y, weight)
+        return vectorised(posterior, batch)
+    found = looped(posterior, batch)
     particles.runner.note_fallback(attempt.failed)
     return found

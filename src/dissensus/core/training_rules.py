@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.clock import Clock
-from dissensus.core.empcov import EmpCov
+from dissensus.core.member import PREFIX
 from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
-from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
+from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, norm_parameters, prior_of, spelled_out
+from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 
 
@@ -33,31 +34,39 @@ class Watchers(nn.ModuleList):
 class TrainingRules(Clock):
     """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
 
+    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
     # The end of a shared run that suits a watcher: a decayed rate, or one at which weights go on moving; None: it is none.
     tail: ClassVar[Literal["decayed", "constant"] | None] = None
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
+    prior: Prior | None
+    _with_prior: frozenset[str] | None  # made when first asked for
     keeps_best: bool = True  # whether `fit` may go back to the best epoch; not where something is collected over many
 
-    def __init__(self, particles: Particles, *, weight_prior_std: float | None, data_size: int | None) -> None:
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = spelled_out(cls.__init__)  # type: ignore[attr-defined]
+
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
-        check_prior(weight_prior_std, data_size)
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
-        self.weight_prior_std = weight_prior_std
-        self.data_size = data_size
-        self.first_layer_prior: EmpCov | None = None
-        self._with_prior: frozenset[str] | None = None  # made when first asked for
+        self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
+        self.data_size: int | None = None
+        size = prior.get("data_size")
+        self.use_prior(prior_of(prior.get("prior"), prior.get("weight_prior_std"), size), size)
+        if self.data_size is None and "data_size" in self.needed:
+            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+    def before_step(self, batch: Batch) -> None:
         """Called once for every batch whose gradients are to be found, by `fit`, `backward` and `loss`, on the host.
 
         For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
         for watcher in self.watched_by:
-            watcher.before_step(x, y, weight)
+            watcher.before_step(batch)
 
     @property
     def watched_by(self) -> tuple[Any, ...]:
@@ -89,6 +98,10 @@ class TrainingRules(Clock):
             watcher.observe(optimizer)
         return super().observe(optimizer)
 
+    def drawn_bytes(self) -> int:
+        """Bytes of the weights that a draw samples, as far as they are known before training."""
+        return 0
+
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
 
@@ -99,62 +112,72 @@ class TrainingRules(Clock):
         network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
         latents = {n: p for n, p in named.items() if roots[n] == "latents"}
         others = {n: p for n, p in named.items() if roots[n] not in ("network", "likelihood", "latents")}
-        first = None if self.first_layer_prior is None else self.first_layer_prior.parameter
+        prior = self.prior
+        covered = {n: p for n, p in network.items() if prior is not None and prior.covers(n.removeprefix(PREFIX))}
         return [
             Group("network", network),
             Group("others", others, prior=False),
             Group("latents", latents, decay=False, prior=False),
-            Group("first layer", {n: p for n, p in named.items() if n == first}, decay=False, prior=False),
+            Group("under the prior", covered, decay=False),
             Group("likelihood", noise, decay=False, prior=False),
         ]
 
-    def with_prior(self) -> frozenset[str]:
-        """Names of members' parameters under the weight prior: those of groups that have it, but for norm layers."""
+    def with_prior(self) -> list[str]:
+        """Names of members' trained parameters under the prior: what it covers of groups that have one."""
         if self._with_prior is None:
             names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
-            norms = {f"network.{name}" for name in norm_parameters(self.particles.template.network)}
-            self._with_prior = frozenset(names - norms)
-        return self._with_prior
+            norms, prior = norm_parameters(self.particles.template.network), self.prior
+            plain = {name.removeprefix(PREFIX) for name in names} - (set() if prior and prior.norm_layers else norms)
+            self._with_prior = frozenset(PREFIX + name for name in plain if prior is not None and prior.covers(name))
+        # Asked of the stored tensors: inside vmap and func transforms, those of a member do not know whether they are trained.
+        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        return [name for name, each in stored.items() if name in self._with_prior and each.requires_grad]
 
     def penalty(self, params: Tensors) -> Tensor | float:
-        """() −log p(θ) / N of one member. Shared tensors count 1/M, so that in the sum over members they count once."""
-        first = self._first_layer_penalty(params)
-        if self.weight_prior_std is None or self.data_size is None:
-            return first
-        # Asked of the stored tensors: inside vmap and func transforms `params` do not know whether they are trained.
-        own, shared, names = self.particles.own_parameters(), self.particles.shared_parameters(), self.with_prior()
-        weights = {
-            name: params[name] / self.particles.members**0.5 if name in shared else params[name]
-            for name, stored in {**shared, **own}.items()
-            if name in names and stored.requires_grad
-        }
-        return first + negative_log_prior(weights, self.weight_prior_std, self.data_size) if weights else first
-
-    def _first_layer_penalty(self, params: Tensors) -> Tensor | float:
-        if self.first_layer_prior is None:
+        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: in the sum over members they count once."""
+        if self.prior is None or self.data_size is None:
             return 0.0
-        once = self.first_layer_prior.parameter in self.particles.shared_parameters()
-        return self.first_layer_prior(params) / (self.particles.members if once else 1)  # type: ignore[no-any-return]
+        weights, shared = {}, self.particles.shared_parameters()
+        for name in self.with_prior():
+            # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
+            full = params[name].to(torch.promote_types(params[name].dtype, torch.float32))
+            once = name in shared and self.particles.members > 1
+            weights[name.removeprefix(PREFIX)] = with_gradient_times(full, 1 / self.particles.members) if once else full
+        if not weights:
+            return 0.0
+        if (log_prob := self.prior.log_prob(weights)).shape:
+            raise ValueError(
+                f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum over all tensors"
+            )
+        return -log_prob / self.data_size
 
-    def use_first_layer_prior(self, prior: EmpCov) -> None:
-        """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.
+    def use_prior(self, prior: Prior | Callable[[Tensors], Tensor] | None, data_size: int | None = None) -> None:
+        """Puts this prior in place of the one there is, from the next step on; None trains without.
 
-        Optimisers made afterwards, by `parameter_groups` or by `fit`, do not decay those weights.
+        `data_size`: N, where the posterior does not know it. Optimisers made afterwards do not decay the weights that the
+        prior covers.
         """
-        if not isinstance(prior, EmpCov):
-            raise TypeError(f"expected an EmpCov, got {type(prior).__name__}; build one from the training inputs")
-        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
-        prior.check_fits({name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()})
-        self.first_layer_prior = prior
+        size = self.data_size if data_size is None else data_size
+        if (made := prior_of(prior, None, size)) is not None:
+            own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+            shapes = {name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()}
+            made.check_fits({n.removeprefix(PREFIX): s for n, s in shapes.items() if n.startswith(PREFIX)})
+        self.prior, self.data_size = made, size
         self._with_prior = None
+
+    def prior_config(self) -> dict[str, Any]:
+        """What `config` holds of the prior: a Gaussian's deviation, and a note of any other."""
+        std = self.prior.std if type(self.prior) is GaussianPrior else None
+        noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
+        return {"weight_prior_std": std, "data_size": self.data_size, **noted}
 
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
         """Parameter groups for an optimiser, from `groups`; empty ones are left out.
 
-        Weight decay acts on groups that take it: not on weights that `use_first_layer_prior` gave another prior, nor on a
-        learned noise. `likelihood_lr`: the noise's rate, `lr` where None.
+        Weight decay acts on groups that take it: not on weights under a prior, nor on a learned noise. `likelihood_lr`: the
+        noise's rate, `lr` where None.
         """
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
@@ -171,14 +194,12 @@ class TrainingRules(Clock):
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
 
-        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
-        weight prior.
+        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none on weights under a prior.
         """
         if (choosy := next((each for each in self.watched_by if each.optimizers is not None), None)) is not None:
             own: Optimizer = choosy.default_optimizer()
             return own
-        decay = 1e-4 if self.weight_prior_std is None else 0.0
-        return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
+        return torch.optim.AdamW(self.parameter_groups(1e-3, 1e-4, likelihood_lr=1e-2), fused=True)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""

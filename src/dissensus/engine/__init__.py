@@ -3,9 +3,8 @@
 import logging
 
 import torch
-from torch import Tensor
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.running import replace_runner
 from dissensus.core.turns import one_network_at_a_time
@@ -31,7 +30,7 @@ def build_step(
     engine: str,
     posterior: Posterior,
     optimizer: torch.optim.Optimizer,
-    batch: tuple[Inputs, Tensor, Tensor | None],
+    batch: Batch,
     *,
     steps: int,
     memory: Memory | None = None,
@@ -49,7 +48,7 @@ def build_step(
         if engine == "auto" and not memory.fits(posterior.device):
             log.info("members run one after the other: the memory for all at once is not there")
             engine = "loop"
-    chosen = make_plan(engine, posterior, *batch, precision=precision, steps=steps)
+    chosen = make_plan(engine, posterior, batch, precision=precision, steps=steps)
     step = EagerStep(
         posterior,
         optimizer,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.running import first_line
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.lanes import capturing
@@ -46,21 +45,22 @@ class CapturedStep:
         if step.accumulate > 1:
             self._give_up("gradients are accumulated over several batches")
 
-    def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; the next call overwrites them."""
-        key = (_shapes(x), y.shape, y.dtype, None if weight is None else weight.shape, self.posterior.training)
+        shapes = ((tensor.shape, tensor.dtype) for tensor in batch.tensors())
+        key = (batch.weight is None, self.posterior.training, *shapes)
         graph = self.graphs.get(key)
         if graph is None and not self.failed and len(self.graphs) < MOST_GRAPHS:
             self.seen[key] += 1
             if self.seen[key] > WARM_UP:
-                graph = self._capture(key, x, y, weight)
+                graph = self._capture(key, batch)
         if graph is None:
             self.plain_last = True
-            return self._plain(x, y, weight)
+            return self._plain(batch)
         if self.plain_last:  # the plain step has put its own gradients into .grad
             graph.show_gradients()
             self.plain_last = False
-        losses = graph.replay(x, y, weight)
+        losses = graph.replay(batch)
         if not graph.observes:
             self.step.guard.observe()
         return losses
@@ -80,18 +80,18 @@ class CapturedStep:
             self.restore()
         self.step.close()
 
-    def _plain(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
+    def _plain(self, batch: Batch) -> Tensor:
         # On a side stream: memory that is allocated before a capture must not be tied to the default stream.
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            losses = self.step(x, y, weight)
+            losses = self.step(batch)
         torch.cuda.current_stream().wait_stream(self.side)
         return losses
 
-    def _capture(self, key: tuple[Any, ...], x: Inputs, y: Tensor, weight: Tensor | None) -> "_Graph | None":
+    def _capture(self, key: tuple[Any, ...], batch: Batch) -> "_Graph | None":
         steps = self.posterior.steps.clone()
         try:
-            graph = _Graph(self.step, x, y, weight, pool=self.pool)
+            graph = _Graph(self.step, batch, pool=self.pool)
         except Exception as error:  # whatever a user's network does that a capture refuses
             torch.cuda.synchronize()
             self.posterior.steps.copy_(steps)
@@ -110,25 +110,20 @@ class CapturedStep:
 class _Graph:
     """One captured step for one shape of batch, with the memory it reads and writes."""
 
-    def __init__(self, step: EagerStep, x: Inputs, y: Tensor, weight: Tensor | None, *, pool: Any) -> None:
-        self.x = batches.apply(x, torch.clone)
-        self.y = y.clone()
-        self.weight = None if weight is None else weight.clone()
+    def __init__(self, step: EagerStep, batch: Batch, *, pool: Any) -> None:
+        self.batch = batch.map(torch.clone)
         # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
         self.observes = not step.posterior.observes
         self.graph = torch.cuda.CUDAGraph()
         step.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         with capturing(self.graph, pool=pool):
-            self.losses = step.gradients_and_update(self.x, self.y, self.weight, observe=self.observes)
+            self.losses = step.gradients_and_update(self.batch, observe=self.observes)
         self.gradients = [(p, p.grad) for group in step.optimizer.param_groups for p in group["params"]]
 
-    def replay(self, x: Inputs, y: Tensor, weight: Tensor | None) -> Tensor:
-        for mine, given in zip(batches.tensors(self.x), batches.tensors(x), strict=True):
+    def replay(self, batch: Batch) -> Tensor:
+        for mine, given in zip(self.batch.tensors(), batch.tensors(), strict=True):
             mine.copy_(given, non_blocking=True)
-        self.y.copy_(y, non_blocking=True)
-        if self.weight is not None and weight is not None:
-            self.weight.copy_(weight, non_blocking=True)
         self.graph.replay()
         return self.losses
 
@@ -136,7 +131,3 @@ class _Graph:
         """Points every `.grad` at the memory this graph writes."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-
-
-def _shapes(x: Inputs) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in batches.tensors(x))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import seam
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.errors import Diverged
 from dissensus.core.gradients import Strategy
 from dissensus.core.likelihood import spread
@@ -41,7 +41,7 @@ class EagerStep:
         self._restore = fuse(optimizer)
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
-    def __call__(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step."""
         if self.pending == 0:
             # Zeroed before backward, not after the step: trackers read gradients in observe. All of them, not only those
@@ -50,17 +50,17 @@ class EagerStep:
             self.guard.begin(several=self.accumulate > 1)
         self.pending += 1
         complete = self.pending == self.accumulate
-        losses = self._batch(x, y, weight, complete=complete)
+        losses = self._batch(batch, complete=complete)
         if complete:
             self._update()
             self.guard.observe()
             self.pending = 0
         return losses
 
-    def gradients_and_update(self, x: Inputs, y: Tensor, weight: Tensor | None, *, observe: bool) -> Tensor:
+    def gradients_and_update(self, batch: Batch, *, observe: bool) -> Tensor:
         """(M,) losses of one whole step, given that every `.grad` is None: the part that a CUDA graph can hold."""
         self.guard.begin(several=False)
-        losses = self._batch(x, y, weight, complete=True)
+        losses = self._batch(batch, complete=True)
         self._update()
         if observe:
             self.guard.observe()
@@ -87,29 +87,29 @@ class EagerStep:
         """Gives the optimiser its settings back."""
         self._restore()
 
-    def _batch(self, x: Inputs, y: Tensor, weight: Tensor | None, *, complete: bool) -> Tensor:
+    def _batch(self, batch: Batch, *, complete: bool) -> Tensor:
         """(M,) losses; takes gradients into `.grad` and, where all is finite, stores batch statistics."""
         with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
-            found = self.strategy(self.posterior, x, y, weight)
+            found = self.strategy(self.posterior, batch)
             gradients = found.gradients
             if self.posterior.mixes:
                 self.guard.look_unmixed(gradients)
                 gradients = self.posterior.mix(gradients)
-        seam.add_gradients(self.posterior, gradients, share=self._share(y, weight, found.losses.dtype))
+        seam.add_gradients(self.posterior, gradients, share=self._share(batch, found.losses.dtype))
         with self._forgetting():
             self.guard.look(found.losses, complete=complete)
         self.guard.write(found.buffers)
         return found.losses
 
-    def _share(self, y: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _share(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
         """() how much of the step so far the batch is, by the weights of entries that count; None for a step of one batch.
 
         Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean by these shares is the loss of one large batch.
         """
         if self.accumulate == 1:
             return None
-        counted = self.posterior.likelihood.counted(y)
-        w = torch.ones(len(y), device=y.device) if weight is None else weight
+        counted = self.posterior.likelihood.counted(batch.y)
+        w = torch.ones(len(batch.y), device=batch.y.device) if batch.weight is None else batch.weight
         if counted is not None:
             w = spread(w, counted.to(w.dtype)) * counted
         counts = w.sum(dtype=dtype)

@@ -89,8 +89,10 @@ class Guard:
 
     def write(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this batch or one before was bad."""
+        if not buffers:
+            return
         particles = self.posterior.particles
-        if self.reads or not buffers:
+        if self.reads:
             particles.write_buffers(buffers)
             return
         before = self._kept or self._buffers()

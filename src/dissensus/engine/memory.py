@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dissensus.core import gradients
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
+from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
 from dissensus.numerics.randomness import same_random_state
@@ -18,7 +19,7 @@ EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training needs: for weights, gradients, the optimiser's state and each member's activations."""
+    """Bytes that training needs: for weights, gradients, the optimiser's state, recorders and each member's activations."""
 
     weights: int
     gradients: int
@@ -26,6 +27,8 @@ class Memory:
     activations: int  # of one member on one batch; on a GPU with temporaries
     members: int
     workspace: int = 0  # kept by the GPU's libraries for each stream they are used on
+    recorded: int = 0  # kept by recorders of the weights
+    drawn: int = 0  # of the weights that are sampled after training; not in the sums
 
     @property
     def at_once(self) -> int:
@@ -41,7 +44,7 @@ class Memory:
     @property
     def _lasting(self) -> int:
         # Gradients twice: those found member by member are copied into a stack.
-        return self.weights + 2 * self.gradients + self.optimizer
+        return self.weights + self.recorded + 2 * self.gradients + self.optimizer
 
     def fits(self, device: torch.device) -> bool:
         """Whether there is room for all members at once; always true on the host, which can swap."""
@@ -49,40 +52,43 @@ class Memory:
             return True
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return self.at_once - self.weights < 0.9 * (free + cached)
+        return self.at_once - self.weights - self.recorded < 0.9 * (free + cached)
 
     def __str__(self) -> str:
         return (
             f"about {readable(self.at_once)} with all members at once, {readable(self.one_at_a_time)} one after the other "
             f"(weights {readable(self.weights)}, gradients {readable(self.gradients)}, optimiser "
             f"{readable(self.optimizer)}, activations {readable(self.activations)} a member"
+            + (f", recorders {readable(self.recorded)}" if self.recorded else "")
             + (f", libraries {readable(self.workspace)} a stream)" if self.workspace else ")")
+            + (f"; afterwards a draw takes {readable(self.drawn)}" if self.drawn else "")
         )
 
 
 def training_memory(
     posterior: Posterior,
     optimizer: torch.optim.Optimizer,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     *,
     precision: torch.dtype | None = None,
 ) -> Memory:
     """The memory that training on batches like this one needs: on a GPU measured on one member, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
+    recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
-        activations, workspace = _measured(posterior, x, y, weight, precision)
+        activations, workspace = _measured(posterior, batch, precision)
     else:
-        activations, workspace = _activations(posterior, x, y, weight, precision), 0
+        activations, workspace = _activations(posterior, batch, precision), 0
     return Memory(
-        weights=_bytes(tensors),
+        weights=_bytes(tensors) - recorded,
         gradients=_bytes(trained),
         optimizer=_states(optimizer) * _bytes(trained),
         activations=activations,
         members=posterior.particles.members * posterior.train_samples,  # each sample has a graph of its own
         workspace=workspace,
+        recorded=recorded,
+        drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watched_by)),
     )
 
 
@@ -109,9 +115,7 @@ def forget_workspaces() -> None:
         clear()
 
 
-def _measured(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
-) -> tuple[int, int]:
+def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes that forward and backward of one member take, bytes that libraries keep for a stream)."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
 
@@ -121,7 +125,7 @@ def _measured(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with autocast(posterior.device, precision):
-            found = gradients.member_gradients(posterior, state, x, y, weight, None)
+            found = gradients.member_gradients(posterior, state, batch, None)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
@@ -133,9 +137,7 @@ def _measured(
     return max(activations, 0), max(workspace, 0)
 
 
-def _activations(
-    posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, precision: torch.dtype | None
-) -> int:
+def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
     state = gradients.member_state(gradients.state_of(posterior), 0)
     own = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
@@ -152,7 +154,7 @@ def _activations(
 
     with same_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = posterior.member_loss(params, buffers, x, y, weight)
+            result = posterior.member_loss(params, buffers, batch)
         del result
     return sum(kept.values())
 

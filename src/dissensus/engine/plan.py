@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.engine.eager import autocast
@@ -48,9 +48,7 @@ class Plan:
 def make_plan(
     engine: str,
     posterior: Posterior,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     *,
     precision: torch.dtype | None,
     steps: int,
@@ -70,7 +68,7 @@ def make_plan(
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(x)))
+    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(batch.x)))
     # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
     memory: dict[Any, dict[bool, Plan]] = posterior.__dict__.setdefault("_plans_by_worth", {})
     known = memory.setdefault(key, {})
@@ -78,7 +76,7 @@ def make_plan(
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
     candidates = named or _candidates(posterior, on_gpu)
-    chosen = _best(candidates, words, engine, posterior, x, y, weight, precision, steps)
+    chosen = _best(candidates, words, engine, posterior, batch, precision, steps)
     log.info("members run %s", describe(chosen))
     # Without what was tried: copies of the posterior must not copy what a compiler made.
     known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
@@ -111,9 +109,7 @@ def _best(
     words: set[str],
     engine: str,
     posterior: Posterior,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
+    batch: Batch,
     precision: torch.dtype | None,
     steps: int,
 ) -> Plan:
@@ -125,7 +121,7 @@ def _best(
 
     def seconds(kind: Kind, run: Strategy | None = None) -> float | None:
         with autocast(posterior.device, precision):
-            return timed(run or strategy(kind), posterior, x, y, weight, captured=captured)
+            return timed(run or strategy(kind), posterior, batch, captured=captured)
 
     was_training = posterior.training
     posterior.train()
@@ -158,16 +154,14 @@ def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
     return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
-def timed(
-    run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None, *, captured: bool
-) -> float | None:
+def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None where they fail."""
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
     measure = _captured_seconds if captured else _plain_seconds
     try:
         with posterior.particles.turn(), posterior.particles.runner.running():
-            return measure(run, posterior, x, y, weight)
+            return measure(run, posterior, batch)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
@@ -180,21 +174,21 @@ def timed(
             torch.cuda.set_rng_state(cuda, posterior.device)
 
 
-def _plain_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> float:
-    return _median(lambda: run(posterior, x, y, weight), repeats=3, synchronise=posterior.device.type == "cuda")
+def _plain_seconds(run: Strategy, posterior: Posterior, batch: Batch) -> float:
+    return _median(lambda: run(posterior, batch), repeats=3, synchronise=posterior.device.type == "cuda")
 
 
-def _captured_seconds(run: Strategy, posterior: Posterior, x: Inputs, y: Tensor, weight: Tensor | None) -> float:
+def _captured_seconds(run: Strategy, posterior: Posterior, batch: Batch) -> float:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            run(posterior, x, y, weight)
+            run(posterior, batch)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with capturing(graph):
-        result: Gradients = run(posterior, x, y, weight)
+        result: Gradients = run(posterior, batch)
     seconds = _median(graph.replay, repeats=5, synchronise=True)
     del result, graph
     torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import gradients
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.running import Attempt
 from dissensus.engine.lanes import Lanes
@@ -55,14 +55,14 @@ class OrElse:
         self.second = second
         self.instead = instead
 
-    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.first is None:
-            return self.second(posterior, x, y, weight)
+            return self.second(posterior, batch)
         # Past its limit of recompilations dynamo would run plain code and say nothing.
         loud = nullcontext() if self.instead.kind else torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
         with Attempt() as attempt, loud:
-            return self.first(posterior, x, y, weight)
-        result = self.second(posterior, x, y, weight)
+            return self.first(posterior, batch)
+        result = self.second(posterior, batch)
         self.first = None
         if self.instead.kind == "loop":
             posterior.particles.runner.note_fallback(attempt.failed)
@@ -85,9 +85,9 @@ class CompiledVectorised:
     def __init__(self) -> None:
         self.function = _compile(_contiguous_vectorised_gradients)
 
-    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         with posterior.particles.vectorising():
-            found: Gradients = self.function(posterior, gradients.state_of(posterior), x, y, weight)
+            found: Gradients = self.function(posterior, gradients.state_of(posterior), batch)
         return found
 
 
@@ -97,8 +97,8 @@ class CompiledLoop:
     def __init__(self) -> None:
         self.member = _compile(functional_member_gradients)
 
-    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
-        return gradients.looped(posterior, x, y, weight, member=self.member)
+    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
+        return gradients.looped(posterior, batch, member=self.member)
 
 
 class StreamedLoop:
@@ -110,34 +110,30 @@ class StreamedLoop:
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes(streams)
 
-    def __call__(self, posterior: Objective, x: Inputs, y: Tensor, weight: Tensor | None) -> Gradients:
+    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         lane, join = self.lanes.for_members(posterior.particles.members * posterior.train_samples)
         if posterior.coupled:
             # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
             if self.forward is None:
                 self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
-            return gradients.looped_keeping_graphs(posterior, x, y, weight, forward=self.forward, lane=lane, join=join)
-        return gradients.looped(posterior, x, y, weight, member=self.member, lane=lane, join=join)
+            return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lane=lane, join=join)
+        return gradients.looped(posterior, batch, member=self.member, lane=lane, join=join)
 
 
-def functional_member_gradients(
-    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None, cotangent: Any
-) -> Gradients:
+def functional_member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """What `gradients.member_gradients` gives, by function transforms, which the compiler can follow."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
-        value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, x, y, weight)
+        value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, batch)
         return value if cotangent is None else value + gradients.inner(z, cotangent), (value, buffers)
 
     (own, shared), (value, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
     return Gradients(value, {**shared, **own}, buffers)
 
 
-def _contiguous_vectorised_gradients(
-    posterior: Objective, state: State, x: Inputs, y: Tensor, weight: Tensor | None
-) -> Gradients:
-    found = gradients.vectorised_by_transforms(posterior, state, x, y, weight)
+def _contiguous_vectorised_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
+    found = gradients.vectorised_by_transforms(posterior, state, batch)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)

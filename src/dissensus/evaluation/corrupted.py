@@ -143,9 +143,7 @@ def corrupted_counts(
     sums = _Sums((len(types), len(severities)))
     clean = _Sums(())
     example_accuracy, example_nll, seen = [], [], 0
-    for batch in loader:
-        x, y, _ = batches.unpack(batch)
-        batches.check_finite(x)
+    for x, y, _ in batches.each(loader, anywhere=True):
         if not is_image(x):
             raise ValueError(
                 f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "

@@ -45,7 +45,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
             "there is nothing to compare it with"
         )
-    x, y = batches.to(x, posterior.device), y.to(posterior.device)
+    x, y, _ = posterior.take(batches.Batch.of((x, y), anywhere=True))
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
         def selected(at: Inputs) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,6 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         return outputs.detach(), gradient.detach()
 
     with evaluation(posterior), batches.unchanged(x):
-        posterior.check_batch(x, y)
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         predictive = posterior.checked(posterior.current().predict(x))
     own = {

@@ -65,7 +65,6 @@ class Functions:
         return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
 
     def _said(self, function: CapturedFunction, x: Inputs) -> Any:
-        batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         self.posterior.check_inputs(x)
         with batches.unchanged(x):

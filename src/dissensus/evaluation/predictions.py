@@ -17,7 +17,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
-from dissensus.metrics import max_probability_score
+from dissensus.metrics import disagreement, max_probability_score
 
 log = logging.getLogger("dissensus")
 
@@ -34,10 +34,23 @@ class Predictions:
     examples: dict[str, Tensor]  # of Extremes.arrays; empty where inputs are not images
     shapes: Shapes | None  # of one input; None where batches differ in it, as padded sequences do
     milliseconds: float  # per input, in the loader's batches
+    networks: int = 1  # of which members are functions, network by network
 
     @property
     def members(self) -> int:
         return int(self.predictive.described()[0].shape[0])
+
+    def network_metrics(self) -> dict[str, float]:
+        """What networks are worth, each by the mixture of its own functions; nothing of one, or with one function each."""
+        if not 1 < self.networks < self.members:
+            return {}
+        parts = zip(*(tensor.double().chunk(self.networks) for tensor in self.predictive.described()), strict=True)
+        mixtures = [type(self.predictive)(*part) for part in parts]
+        log_probs = torch.stack([mixture.log_prob(self.targets) for mixture in mixtures])
+        found = {"networks/count": float(self.networks), "networks/nll": -float(log_probs.mean())}
+        if isinstance(self.predictive, ClassificationPredictive):
+            found["networks/disagreement"] = float(disagreement(torch.stack([m.mean.log() for m in mixtures])))
+        return found
 
 
 def predictions(
@@ -58,12 +71,12 @@ def predictions(
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
-    for batch in loader:
-        x, y, weight = batches.unpack(batch)
+    for batch in batches.each(loader, anywhere=True):
+        x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))
         if labelled:
-            functions.posterior.check_batch(batches.to(x, functions.device), y)
+            functions.posterior.check_batch(batch)
             check_hard(y, functions)
         start = now(functions.device)
         answer = functions.answer(x)
@@ -94,6 +107,7 @@ def predictions(
         examples=extremes.arrays(),
         shapes=shapes.pop() if len(shapes) == 1 else None,
         milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
+        networks=functions.drawn.networks,
     )
 
 

@@ -110,11 +110,11 @@ class PixelSums:
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
     """(PixelSums, shapes of one input, None where they differ, images seen) of a labelled loader."""
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
-    for batch in loader:
-        x, y, weight = batches.unpack(batch)
+    for batch in batches.each(loader, anywhere=True):
+        x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))
-        functions.posterior.check_batch(batches.to(x, functions.device), y)
+        functions.posterior.check_batch(batch)
         check_hard(y, functions)
         start = now(functions.device)
         predictive: Any = functions.predict(x)
@@ -134,8 +134,7 @@ def pixel_ood(
     """
     histogram = ScoreHistogram.empty(device=functions.device)
     total, images, voids = torch.zeros(3, dtype=torch.float64), 0, set[int]()
-    for batch in loader:
-        x, mask, _ = batches.unpack(batch)
+    for x, mask, _ in batches.each(loader, anywhere=True):
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         value = pixel_score(answer, score)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.prior import norm_parameters
+from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
@@ -51,8 +51,7 @@ class BatchEnsemble(EmbeddedPosterior):
         modulation_lr: float | None = None,
         layers: Sequence[str] | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_members(members)
         if not isinstance(modulation, Modulation):
@@ -78,7 +77,6 @@ class BatchEnsemble(EmbeddedPosterior):
         }
         own = own_tensors(network, account)
         particles = embed(network, factors, own, likelihood or Classification(), members)
-        prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
         super().__init__(particles, factors=list(factors), account=account, **prior)
         self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form
         self.modulation_lr = modulation_lr
@@ -102,8 +100,7 @@ class BatchEnsemble(EmbeddedPosterior):
             "form": self.form,
             "modulation_lr": self.modulation_lr,
             "layers": None if self.layers is None else list(self.layers),
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
+            **self.prior_config(),
         }
 
     @classmethod

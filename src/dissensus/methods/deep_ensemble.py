@@ -1,13 +1,14 @@
 """Deep ensembles: M networks from M starting points (Lakshminarayanan, Pritzel & Blundell, NeurIPS 2017)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import placeholders, stack_members
 
 
@@ -21,25 +22,15 @@ class DeepEnsemble(Posterior):
     name = "deep_ensemble"
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        *,
-        likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        self, modules: Sequence[nn.Module], *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
     ) -> None:
-        particles = stack_members(modules, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(stack_members(modules, likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "members": self.particles.members,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
-        }
+        return {"members": self.particles.members, **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "DeepEnsemble":

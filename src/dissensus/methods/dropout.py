@@ -1,19 +1,20 @@
 """MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.alone import only
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_number, check_whole
@@ -43,8 +44,7 @@ class MCDropout(Posterior):
         rate: float | None = None,
         samples: int = 30,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("samples", samples)
         if rate is not None:
@@ -54,17 +54,15 @@ class MCDropout(Posterior):
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
         particles = one_or_many(networks, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.rate = rate
         self.samples = samples
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
         self.sites = dropout_sites(particles.template.network, rate)
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.rate is None or not self.training:  # the network's own dropout modules do what they do
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def dropped(key: str, tensor: Tensor) -> Tensor:  # training: fresh units for every example
             name = key.rpartition("#")[0]
@@ -73,7 +71,7 @@ class MCDropout(Posterior):
 
         def nll(member: Member) -> Tensor:
             with at_sites(member.network, self.sites, dropped):
-                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+                return member.nll(batch)
 
         layers = dict(self.particles.template.network.named_modules())
         value, buffers = self.particles.call(nll, params, buffers)
@@ -91,13 +89,7 @@ class MCDropout(Posterior):
         self.seed.fill_(next_seed())
 
     def config(self) -> dict[str, Any]:
-        return {
-            **described(self.particles),
-            "rate": self.rate,
-            "samples": self.samples,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
-        }
+        return {**described(self.particles), "rate": self.rate, "samples": self.samples, **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MCDropout":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.conversion import converted, watch_reads
@@ -35,8 +36,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         keep: float = 0.9,
         regime: Regime = "auto",
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_members(members)
         if not (isinstance(keep, Real) and 0 < keep < 1):
@@ -74,7 +74,6 @@ class DropoutEnsemble(EmbeddedPosterior):
         buffers = dict(network.named_buffers())
         own = {id(buffers[name]) for name in statistics_names(network)}
         particles = embed(network, masks, own, likelihood or Classification(), members)
-        prior = {"weight_prior_std": weight_prior_std, "data_size": data_size}
         super().__init__(particles, factors=list(masks), account=account, **prior)
         self.keep: float = keep
         self.regime, self.gamma = regime, gamma
@@ -87,13 +86,8 @@ class DropoutEnsemble(EmbeddedPosterior):
         )
 
     def config(self) -> dict[str, Any]:
-        return {
-            "members": self.particles.members,
-            "keep": self.keep,
-            "regime": self.regime,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
-        }
+        settings = {"members": self.particles.members, "keep": self.keep, "regime": self.regime}
+        return {**settings, **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> DropoutEnsemble:

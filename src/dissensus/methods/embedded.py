@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 
-from dissensus.core.batch import Inputs, call
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
@@ -61,19 +61,14 @@ class EmbeddedPosterior(Posterior):
         own = {**self.particles.own_parameters(), **self.particles.own_buffers()}
         return {name: own[f"network.{name}"] for name in self._factors}
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
-        def nll(member: Member) -> Tensor:
-            return member.likelihood.nll(call(member.network, x), y, weight)
-
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The gradient is scaled, not a rate: what decays weights, or draws them to a prior, keeps its meaning.
         factor = self.gamma / self.particles.members
         used = params
         if factor != 1:
             shared = self.particles.shared_parameters()
             used = {name: with_gradient_times(p, factor) if name in shared else p for name, p in params.items()}
-        value, after = self.particles.call(nll, used, buffers)
+        value, after = self.particles.call(Member.nll, used, buffers, batch)
         return value + self.penalty(params), (), after
 
     def groups(self) -> list[Group]:

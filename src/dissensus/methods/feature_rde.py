@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.methods.networks import stack_members
 from dissensus.methods.repulsive import RepulsivePosterior
@@ -36,7 +37,7 @@ class FeatureRDE(RepulsivePosterior):
         gradient at F_i = ∂ mean nll + ∂ mean prior(F_i) + c V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i).
 
     `layer`: name of the submodule whose output is the feature. `head`: name of the submodule that all members share (the
-    first one's); its gradient is the mean over members, so it learns as fast as one network's would. `prior` on features:
+    first one's); its gradient is the mean over members, so it learns as fast as one network's would. `feature_prior`:
     "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none", with a = `prior_scale`; the mean is over examples, as the
     loss's. `repulsion`, c: "1/B" (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch
     repels no more than others), "1/N" (what the posterior asks for; needs `data_size`) or a number.
@@ -55,53 +56,49 @@ class FeatureRDE(RepulsivePosterior):
         layer: str,
         head: str,
         projection: int = 5,
-        prior: Literal["cauchy", "gaussian", "none"] = "cauchy",
+        feature_prior: Literal["cauchy", "gaussian", "none"] = "cauchy",
         prior_scale: float = 0.005,
         order: Order = "largest",
         bandwidth: Literal["median", "squared"] = "median",
         repulsion: Repulsion = "1/B",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("projection", projection)
         check_number("prior_scale", prior_scale)
         if projection < 1:
             raise ValueError(f"expected a projection to at least one direction, got {projection}; 5 is the paper's")
-        if prior not in PRIORS:
-            raise ValueError(f"expected a prior of {', '.join(PRIORS)}, got {prior!r}; name one of them")
+        if feature_prior not in PRIORS:
+            raise ValueError(f"expected feature_prior of {', '.join(PRIORS)}, got {feature_prior!r}; name one of them")
         if not prior_scale > 0:
-            raise ValueError(f'expected a positive prior_scale, got {prior_scale}; prior="none" leaves the prior out')
+            raise ValueError(f'expected a positive prior_scale, got {prior_scale}; feature_prior="none" leaves it out')
         if order not in ("largest", "smallest"):
             raise ValueError(f'expected order "largest" or "smallest", got {order!r}; name one of them')
         if bandwidth not in ("median", "squared"):
             raise ValueError(f'expected bandwidth "median" or "squared", got {bandwidth!r}; name one of them')
-        strength = Strength(repulsion, data_size, batch_size)
         particles = share_head(stack_members(modules, likelihood), layer=layer, head=head)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.layer = layer
         self.head = head
         self.projection = projection
-        self.prior = prior
+        self.feature_prior = feature_prior
         self.prior_scale = prior_scale
         self.order = order
         self.bandwidth = bandwidth
-        self.strength = strength
+        self.strength = Strength(repulsion, self.data_size, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The sum over members reaches the head M times.
         shared = self.particles.shared_parameters()
         used = {n: with_gradient_times(p, 1 / self.particles.members) if n in shared else p for n, p in params.items()}
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def at_feature(member: Member, shift: Tensor) -> tuple[Tensor, Tensor]:
             with added_at(member.network, self.layer, shift) as seen:
-                nll = member.likelihood.nll(batches.call(member.network, x), y, weight)
+                nll = member.nll(batch)
             return nll, seen[0]
 
         def of_shift(shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
@@ -109,11 +106,11 @@ class FeatureRDE(RepulsivePosterior):
             return nll, (nll, feature, after)
 
         some = next(iter(params.values()))
-        zeros = torch.zeros(self._feature_shape(x), dtype=some.dtype, device=some.device)
+        zeros = torch.zeros(self._feature_shape(batch.x), dtype=some.dtype, device=some.device)
         (slope,), (nll, feature, after) = differentiate(of_shift, zeros)
         z = {"features": feature, "slopes": carried(slope, feature)}
-        if weight is not None:
-            z["weight"] = carried(weight.to(feature.dtype), feature.flatten(1).sum(1))
+        if batch.weight is not None:
+            z["weight"] = carried(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
         return nll + self.penalty(params), z, after
 
     def couple(self, z: Any) -> Any:
@@ -134,9 +131,9 @@ class FeatureRDE(RepulsivePosterior):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""
@@ -158,9 +155,9 @@ class FeatureRDE(RepulsivePosterior):
     def _prior_slope(self, features: Tensor) -> Tensor:
         """The derivative of the prior's −log density, elementwise."""
         a = self.prior_scale
-        if self.prior == "cauchy":
+        if self.feature_prior == "cauchy":
             return 2 * a * features / (1 + a * features.square())
-        return a * features if self.prior == "gaussian" else torch.zeros_like(features)
+        return a * features if self.feature_prior == "gaussian" else torch.zeros_like(features)
 
     def _feature_shape(self, x: Inputs) -> torch.Size:
         """(B, ...) shape of the layer's output; found by running one member once per shape of x."""
@@ -195,7 +192,7 @@ class FeatureRDE(RepulsivePosterior):
             "layer": self.layer,
             "head": self.head,
             "projection": self.projection,
-            "prior": self.prior,
+            "feature_prior": self.feature_prior,
             "prior_scale": self.prior_scale,
             "order": self.order,
             "bandwidth": self.bandwidth,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient
 from dissensus.methods.input_gradients import InputGradientPosterior
 from dissensus.methods.networks import stack_members
@@ -53,8 +53,7 @@ class FoRDE(InputGradientPosterior):
         examples: int | None = None,
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
             raise TypeError(
@@ -65,16 +64,9 @@ class FoRDE(InputGradientPosterior):
         check_whole("every", every)
         if every < 1:
             raise ValueError(f"expected every of at least 1, got {every}; pass a whole number of steps")
-        strength = Strength(repulsion, data_size, batch_size)
-        super().__init__(
-            stack_members(modules, likelihood),
-            gradient=gradient,
-            examples=examples,
-            weight_prior_std=weight_prior_std,
-            data_size=data_size,
-        )
+        super().__init__(stack_members(modules, likelihood), gradient=gradient, examples=examples, **prior)
         self.bandwidth = bandwidth
-        self.strength = strength
+        self.strength = Strength(repulsion, self.data_size, batch_size)
         self.every = every
         self.capturable = every == 1
         self.repels = True  # at this step
@@ -104,12 +96,12 @@ class FoRDE(InputGradientPosterior):
         force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * torch.func.grad(total)(g)
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
+    def before_step(self, batch: Batch) -> None:
         if self.every > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.repels = int(self.steps) % self.every == 0
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def check_dimension(self, dimension: int) -> None:
         super().check_dimension(dimension)

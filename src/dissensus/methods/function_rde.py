@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
 from dissensus.methods.input_buffers import InputBuffers
 from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
@@ -36,32 +38,31 @@ class FunctionRDE(RepulsivePosterior):
     `repel_at`: where members are compared: "batch", the training batch; "noise", the batch plus normal noise of standard
     deviation `noise`; or inputs of one's own, as the network takes them. `outputs`: compare "logits" (any likelihood's
     outputs as they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the
-    flow is that of the functions themselves and holds for every likelihood. `prior`: "weight" is the weight prior or the
-    optimiser's decay, as everywhere; "functional" takes ∇ log p(F) from networks freshly drawn from N(0, weight_prior_std²)
-    at every step, by spectral Stein, in place of the weight prior. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the
+    flow is that of the functions themselves and holds for every likelihood. `functional_prior`:
+    ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein; otherwise the prior or the
+    optimiser's decay acts on the weights, as everywhere. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the
     largest batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
     """
 
     name = "function_rde"
+    needed = ("data_size",)
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         *,
-        data_size: int,
         score: scores.Score = "kde",
         repel_at: Literal["batch", "noise"] | Inputs = "batch",
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
-        prior: Literal["weight", "functional"] = "weight",
+        functional_prior: bool = False,
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         scores.check_score(score)
-        check_data_size(data_size, weight_prior_std)
         if isinstance(repel_at, str) and repel_at not in ("batch", "noise"):
             raise ValueError(
                 f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
@@ -76,45 +77,39 @@ class FunctionRDE(RepulsivePosterior):
             raise ValueError(
                 'expected outputs="logits" with this likelihood, got "probabilities"; only classes have them'
             )
-        if prior not in ("weight", "functional"):
-            raise ValueError(f'expected prior "weight" or "functional", got {prior!r}; name one of them')
-        if prior == "functional" and weight_prior_std is None:
-            raise ValueError(
-                "expected weight_prior_std with the functional prior, got none; prior networks are drawn from it"
-            )
         particles = stack_members(modules, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
+        if functional_prior and self.prior is None:
+            raise ValueError("expected a prior with functional_prior, got none; prior networks are drawn from it")
         self.score = score
-        self.strength = Strength(repulsion, data_size, batch_size)
+        self.strength = Strength(repulsion, self.data_size, batch_size)
         self.repel_at = repel_at if isinstance(repel_at, str) else "inputs"
         # Floating-point inputs as the network has its weights.
         kind = next((parameter.dtype for parameter in particles.parameters() if parameter.is_floating_point()), None)
         self.points = points if points is None else points.to(kind)
         self.noise = noise
         self.outputs = outputs
-        self.prior = prior
+        self.functional_prior = functional_prior
         self.annealing = annealing_or_constant(annealing)
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, x)
-            return member.likelihood.nll(outputs, y, weight), self._compared(outputs)
+            outputs = batches.call(member.network, batch.x)
+            return member.likelihood.nll(outputs, batch.y, batch.weight), self._compared(outputs)
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
-        z = {"outputs": outputs_as_points(outputs, weight)}
+        z = {"outputs": outputs_as_points(outputs, batch.weight)}
         if self.repel_at != "batch":  # in training mode batch norm sees these inputs, but does not count them
-            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(x))
+            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(batch.x))
             if self.repel_at == "noise":
-                z["elsewhere"] = outputs_as_points(z["elsewhere"], weight)
-        if self.prior == "functional":
-            prior = self._outputs(self._prior_draw(params), buffers, x)
-            z["prior"] = carried(outputs_as_points(prior, weight), z["outputs"])
-        loss = nll if self.prior == "functional" else nll + self.penalty(params)
+                z["elsewhere"] = outputs_as_points(z["elsewhere"], batch.weight)
+        if self.functional_prior:
+            prior = self._outputs(self._prior_draw(params), buffers, batch.x)
+            z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
+        loss = nll if self.functional_prior else nll + self.penalty(params)
         return with_gradient_times(loss, self.annealed(self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
@@ -130,14 +125,14 @@ class FunctionRDE(RepulsivePosterior):
             v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
         return v
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
-        super().check_batch(x, y)
+    def check_batch(self, batch: Batch) -> None:
+        super().check_batch(batch)
         if self.coupled and self.points is not None:
-            self._check_points(self.points.inputs(), x)
+            self._check_points(self.points.inputs(), batch.x)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def _check_points(self, points: Inputs, x: Inputs) -> None:
         """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""
@@ -170,20 +165,11 @@ class FunctionRDE(RepulsivePosterior):
         return batches.apply(x, noisy)
 
     def _prior_draw(self, params: Tensors) -> Tensors:
-        """Weights and biases from N(0, σ²), a first layer with EmpCov from that; norm layers and frozen tensors as they are."""
-        stored = self.particles.own_parameters()
-        first, names = self.first_layer_prior, self.with_prior()
-
-        def drawn(name: str, tensor: Tensor) -> Tensor:
-            if not name.startswith("network.") or not stored[name].requires_grad:
-                return tensor.detach()
-            if first is not None and name == first.parameter:
-                return first.draw(tensor)
-            if name not in names:
-                return tensor.detach()
-            return (self.weight_prior_std or 1.0) * torch.randn_like(tensor)
-
-        return {name: drawn(name, tensor) for name, tensor in params.items()}
+        """Trained tensors under the prior drawn from it; the others as they are."""
+        names, prior = self.with_prior(), self.prior
+        assert prior is not None  # looked at when this was built
+        drawn = {name: prior.draw(name.removeprefix(PREFIX), params[name]) for name in names}
+        return {name: tensor.detach() for name, tensor in params.items()} | drawn
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -191,7 +177,7 @@ class FunctionRDE(RepulsivePosterior):
             "repel_at": self.repel_at if self.points is None else self.points.config(),
             "noise": self.noise,
             "outputs": self.outputs,
-            "prior": self.prior,
+            "functional_prior": self.functional_prior,
             "annealing": self.annealing.config(),
             "repulsion": self.strength.repulsion,
             "batch_size": self.strength.batch_size,

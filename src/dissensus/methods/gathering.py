@@ -1,25 +1,18 @@
 """Gathering curvature: what each batch says of the last layer of one network."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, Regression, spread
 from dissensus.methods.curvature import Gathered
 from dissensus.methods.last_layer import LastLayer, check_outputs, watching
 
 
-def gather(
-    gathered: Gathered,
-    network: nn.Module,
-    likelihood: Likelihood,
-    last: LastLayer,
-    x: Inputs,
-    y: Tensor,
-    weight: Tensor | None,
-) -> None:
+def gather(gathered: Gathered, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
     """Adds what one batch has to say of one network."""
+    x, y, weight = batch
     with watching(last) as seen, batches.unchanged(x):
         outputs = batches.call(network, x)
     if len(seen) != 1:  # the layer was found with the first batch

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
 from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.numerics.checks import check_whole
@@ -28,13 +29,7 @@ class InputGradientPosterior(RepulsivePosterior):
     """
 
     def __init__(
-        self,
-        particles: Particles,
-        *,
-        gradient: Gradient,
-        examples: int | None,
-        weight_prior_std: float | None,
-        data_size: int | None,
+        self, particles: Particles, *, gradient: Gradient, examples: int | None, **prior: Unpack[PriorKeywords]
     ) -> None:
         if gradient not in ("logit", "log_prob"):
             raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}; name one of them')
@@ -42,52 +37,50 @@ class InputGradientPosterior(RepulsivePosterior):
             check_whole("examples", examples)
         if examples is not None and examples < 1:
             raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.gradient = gradient
         self.examples = examples
         self._known_to_be_differentiable = False
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.logits(member.network(x)) if isinstance(x, Tensor) else batches.call(member.network, x)
-            chosen = selected_output(member.likelihood, outputs, y, self.gradient)
-            return chosen, member.likelihood.nll(outputs, y, weight)
+            outputs = batches.call(member.network, x)
+            chosen = selected_output(member.likelihood, outputs, some.y, self.gradient)
+            return chosen, member.likelihood.nll(outputs, some.y, some.weight)
 
         def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
             (chosen, nll), after = self.particles.call(selected, params, buffers, x)
             return chosen, (nll, after)
 
-        if self.examples is not None and self.examples < batches.size(x):
-            value, _, after = super().member_loss(params, buffers, x, y, weight)
-            x = batches.apply(x, lambda tensor: tensor[: self.examples])
-            y, weight = y[: self.examples], None if weight is None else weight[: self.examples]
+        if self.examples is not None and self.examples < batches.size(batch.x):
+            value, _, after = super().member_loss(params, buffers, batch)
+            some = batch.map(lambda tensor: tensor[: self.examples])
             with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
-                g, _ = input_gradient(of_inputs, x)
+                g, _ = input_gradient(of_inputs, some.x)
         else:
+            some = batch
             with sdpa_kernel(SDPBackend.MATH):
-                g, (nll, after) = input_gradient(of_inputs, x)
+                g, (nll, after) = input_gradient(of_inputs, some.x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
-        weight = counted_weight(self.likelihood, y, weight)
+        weight = counted_weight(self.likelihood, some)
         if weight is not None:
             z["weight"] = carried(weight.to(g.dtype), g.sum(1))
         return value, z, after
 
-    def check_batch(self, x: Inputs, y: Tensor) -> None:
+    def check_batch(self, batch: Batch) -> None:
         if self.particles.members > 1:  # one member is compared with nobody
             # Before the network is run: many fail on integers in their own words.
-            self.check_dimension(input_dimension(x))
-        super().check_batch(x, y)
+            self.check_dimension(input_dimension(batch.x))
+        super().check_batch(batch)
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
-            check_differentiable_twice(self, x, y)
+            check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 
     def check_dimension(self, dimension: int) -> None:
@@ -104,21 +97,20 @@ class InputGradientPosterior(RepulsivePosterior):
             )
 
 
-def counted_weight(likelihood: Likelihood, y: Tensor, weight: Tensor | None) -> Tensor | None:
+def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
     """(B,) weights that are 0 where no label of an example counts; None where all count alike."""
-    counted = likelihood.counted(y)
+    counted = likelihood.counted(batch.y)
     if counted is None:
-        return weight
+        return batch.weight
     some = counted.flatten(1).any(1) if counted.ndim > 1 else counted
-    return some.to(torch.get_default_dtype()) if weight is None else weight * some
+    return some.to(torch.get_default_dtype()) if batch.weight is None else batch.weight * some
 
 
-def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: Tensor) -> None:
+def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
 
     By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
     """
-    x, y = batches.apply(x, lambda tensor: tensor[:2]), y[:2].to(posterior.device)
     params, buffers = member_tensors(state_of(posterior), 0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     params = {
@@ -128,7 +120,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: 
     }
     try:
         with same_random_state(posterior.device):
-            _, z, _ = posterior.member_loss(params, buffers, x, y, None)
+            _, z, _ = posterior.member_loss(params, buffers, batch.map(lambda tensor: tensor[:2]))
             if z["gradients"].requires_grad:
                 z["gradients"].sum().backward()
     except (RuntimeError, NotImplementedError) as error:
@@ -137,8 +129,8 @@ def check_differentiable_twice(posterior: InputGradientPosterior, x: Inputs, y: 
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
         raise ValueError(
             f"expected a network that can be differentiated twice, got one that cannot ({reason}); write custom functions "
-            "with setup_context and a differentiable backward, and run recurrent layers without their fused kernels "
-            "(torch.backends.cudnn.flags(enabled=False))"
+            "with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent layers "
+            "without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
         ) from error
     # Zeros are allowed, as of heads that start at zero; weights that the graph does not reach have none.
     if all(tensor.grad is None for tensor in params.values()):

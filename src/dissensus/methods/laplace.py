@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
-from dissensus.core.prior import check_prior
+from dissensus.core.prior import PriorKeywords, prior_of
 from dissensus.methods.curvature import STRUCTURES, Curvature, Gathered, Structure
 from dissensus.methods.gathering import gather
 from dissensus.methods.last_layer import LastLayer, last_layer
@@ -65,17 +65,14 @@ class Laplace(SamplingPosterior):
         layer: str | None = None,
         samples: int = 300,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         if structure not in STRUCTURES:
             raise ValueError(f'expected a structure of "full" or "kron", got {structure!r}; name one of them')
         if covariance not in ("rows", "joint"):
             raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
         check_precision(prior_precision)
-        super().__init__(
-            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = structure
         self.covariance = covariance
         self.prior_precision: Precision = prior_precision
@@ -89,7 +86,7 @@ class Laplace(SamplingPosterior):
         the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
         """
         check_loader(loader)
-        check_prior(None, data_size)
+        prior_of(None, None, data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
         with evaluation(self):
@@ -161,7 +158,7 @@ class Laplace(SamplingPosterior):
         return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
-        return list(self._last().parameters)
+        return [] if self.curvature is None else list(self._last().parameters)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         curvatures, last = self._fitted(stored=False)[0], self._last()
@@ -185,21 +182,17 @@ class Laplace(SamplingPosterior):
         )
         gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
         seen = 0.0
-        for batch in loader:
-            x, y, weight = batches.unpack(batch)
-            if batches.size(x) == 0:
+        for given in batches.each(loader, anywhere=True):
+            if given.size == 0:
                 continue
-            batches.check_finite(x, anywhere=True)
-            x = batches.to(x, self.device)
-            self.check_batch(x, y)
+            batch = self.take(given)
             for network, _ in members[len(gathered) :]:
-                last = last_layer(network, x, self.layer)
+                last = last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
-            seen += batches.size(x) * (1.0 if weight is None else float(weight.double().mean()))
-            y, weight = y.to(self.device), None if weight is None else weight.to(self.device)
+            seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                gather(sums, network, likelihood, last, x, y, weight)
+                gather(sums, network, likelihood, last, batch)
         if not gathered or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example that counts, got none; pass the training loader")
         if data_size is not None:

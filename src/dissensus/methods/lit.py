@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient
 from dissensus.methods.input_gradients import InputGradientPosterior
 from dissensus.methods.networks import stack_members
@@ -36,19 +37,12 @@ class LIT(InputGradientPosterior):
         gradient: Gradient = "logit",
         examples: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_number("strength", strength)
         if not strength >= 0:
             raise ValueError(f"expected a strength of at least 0, got {strength}; 0 is a deep ensemble")
-        super().__init__(
-            stack_members(modules, likelihood),
-            gradient=gradient,
-            examples=examples,
-            weight_prior_std=weight_prior_std,
-            data_size=data_size,
-        )
+        super().__init__(stack_members(modules, likelihood), gradient=gradient, examples=examples, **prior)
         self.strength = strength
 
     def couple(self, z: Any) -> Any:

@@ -1,17 +1,18 @@
 """MAP: one network trained to the mode of its posterior, the baseline everything else is measured against."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 
 
 class MAP(Posterior):
-    """One network. With `weight_prior_std` the loss is nll + ‖θ‖²/(2Nσ²): maximum a posteriori, not likelihood.
+    """One network. With a prior the loss is nll − log p(θ) / N: maximum a posteriori, not likelihood.
 
     Holds the caller's module itself, so the caller's optimiser and loop go on working.
     """
@@ -20,22 +21,15 @@ class MAP(Posterior):
     tail = "decayed"
 
     def __init__(
-        self,
-        networks: Networks,
-        *,
-        likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
     ) -> None:
-        particles = one_or_many(networks, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(one_or_many(networks, likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def config(self) -> dict[str, Any]:
-        prior = {"weight_prior_std": self.weight_prior_std, "data_size": self.data_size}
-        return {**described(self.particles), **prior}
+        return {**described(self.particles), **self.prior_config()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MAP":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from dissensus.core import batch as batches
 from dissensus.core import weights
 from dissensus.core.alone import only
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
     check_component,
@@ -76,7 +77,6 @@ class NodeBNN(LatentPosterior):
         self,
         networks: nn.Module | Sequence[nn.Module],
         *,
-        data_size: int | None = None,
         components: int = 4,
         mode: Mode = "out",
         prior_std: float = 0.3,
@@ -94,7 +94,7 @@ class NodeBNN(LatentPosterior):
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         settings: dict[str, Any] = {
             "components": components,
@@ -112,9 +112,9 @@ class NodeBNN(LatentPosterior):
             "latent_lr": latent_lr,
             "latent_momentum": latent_momentum,
         }
-        check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
+        check_settings(settings, samples=samples)
         particles, made = with_latents(networks, settings, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
@@ -133,18 +133,17 @@ class NodeBNN(LatentPosterior):
 
     # ------------------------------------------------------------------ the objective
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
-        size = batches.size(x)
-        x = repeated_inputs(x, self.copies, whole=self._whole)
-        y, weight = repeated(y, self.copies), None if weight is None else repeated(weight, self.copies)
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
+        size = batches.size(batch.x)
+        weight = None if batch.weight is None else repeated(batch.weight, self.copies)
+        x = repeated_inputs(batch.x, self.copies, whole=self._whole)
+        several = Batch(x, repeated(batch.y, self.copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
 
         def nll(member: Member) -> Tensor:
             with standing(member.network, nodes):
-                return member.likelihood.nll(batches.call(member.network, x), y, weight)
+                return member.nll(several)
 
         value, buffers = self.particles.call(nll, params, buffers)
         assert self.data_size is not None  # looked at when this was built
@@ -219,8 +218,9 @@ class NodeBNN(LatentPosterior):
         check_component(component, self.components)
         return collapsed(particles, self.sites, mean[component])
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        x = batch.x
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
@@ -251,8 +251,7 @@ class NodeBNN(LatentPosterior):
             "networks": None if held else self.particles.members,
             "samples": self.samples,
             "annealing": self.annealing.config(),
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
+            **self.prior_config(),
             "stored": self.stored is not None,
             "frozen": [n for n, p in weights.parameters(self.particles).stored.items() if not p.requires_grad],
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from dissensus.core.prior import check_prior
 from dissensus.numerics.checks import check_whole, is_finite
 
 Bound = Literal["joint", "per_layer", "released"]
@@ -13,13 +12,8 @@ Divergence = Literal["mixture", "surrogate"]
 CHOICES = {"bound": get_args(Bound), "divergence": get_args(Divergence), "batch_norm": ("frozen", "trained")}
 
 
-def check_settings(
-    settings: Mapping[str, Any], *, samples: int, data_size: int | None, weight_prior_std: float | None
-) -> None:
+def check_settings(settings: Mapping[str, Any], *, samples: int) -> None:
     """Raises where a setting of NodeBNN can not be meant."""
-    check_prior(weight_prior_std, data_size)
-    if data_size is None:
-        raise ValueError("expected data_size, got none; pass data_size=len(training_set): the KL is divided by it")
     counts = {key: settings[key] for key in ("components", "train_samples")} | {"samples": samples}
     for keyword, count in counts.items():
         check_whole(keyword, count)

@@ -1,11 +1,11 @@
 """Gaussian perturbation: trained networks plus white noise on their weights, the simplest ensemble around a network."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.prior import norm_parameters
+from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.networks import Networks
 from dissensus.methods.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import check_number
@@ -29,15 +29,12 @@ class GaussianPerturbation(SamplingPosterior):
         noise: float = 0.05,
         samples: int = 20,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_number("noise", noise)
         if not noise >= 0:
             raise ValueError(f"expected noise of 0 or more, got {noise}; it is relative to each tensor's rms")
-        super().__init__(
-            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.noise = noise
 
     def sampled_names(self) -> list[str]:

@@ -38,12 +38,7 @@ class RepulsivePosterior(Posterior):
         """The method's own keyword arguments, all JSON."""
 
     def config(self) -> dict[str, Any]:
-        return {
-            "members": self.particles.members,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
-            **self.settings(),
-        }
+        return {"members": self.particles.members, **self.prior_config(), **self.settings()}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
@@ -58,9 +53,3 @@ class RepulsivePosterior(Posterior):
     def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments from what `settings` gave: where a setting is no JSON, this builds it again."""
         return config
-
-
-def check_data_size(data_size: int | None, weight_prior_std: float | None) -> None:
-    """Raises where a method whose repulsion is measured against N data points is not told N."""
-    if data_size is None and weight_prior_std is None:  # with a prior, the prior asks for it
-        raise ValueError("expected data_size, got none; pass data_size=len(training_set)")

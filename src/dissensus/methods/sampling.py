@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
@@ -49,19 +50,15 @@ class SamplingPosterior(Posterior):
         samples: int,
         likelihood: Likelihood | None = None,
         latents: nn.Module | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("samples", samples)
         if samples < 1:
             raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
         particles = one_or_many(networks, likelihood, latents)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.samples = samples
         self.stored = None
-        self.base: tuple[Posterior] | None = (
-            None  # the method that cut the network, if one did; in a tuple: it is no part
-        )
         self.built_with = weights.parameters(particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
@@ -88,9 +85,9 @@ class SamplingPosterior(Posterior):
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
-            return functions_of(stored)
+            return self.functions_of(stored)
         with self.particles.turn():
-            return functions_of(self._families(self.sample(self._generator())))
+            return self.functions_of(self._families(self.sample(self._generator())))
 
     def _generator(self) -> torch.Generator | None:
         return own_generator(self.device) if self.random else None
@@ -108,7 +105,12 @@ class SamplingPosterior(Posterior):
         """Their functions, with batch statistics estimated anew from the loader."""
         for family in families:
             refresh_statistics(cast(Particles, family), loader, self.device)
-        return functions_of(families)
+        return self.functions_of(families)
+
+    def functions_of(self, families: nn.ModuleList) -> DrawnFunctions:
+        """The functions of these particles, in their order."""
+        networks = self.particles.members // len(families)
+        return mixture(SampledFunctions(cast(Particles, each), networks) for each in families)
 
     def _families(self, samples: Tensors) -> nn.ModuleList:
         """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
@@ -160,22 +162,11 @@ class SamplingPosterior(Posterior):
                 "since; set requires_grad first, then build the posterior"
             )
 
-    def given(self) -> nn.Module:
-        return super().given() if self.base is None else self.base[0].given()
-
-    @property
-    def cuts(self) -> bool:
-        return self.base is not None
-
     def config(self) -> dict[str, Any]:
         return {
-            **(
-                {} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}
-            ),
             **described(self.particles),
             "samples": self.samples,
-            "weight_prior_std": self.weight_prior_std,
-            "data_size": self.data_size,
+            **self.prior_config(),
             "stored": self.stored is not None,
             "frozen": [name for name in self.built_with.stored if name not in self.trained.stored],
         }
@@ -196,6 +187,10 @@ class SamplingPosterior(Posterior):
         """Names of the networks' tensors that `sample` gives."""
         return list(self.trained.stored)
 
+    def drawn_bytes(self) -> int:
+        rows = self.trained.rows()
+        return self.samples * sum(rows[name].nbytes for name in self.sampled_names() if name in rows)
+
     def _blank(self) -> nn.ModuleList:
         """A stored draw of the right shapes, to be filled from a file."""
         one = {**self.built_with.one(), **weights.buffers(self.particles).one()}
@@ -214,10 +209,11 @@ class SamplingPosterior(Posterior):
 class SampledFunctions(DrawnFunctions):
     """Sampled networks in eval mode, whatever the mode of the network that is being trained: the functions are fixed."""
 
-    def __init__(self, particles: Particles) -> None:
+    def __init__(self, particles: Particles, networks: int) -> None:
         super().__init__()
         self.particles = particles
         self.members = particles.members
+        self.networks = networks
         self.training = False
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -230,11 +226,6 @@ class SampledFunctions(DrawnFunctions):
     @property
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
-
-
-def functions_of(families: Iterable[nn.Module]) -> DrawnFunctions:
-    """The functions of these particles, in their order."""
-    return mixture(SampledFunctions(cast(Particles, each)) for each in families)
 
 
 def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:

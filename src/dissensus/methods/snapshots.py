@@ -4,13 +4,14 @@ Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim import Optimizer
 
 from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
@@ -59,15 +60,12 @@ class SnapshotEnsemble(RecordingPosterior):
         start: int | None = None,
         every: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("members", members)
         if members < 1:
             raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
-        super().__init__(
-            networks, samples=members, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=members, likelihood=likelihood, **prior)
         self.recorder = LastSnapshots(self._recordable(), kept=members, start=start, every=every)
 
     def observe(self, optimizer: Optimizer) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
 from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.kernels import squared_distances
@@ -33,22 +34,21 @@ class SVGD(RepulsivePosterior):
     """
 
     name = "svgd"
+    needed = ("data_size",)
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         *,
-        data_size: int,
         space: Literal["weight", "function"] = "weight",
         annealing: Annealing | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         if space not in ("weight", "function"):
             raise ValueError(f'expected space "weight" or "function", got {space!r}; name one of them')
-        check_data_size(data_size, weight_prior_std)
         particles = stack_members(modules, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.space = space
         self.annealing = annealing_or_constant(annealing)
 
@@ -75,20 +75,18 @@ class SVGD(RepulsivePosterior):
 
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
-    def member_loss(
-        self, params: Tensors, buffers: Tensors, x: Inputs, y: Tensor, weight: Tensor | None = None
-    ) -> tuple[Tensor, Any, Tensors]:
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
-            return super().member_loss(params, buffers, x, y, weight)
+            return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
-            outputs = full_precision(batches.call(member.network, x))
-            nll = member.likelihood.nll(outputs, y, weight)
-            (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, y, weight), ()), outputs.detach())
+            outputs = full_precision(batches.call(member.network, batch.x))
+            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
+            (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach())
             return nll, outputs, carried(u, outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
-        z = {"outputs": outputs, "points": outputs_as_points(outputs, weight), "slopes": u}
+        z = {"outputs": outputs, "points": outputs_as_points(outputs, batch.weight), "slopes": u}
         penalty = self.penalty(params)
         if isinstance(penalty, Tensor):
             z["penalty"] = penalty

@@ -7,12 +7,13 @@ Of several networks: Wilson & Izmailov, "Bayesian deep learning and a probabilis
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
@@ -115,8 +116,7 @@ class SWAG(RecordingPosterior):
         every: int | None = None,
         scale: float = 0.5,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         check_whole("rank", rank)
         check_number("scale", scale)
@@ -124,9 +124,7 @@ class SWAG(RecordingPosterior):
             raise ValueError(f"expected a rank of 1 or more, got {rank}; 20 is a usual number")
         if not scale >= 0:
             raise ValueError(f"expected a scale of 0 or more, got {scale}; 0.5 is the paper's, 0 leaves the mean alone")
-        super().__init__(
-            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.recorder = GaussianRecorder(self.trained, rank=rank, scale=scale, start=start, every=every)
 
     @property
@@ -165,12 +163,9 @@ class SWA(RecordingPosterior):
         start: int | None = None,
         every: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(
-            networks, samples=1, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=1, likelihood=likelihood, **prior)
         self.recorder = MeanRecorder(self.trained, start=start, every=every, wanted=40)
 
     @property

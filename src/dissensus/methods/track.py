@@ -2,15 +2,16 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
 from dissensus.methods.networks import Networks
-from dissensus.methods.sampling import SamplingPosterior
 
 
 def track(
@@ -18,15 +19,14 @@ def track(
     methods: Sequence[Callable[..., Posterior]],
     *,
     likelihood: Likelihood | None = None,
-    weight_prior_std: float | None = None,
-    data_size: int | None = None,
+    **prior: Unpack[PriorKeywords],
 ) -> Posterior:
     """The posterior that trains, with the methods as its `watchers`, in their order: they see its weights after every step.
 
     `base`: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), which trains as it would
     unwatched; or a network or a list of them, which train as MAP does, with this likelihood and prior. `methods`: classes
     that sample around trained weights (TRADI, SWAG, …), or functions that build one, such as `functools.partial(SWAG,
-    rank=5)`. All see the same weights and one likelihood. Train the run, use the watchers:
+    rank=5)`. All see the same weights and have the run's likelihood and prior. Train the run, use the watchers:
 
         run = track(network, [TRADI, SWAG])
         fit(run, loader, epochs=10)
@@ -38,16 +38,15 @@ def track(
         raise TypeError(
             f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"
         )
-    if isinstance(base, Posterior) and (likelihood, weight_prior_std, data_size) != (None, None, None):
+    if isinstance(base, Posterior) and (likelihood is not None or prior):
         raise ValueError("expected no likelihood or prior beside a posterior, got one; it has its own")
-    run = (
-        base
-        if isinstance(base, Posterior)
-        else MAP(base, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size)
-    )
-    prior = {"weight_prior_std": run.weight_prior_std, "data_size": run.data_size}
-    keywords = {name: value for name, value in prior.items() if value is not None}
-    watchers = [method(run.particles, likelihood=run.likelihood, **keywords) for method in methods]
+    run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)
+    if list(run.particles.template.latents.parameters()):
+        raise ValueError(
+            f"expected a posterior whose functions are its networks, got {type(run).__name__}, which trains latents with "
+            "them; train it unwatched"
+        )
+    watchers = [method(run.particles, likelihood=run.likelihood) for method in methods]
     for watcher in watchers:
         if not isinstance(watcher, Posterior) or watcher.particles is not run.particles:
             raise TypeError(
@@ -59,8 +58,8 @@ def track(
                 f"expected networks with their own last layer for Laplace, got those that {type(run).__name__} has cut; fit it "
                 "afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
             )
-        if run.cuts and isinstance(watcher, SamplingPosterior):
-            watcher.base = (run,)
+        watcher.use_prior(run.prior, data_size=run.data_size)
+        watcher.base = (run,)
     run.watchers.extend(watchers)
     return run
 

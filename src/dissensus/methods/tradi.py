@@ -5,14 +5,14 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import evaluation
-from dissensus.core.prior import norm_parameters
+from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
 from dissensus.methods.networks import Networks
@@ -61,8 +61,7 @@ class TRADI(RecordingPosterior):
         features: int = 10,
         bandwidth: float = 1.0,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
-        data_size: int | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         _check_choice("covariance", covariance, ("shared", "diagonal", "released"))
         _check_choice("correlation", correlation, ("tensor", "layer"))
@@ -76,9 +75,7 @@ class TRADI(RecordingPosterior):
             raise ValueError(f"expected at least one random feature, got {features}; 10 is the paper's number")
         if not bandwidth >= 0:
             raise ValueError(f"expected a bandwidth of 0 or more, got {bandwidth}; 1 is the paper's")
-        super().__init__(
-            networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
-        )
+        super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         norms = norm_parameters(self.network)
         tracked = self.trained.only(lambda name, _: name not in norms)
         if not tracked.stored:

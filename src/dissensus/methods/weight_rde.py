@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
-from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import weights
 from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior, check_data_size
+from dissensus.methods.repulsive import RepulsivePosterior
 from dissensus.methods.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -28,30 +28,29 @@ class WeightRDE(RepulsivePosterior):
         θ_i ← θ_i + η [a_t ∇ log p(θ_i | D) − ∇ log q(θ_i)]
 
     The loss here is a mean over data, so both terms are divided by N = `data_size`. `score`: "kde", "stein" or
-    "spectral_stein". `annealing`: a_t, constant by default. The prior is `weight_prior_std`, or the optimiser's decay.
+    "spectral_stein". `annealing`: a_t, constant by default. The prior is `prior`, or the optimiser's decay.
     `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest batch or `batch_size`) or a number in its place.
     """
 
     name = "weight_rde"
+    needed = ("data_size",)
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         *,
-        data_size: int,
         score: scores.Score = "kde",
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
         likelihood: Likelihood | None = None,
-        weight_prior_std: float | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
         scores.check_score(score)
-        check_data_size(data_size, weight_prior_std)
         particles = stack_members(modules, likelihood)
-        super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        super().__init__(particles, **prior)
         self.score = score
-        self.strength = Strength(repulsion, data_size, batch_size)
+        self.strength = Strength(repulsion, self.data_size, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
@@ -65,9 +64,9 @@ class WeightRDE(RepulsivePosterior):
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
 
-    def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        super().before_step(x, y, weight)
-        self.strength.see(batches.size(x), training=self.training)
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
     def settings(self) -> dict[str, Any]:
         return {

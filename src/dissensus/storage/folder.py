@@ -36,11 +36,13 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         )
     with posterior.particles.turn():
         tensors, ties = unique_tensors(posterior, without="watchers.")
+        base = posterior.base[0] if posterior.base and posterior.cuts else None  # what has cut the network it watches
         network = posterior.given()  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
         **kind_of(posterior),
         "arguments": posterior.config(),
+        **({"base": {**kind_of(base), "arguments": base.config()}} if base else {}),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
         "network": {
             "structure": structure(network),

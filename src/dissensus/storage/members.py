@@ -83,6 +83,7 @@ def _of_plain_networks(config: Mapping[str, Any], header: Header) -> bool:
     inner = [name.removeprefix(OWN).removeprefix(SHARED) for name in header.shapes if name.startswith((OWN, SHARED))]
     return (
         isinstance(config["arguments"].get("members"), int)
+        and "networks" not in config["arguments"]  # of those, members are snapshots
         and any(map(_own, header.shapes))
         and "class" not in config
         and not config["network"].get("cut")

@@ -85,11 +85,12 @@ def build(
 ) -> Posterior:
     """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
     with as_damaged(path), same_random_state(torch.device("cpu")):
-        arguments = dict(config["arguments"])
-        watched = network
-        if (base := arguments.pop("base", None)) is not None:  # it watched a method that cuts the network
-            watched = METHODS[base["method"]].skeleton(network, base["arguments"], likelihood).particles
-        posterior = method.skeleton(watched, arguments, likelihood)
+        if (base := config.get("base")) is None:
+            posterior = method.skeleton(network, config["arguments"], likelihood)
+        else:  # it watched a method that cuts the network
+            cut = method_of(base, None).skeleton(network, base["arguments"], likelihood)
+            posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
+            posterior.base = (cut,)
         shared = "particles.shared."
         posterior.particles.share(name.removeprefix(shared) for name in header.shapes if name.startswith(shared))
         return posterior

@@ -54,12 +54,10 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     seen = dict.fromkeys(layers.values(), 0)  # examples that have passed the layer
     found = False
     with estimating(particles, layers):
-        for batch in loader:
-            x, _, _ = batches.unpack(batch)
-            batches.check_finite(x)
-            if batches.size(x) == 0:
+        for batch in batches.each(loader):
+            if batch.size == 0:
                 continue
-            found, x = True, batches.to(x, device)
+            found, x = True, batches.to(batch.x, device)
             with batches.unchanged(x), enough_examples(x):
                 particles.write_buffers(_statistics(particles, x, kept, seen))
     if not found:

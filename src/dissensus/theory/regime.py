@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.conversion import CONVERTIBLE
 from dissensus.surgery.modulated import Modulated
@@ -105,7 +105,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
         if y is not None:
-            posterior.check_batch(x, y)
+            posterior.check_batch(Batch.of((x, y)))
         rate = largest_rate(outputs, y)
         if members > 1:
             measured, found = overlap(outputs), correlation_of(outputs)

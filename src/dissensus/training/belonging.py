@@ -24,11 +24,10 @@ MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "
 
 def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """What makes a run this one: method, settings, likelihood, optimiser with the tensors it holds, kind of schedule."""
-    prior = posterior.first_layer_prior
     return {
         "posterior": _json(posterior.identity),
         "likelihood": [type(posterior.likelihood).__name__, _json(posterior.likelihood.config)],
-        "first_layer_prior": None if prior is None else prior.parameter,
+        "prior": None if posterior.prior is None else plain(posterior.prior.config()),
         "optimizer": type(optimizer).__name__,
         "parameters": [[_form(p) for p in group["params"]] for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else type(scheduler).__name__,

@@ -105,7 +105,11 @@ WRONG = {
     "other method": ("map", [*NET, "method.swag.rank=3"], "expected a setting of the methods that run .map., got"),
     "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
     "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is its argument"),
-    "needs data": ("map", [*NET, 'method.empcov={ layer = "layers.0" }'], "expected settings that need no data"),
+    "needs data": (
+        "map",
+        [*NET, 'method.prior={ empcov = { layer = "layers.0" } }'],
+        "expected settings that need no data",
+    ),
     "other shapes": ("map", [*NET[:3], "network.hidden=[7]", NET[4]], "expected layers.0.weight of shape"),
     "other layers": ("map", NET[:4], "with unexpected layers.1.weight, layers.1.bias, layers.1.running_mean"),
 }

@@ -1,5 +1,7 @@
 """Arguments named in a task and made from its training rows: lengthscales, also after saving and loading."""
 
+import json
+
 import pytest
 import torch
 
@@ -92,9 +94,9 @@ def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_
     x = data.standardiser(data.train.x).flatten(1).double()
     covariance = torch.cov(x.T)
     expected = torch.linalg.inv(covariance + 1e-4 * torch.eye(len(covariance), dtype=torch.float64))
-    root = made.first_layer_prior.root.double()
+    root = made.prior.root.double()
     torch.testing.assert_close((root @ root.T) * 1e-4, expected * 1e-4, rtol=1e-3, atol=1e-3)
-    assert made.first_layer_prior.data_size == len(data.train.y)
+    assert made.data_size == len(data.train.y)
     used, _ = optimizer(made, config.training)
     first = made.particles.own_parameters()["network.layers.0.weight"]
     decays = {id(p): group["weight_decay"] for group in used.param_groups for p in group["params"]}
@@ -105,14 +107,19 @@ def test_a_first_layer_prior_is_made_from_the_training_rows_and_replaces_weight_
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("{alpha = 1.0}", "expected the argument layer of empcov, got none; write empcov = { layer = … }"),
+        (
+            "{alpha = 1.0}",
+            "expected the argument layer of prior empcov, got none; write prior = { empcov = { layer = … } }",
+        ),
         ('{layer = "layers.0", alfa = 1}', "did you mean 'alpha'"),
-        ('{layer = "layers.0", data_size = 1}', "expected an argument of empcov of alpha, epsilon, layer"),
+        ('{layer = "layers.0", data_size = 1}', "expected an argument of prior empcov of alpha, epsilon, layer, rest"),
     ],
 )
 def test_a_first_layer_prior_that_is_written_wrongly_is_an_error(value, message):
     with pytest.raises(ValueError, match=message):
-        run_config(load_task("lengthscales", size="smoke", overrides=[f"method.map.empcov={value}"]), "map", 0)
+        run_config(
+            load_task("lengthscales", size="smoke", overrides=[f"method.map.prior={{empcov = {value}}}"]), "map", 0
+        )
 
 
 def test_repulsion_by_the_number_of_data_is_told_it():
@@ -127,13 +134,14 @@ def test_repulsion_per_batch_is_told_the_size_of_a_batch():
     assert made.strength() == 1 / min(config.training["batch_size"], 120)
 
 
-def test_a_first_layer_prior_of_a_training_that_is_shared_is_an_error_before_anything_is_written(tmp_path):
+def test_methods_that_train_together_have_one_prior(tmp_path):
+    prior = 'prior={empcov = {layer = "layers.0", rest = 2.0}}'
     task = load_task(
-        "cubic", size="smoke", overrides=['method.swag.empcov={layer = "layers.0"}', "training.together=true"]
+        "cubic", size="smoke", overrides=[f"method.swag.{prior}", f"method.swa.{prior}", "training.together=true"]
     )
-    with pytest.raises(ValueError, match="expected no empcov for swag, which trains together with others"):
-        jobs.bench(task, methods=["swag", "tradi"], out=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
+    jobs.bench(task, methods=["swag", "swa"], out=tmp_path / "runs")
+    configs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/posterior/config.json")]
+    assert [config["arguments"]["prior"]["rest"]["std"] for config in configs] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("repulsion", "strength"), [("1/B", 1 / 40), ("1/N", 1 / 200), ("0.25", 0.25)])

@@ -85,8 +85,8 @@ def test_a_part_of_a_likelihood_and_words_are_answered_too():
         load("likelihood.noise=0.1")
     assert written("likelihood", load(offered(error)).settings["likelihood"]).made().noise == 0.1
     with pytest.raises(ValueError, match="as a whole") as error:
-        load("method.empcov.layer=layers.0")
-    assert load(offered(error)).settings["method"]["map"]["empcov"] == {"layer": "layers.0"}
+        load("method.prior.layer=layers.0")
+    assert load(offered(error)).settings["method"]["map"]["prior"] == {"empcov": {"layer": "layers.0"}}
     with pytest.raises(ValueError, match=r"expected modulation of .*, got 'nomal'; did you mean 'normal'"):
         converted_config("batch_ensemble", [*NET, "method.modulation.nomal=1"])
 

@@ -177,7 +177,6 @@ def test_another_name_takes_the_place_of_an_object_and_the_same_one_is_merged():
     named = {"likelihood": {"name": "Regression", "noise": 0.1}}
     assert merged(named, {"likelihood": {"noise": 0.2}}) == {"likelihood": {"name": "Regression", "noise": 0.2}}
     assert merged(named, {"likelihood": {"regression": 1}}) == {"likelihood": {"regression": 1}}
-    assert merged({"empcov": {"layer": "a"}}, {"empcov": {"alpha": 2}}) == {"empcov": {"layer": "a", "alpha": 2}}
 
 
 def test_a_variant_may_say_only_what_is_different_in_an_object(config):
@@ -201,7 +200,7 @@ def test_the_page_shows_forms_that_work(tmp_path):
     made = {name: built(run_config(task, name, 0)) for name in names}
     assert made["svgd"].annealing == made["weight_rde"].annealing == ds.Annealing("cyclic", cycles=4)
     assert made["forde"].lengthscales is not None
-    assert made["deep_ensemble"].first_layer_prior is not None
+    assert isinstance(made["deep_ensemble"].prior, ds.EmpCov)
     assert all(isinstance(each.likelihood, ds.Regression) for each in made.values())
 
 

@@ -45,7 +45,7 @@ def test_a_variant_has_its_methods_settings_with_its_own_on_top(task_file):
     assert (base.training["lr"], base.training["clip"]) == (0.2, 1.0)
     assert (variant.training["lr"], variant.training["clip"]) == (0.3, 1.0)
     built = posterior(variant, task_data(variant.data))
-    assert (built.name, built.recorder.covariance, built.samples) == ("tradi", "diagonal", 4)
+    assert (built.name, built.config()["covariance"], built.samples) == ("tradi", "diagonal", 4)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
-from dissensus.bench.task.arguments import EMPCOV, resolved
+from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import Make, imported, maker
 from dissensus.bench.task.objects import as_options, written
-from dissensus.bench.task.schema import takes_several
+from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import base_name
 from dissensus.core import batch as batches
 from dissensus.core.errors import unknown
@@ -38,27 +38,30 @@ MEMBERS = 5  # of methods that take several networks, unless the task says other
 def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> Posterior:
     """The posterior of a run, freshly initialised from torch's generator.
 
-    A method whose first parameter is called `modules` is given `members` networks, any other one. `folders`: where files
-    that the task names are looked for.
+    `folders`: where files that the task names are looked for.
     """
-    several = takes_several(METHODS[base_name(config.method)])
-    count = config.settings.get("members", MEMBERS) if several else 1
+    key, count = counted(config)
     networks = [network(config, data, folders=folders) for _ in range(count)]
-    settings = arguments(config, data, next(iter(networks), None))
-    if several:
-        settings.pop("members", None)
-    first_layer_prior = settings.pop(EMPCOV, None)
+    settings = arguments(config, data, networks[0])
+    one = key != "members" and count == 1
     with fitting(f"the method {config.method}"):
-        built = constructor(config, settings)(networks if several else networks[0], likelihood=likelihood(config))
-    if first_layer_prior is not None:
-        built.use_first_layer_prior(first_layer_prior)
-    return built
+        return constructor(config, settings)(networks[0] if one else networks, likelihood=likelihood(config))
+
+
+def counted(config: RunConfig) -> tuple[str | None, int]:
+    """(the key that counts the networks of a run's method, how many there are)."""
+    key = counted_by(METHODS[base_name(config.method)])
+    count = config.settings.get(key or "", MEMBERS if key == "members" else 1)
+    if count < 1:
+        raise ValueError(f"expected {key} of 1 or more for {config.method}, got {count}; {MEMBERS} is a usual number")
+    return key, count
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The method of a run with its settings, to be called with its network or networks and a likelihood."""
     method = METHODS[base_name(config.method)]
-    signature = inspect.signature(method).parameters
+    signature, key = inspect.signature(method).parameters, counted_by(method)
+    settings = {name: value for name, value in settings.items() if name != key}
     if unfit := settings.keys() - signature.keys():
         known = signature.keys() - {"likelihood", next(iter(signature))}
         raise unknown(f"a setting of {config.method}", sorted(unfit)[0], known)
@@ -78,6 +81,7 @@ def check_given(config: RunConfig, filled_in: Collection[str] = (), *, advice: s
 
 def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
     """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
+    counted(config)
     check_given(config, filled_in, advice=f"write {{name}} = … below [method.{config.method}] in the task, or pass")
     if config.training["epochs"] == 0 and "weights" not in config.network:
         raise ValueError(
@@ -101,10 +105,10 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
     inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
-    settings = resolved(config.settings, parameters, inputs=inputs, network=network, data_size=len(data.train.y))
+    settings = resolved(config.settings, parameters, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
-    asked = settings.get("weight_prior_std") is not None or settings.get("repulsion") == "1/N"
+    asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
     if "data_size" in required(METHODS[base_name(config.method)]) or ("data_size" in parameters and asked):
         settings.setdefault("data_size", len(data.train.y))
     return settings
@@ -187,11 +191,11 @@ def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Post
 
 def check_weights(config: RunConfig) -> None:
     """An error where a run's method has several networks and all would start, and stay, at the same weights."""
-    members = config.settings.get("members", MEMBERS)
-    if takes_several(METHODS[base_name(config.method)]) and members > 1:
+    key, count = counted(config)
+    if count > 1:
         raise ValueError(
-            f"expected a method of one network with network.weights, got {config.method}, whose {members} members would all "
-            "start at them and learn the same; leave weights out, or the method"
+            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start at them "
+            f"and learn the same; leave the weights out, or {'the method' if key == 'members' else key}"
         )
 
 

@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, p
 from dissensus.bench.task.hints import check_read
 from dissensus.bench.task.networks import maker
 from dissensus.bench.task.objects import OBJECTS, written
-from dissensus.bench.task.schema import check_task, takes_several
+from dissensus.bench.task.schema import check_task, counted_by
 from dissensus.bench.task.variants import base_name
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
@@ -71,10 +70,10 @@ def to_do(posterior: Posterior) -> str | None:
 
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     """What a conversion depends on, as a run has it; an error for what is not known, missing or not read."""
-    if takes_several(METHODS[base_name(method)]):
+    if counted_by(METHODS[base_name(method)]) == "members":
         raise ValueError(
             f"expected a method of one network, got {method}, whose members would all be the same one; choose one of "
-            f"{', '.join(name for name, kind in METHODS.items() if not takes_several(kind))}"
+            f"{', '.join(name for name, kind in METHODS.items() if counted_by(kind) != 'members')}"
         )
     settings: Settings = {**UNREAD, "methods": [method], "network": {}, "method": {method: {}}}
     # The network's name first: what else its section may hold depends on it.
@@ -99,6 +98,7 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_given(config)
+    build.check_weights(config)
     return config
 
 
@@ -126,7 +126,6 @@ def posterior(config: RunConfig, network: nn.Module) -> Posterior:
             raise ValueError(
                 f"expected settings that need no data, got {key}; convert without it, then train with it in a task"
             )
-    supplied: dict[str, Any] = {"network": network, "data_size": config.settings.get("data_size")}
-    settings = resolved(config.settings, parameters, **supplied)
+    settings = resolved(config.settings, parameters, network=network)
     with fitting(f"the method {config.method}"):
         return build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()

@@ -29,6 +29,7 @@ def write_predictions(path: Path, predictions: Predictions) -> None:
         "kind": type(predictions.predictive).__name__,
         "shapes": predictions.shapes,
         "milliseconds": predictions.milliseconds,
+        "networks": predictions.networks,
     }
     write_tensors(path, tensors, facts)
 
@@ -48,6 +49,7 @@ def read_predictions(path: Path) -> Predictions:
             examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
             shapes=tuple(map(tuple, facts["shapes"])),
             milliseconds=facts["milliseconds"],
+            networks=facts.get("networks", 1),
         )
     except Exception as error:  # a tensor or a fact that is missing, or of another shape or type
         raise damaged(path, f"without {error}") from error

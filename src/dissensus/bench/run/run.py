@@ -36,7 +36,6 @@ from dissensus.bench.run.threads import threads
 from dissensus.bench.run.together import CHECKPOINT_SECONDS, shares, train_together
 from dissensus.bench.run.training_rows import with_training_rows
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
-from dissensus.bench.task.arguments import EMPCOV
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.toml import toml
 from dissensus.core.posterior import Posterior, refresh
@@ -90,11 +89,6 @@ class Run:
         build.check_complete(self.config)
         with same_random_state(self.device):
             build.check_network(self.config, lambda: self.data, folders=self.folders)
-        if EMPCOV in self.config.settings and shares(self.config):
-            raise ValueError(
-                f"expected no {EMPCOV} for {self.config.method}, which trains together with others, got one; set "
-                "training.together = false"
-            )
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""

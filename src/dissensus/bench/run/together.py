@@ -39,6 +39,7 @@ from dissensus.training.history import Epoch
 
 AnyRun = TypeVar("AnyRun", bound=SharingRun)
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
+PRIOR = ("prior", "weight_prior_std", "data_size")
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
 
@@ -46,7 +47,7 @@ def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
     changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
-    return asked and _method(config).tail is not None and not changes
+    return asked and _method(config).tail is not None and not changes and build.counted(config)[1] == 1
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
@@ -88,7 +89,7 @@ class Watched:
 
     @classmethod
     def of(cls, runs: Sequence[SharingRun], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> Watched:
-        run = track(network, methods, **_prior(runs[0].config, runs[0].data))
+        run = track(network, methods, **_prior(runs[0].config, runs[0].data, network))
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
         keys = [_recorded(each.config) for each in runs]
         return cls(run, list(run.watchers), [keys.index(key) for key in keys])  # type: ignore[arg-type]
@@ -225,12 +226,10 @@ def _recorded(config: RunConfig) -> str:
     return toml({method.name: {key: value for key, value in config.settings.items() if key not in method.untrained}})
 
 
-def _prior(config: RunConfig, data: TaskData) -> Settings:
+def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
     """The likelihood and the prior that all watchers have."""
-    std = config.settings.get("weight_prior_std")
-    size = config.settings.get("data_size", len(data.train.y))
-    prior = {} if std is None else {"weight_prior_std": std, "data_size": size}
-    return {"likelihood": build.likelihood(config), **prior}
+    settings = build.arguments(config, data, network)
+    return {"likelihood": build.likelihood(config), **{key: settings[key] for key in PRIOR if key in settings}}
 
 
 def _tail_rate(training: Settings) -> float:
@@ -239,7 +238,7 @@ def _tail_rate(training: Settings) -> float:
 
 def _key(config: RunConfig) -> str:
     """What companions have in common."""
-    prior = {key: config.settings[key] for key in ("weight_prior_std", "data_size") if key in config.settings}
+    prior = {key: config.settings[key] for key in PRIOR if key in config.settings}
     parts = {"data": config.data, "network": config.network, "likelihood": config.likelihood, "prior": prior}
     return toml({"seed": config.seed, "training": config.training, **parts})
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 
-EMPCOV = "empcov"  # of any method: not an argument of its own but a prior that the posterior is given
 # Arguments of an object that may also stand beside it in a method's table, where variants and sweeps change one of them.
 BESIDE = {"lengthscales": ("alpha", "form")}
 
 
 def further_keys(keywords: Collection[str]) -> set[str]:
     """The keys a method's table may have beside the method's own keywords."""
-    return {EMPCOV, *(name for keyword, names in BESIDE.items() if keyword in keywords for name in names)}
+    return {name for keyword, names in BESIDE.items() if keyword in keywords for name in names}
 
 
 def folded(settings: Mapping[str, Any], keywords: Collection[str]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def check_objects(settings: Mapping[str, Any], keywords: Collection[str]) -> Non
 def resolved(settings: Mapping[str, Any], keywords: Collection[str], **supplied: Any) -> dict[str, Any]:
     """Settings of a method with these keywords, objects in place of what is written for them.
 
-    `supplied`: inputs, batches of (x, …) as the network sees them; network, the architecture; data_size.
+    `supplied`: inputs, batches of (x, …) as the network sees them; network, the architecture.
     """
     return {
         key: written(key, value).made(**supplied) if key in OBJECTS else value

@@ -65,4 +65,4 @@ def _whole(keyword: str, key: str, text: str) -> str | None:
     arguments = inspect.signature(family[maker]).parameters
     others = [name for name, each in arguments.items() if each.default is inspect.Parameter.empty and name != key]
     given = ", ".join([*(f"{name}=…" for name in others if name in argument_names(keyword, maker)), f"{key}={text}"])
-    return f"{{{given}}}" if [maker] == list(family) == [keyword] else f"{{{maker}={{{given}}}}}"
+    return f"{{{maker}={{{given}}}}}"

@@ -6,7 +6,7 @@
     lengthscales = { pca = [0.4] }                        or with several in order
     likelihood = { name = "Regression", noise = 0.1 }     the same as a section: [likelihood]
     modulation = { normal = [1.0, 0.5] }
-    empcov = { layer = "layers.0" }                       a family of one needs no name
+    prior = { empcov = { layer = "layers.0" } }
 
 A keyword joins by one line: the name of a method's argument, and its constructors by name.
 """
@@ -20,13 +20,14 @@ from typing import Any
 
 from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import unknown
+from dissensus.core.prior import GaussianPrior
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage.skeletons import LIKELIHOODS
 from dissensus.surgery.modulation import Modulation
 
 Family = Mapping[str, Callable[..., Any]]
-SUPPLIED = ("inputs", "network", "data_size")  # arguments that are the run's to give, never the task's
+SUPPLIED = ("inputs", "network")  # arguments that are the run's to give, never the task's
 
 
 def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) -> Annealing:
@@ -47,7 +48,6 @@ OBJECTS: dict[str, Family] = {
         "hyper": lambda *, steps=None, weight=1.0: Annealing("hyper", steps=steps, weight=weight),
         "cyclic": cyclic,
     },
-    "empcov": {"empcov": EmpCov},
     "lengthscales": {"identity": lambda: None, "pca": pca},
     "likelihood": {
         "classification": LIKELIHOODS["Classification"],
@@ -55,6 +55,7 @@ OBJECTS: dict[str, Family] = {
         "heteroscedastic_regression": LIKELIHOODS["HeteroscedasticRegression"],
         **LIKELIHOODS,
     },
+    "prior": {"gaussian": GaussianPrior, "empcov": EmpCov},
     "modulation": {
         "constant": Modulation.constant,
         "sign": Modulation.sign,
@@ -94,7 +95,7 @@ class Written:
 
     @property
     def spoken(self) -> str:
-        return self.keyword if self.keyword == self.name else f"{self.keyword} {self.name}"
+        return f"{self.keyword} {self.name}"
 
     def table(self) -> dict[str, Any]:
         """The same, written as a section with `name`."""
@@ -105,10 +106,10 @@ class Written:
         asked = [name for name, each in _arguments(self.make).items() if each.default is inspect.Parameter.empty]
         for name in asked:
             if name not in self.arguments:
-                values = f"{{ {', '.join(f'{each} = …' for each in asked)} }}"
-                written = values if self.keyword == self.name else f"{{ {self.name} = {values} }}"
+                values = ", ".join(f"{each} = …" for each in asked)
                 raise ValueError(
-                    f"expected the argument {name} of {self.spoken}, got none; write {self.keyword} = {written}"
+                    f"expected the argument {name} of {self.spoken}, got none; write {self.keyword} = "
+                    f"{{ {self.name} = {{ {values} }} }}"
                 )
         if not inspect.signature(self.make).parameters.keys() & set(SUPPLIED):
             self.made()
@@ -173,18 +174,15 @@ def _named(keyword: str, table: Mapping[str, Any]) -> set[str]:
 def _parted(keyword: str, value: Any) -> tuple[str, Any]:
     """(name, arguments) of an object in any of the forms it may be written in."""
     family = OBJECTS[keyword]
-    only = next(iter(family)) if len(family) == 1 else None
     if isinstance(value, Mapping) and "name" in value:
         name, given = value["name"], {key: each for key, each in value.items() if key != "name"}
-    elif isinstance(value, Mapping) and (only is None or value.keys() & family.keys()):
+    elif isinstance(value, Mapping):
         if len(value) != 1:
             raise ValueError(
                 f"expected one name in {keyword} = {{ NAME = … }}, got {', '.join(map(str, value)) or 'none'}; "
                 f"write one of {', '.join(family)} and its arguments behind it"
             )
         ((name, given),) = value.items()
-    elif only is not None:
-        name, given = (value, {}) if value == only else (only, value)
     else:
         name, given = value, {}
     if not isinstance(name, str):

@@ -184,8 +184,8 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
     }
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]
-        several: dict[str, Types] = {"members": WHOLE} if takes_several(method) else {}
-        named = typed(method, "likelihood", "module", "modules")
+        several: dict[str, Types] = {key: WHOLE for key in [counted_by(method)] if key is not None}
+        named = typed(method, "likelihood", "module", "modules", "networks")
         found[f"method.{name}"] = named | several | dict.fromkeys((*further_keys(named), *named.keys() & OBJECTS), ())
         found[f"method.{name}.training"] = TRAINING
         own = settings.get("method", {}).get(name, {})
@@ -195,9 +195,10 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
     return found
 
 
-def takes_several(method: Callable[..., Any]) -> bool:
-    """Whether a method is built from a sequence of networks: its first parameter is then called `modules`."""
-    return next(iter(inspect.signature(method).parameters)) == "modules"
+def counted_by(method: Callable[..., Any]) -> str | None:
+    """The key that says how many networks a method is built from: `members` where it takes several, `networks` where it
+    takes one or several, as its first parameter says; None where it takes one."""
+    return {"modules": "members", "networks": "networks"}.get(next(iter(inspect.signature(method).parameters)))
 
 
 def typed(function: Callable[..., Any], *without: str) -> dict[str, Types]:

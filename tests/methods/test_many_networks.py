@@ -1,0 +1,342 @@
+"""Many networks, one method: what is recorded and drawn of each is what it would be of that network alone."""
+
+import copy
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
+LOADER = [(x, y) for x, y in zip(*(t.split(8) for t in tiny.points(24)), strict=True)]
+X = tiny.points(24)[0]
+RECORDING = {
+    "SWAG": partial(ds.SWAG, rank=3, samples=2),
+    "SWA": ds.SWA,
+    "TRADI": partial(ds.TRADI, samples=2, state_noise=(1.0, 0.5)),
+    "SnapshotEnsemble": partial(ds.SnapshotEnsemble, members=2),
+    "Laplace": partial(ds.Laplace, samples=2, prior_precision=1.0),
+}
+WATCHERS = {
+    **RECORDING,
+    "GaussianPerturbation": partial(ds.GaussianPerturbation, samples=2),
+    "MCDropout": partial(ds.MCDropout, samples=2),
+}
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.1), "adam": partial(torch.optim.Adam, lr=0.01)}
+SIZED = {"data_size": 24}
+BASES = {  # what is given to ds.track, of three networks where it has several
+    "a network": lambda: networks()[0],
+    "a list": lambda: networks(),
+    "DeepEnsemble": lambda: ds.DeepEnsemble(networks()),
+    "WeightRDE": lambda: ds.WeightRDE(networks(), **SIZED),
+    "FunctionRDE": lambda: ds.FunctionRDE(networks(), **SIZED),
+    "FeatureRDE": lambda: ds.FeatureRDE(networks(), layer="3", head="4"),
+    "FoRDE": lambda: ds.FoRDE(networks()),
+    "SVGD": lambda: ds.SVGD(networks(), **SIZED),
+    "LIT": lambda: ds.LIT(networks(), strength=0.5),
+    "BatchEnsemble": lambda: ds.BatchEnsemble(networks()[0], members=3, modulation=ds.Modulation.normal(1.0, 0.5)),
+    "DropoutEnsemble": lambda: ds.DropoutEnsemble(networks()[0], members=3, keep=0.7),
+}
+
+
+def networks(dropout: float = 0.2) -> list[nn.Module]:
+    """Three networks, the same at every call."""
+    made = []
+    for seed in range(3):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made.append(tiny.mlp(dropout).double())
+    return made
+
+
+def fitted(posterior, *, optimizer=None, **keywords):
+    built = None if optimizer is None else optimizer(posterior.parameters())
+    ds.fit(posterior, LOADER, epochs=4, optimizer=built, progress=False, **keywords)
+    return posterior
+
+
+def table() -> dict[tuple[str, str], str]:
+    """(base, watcher) -> what the page says of them."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    head = next(row for row in rows if "SWAG" in row)
+    return {
+        (row[0], name): said for row in rows if row[0] in BASES for name, said in zip(head[1:], row[1:], strict=True)
+    }
+
+
+# ---------------------------------------------------------------------- three together, and each alone
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorised"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("method", RECORDING.values(), ids=RECORDING)
+def test_three_networks_record_and_draw_what_each_does_alone(method, optimizer, engine):
+    plain = networks(dropout=0.0)  # masks of three would not be those of one
+    settings = {"optimizer": optimizer, "engine": engine}
+    together = fitted(method(copy.deepcopy(plain)), **settings)
+    alone = [fitted(method(network), **settings) for network in plain]
+    drawn = together.sample(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    each = [posterior.sample(generator) for posterior in alone]  # the three take the noise one after the other
+    for name, rows in drawn.items():  # (M, S, ...)
+        torch.testing.assert_close(rows, torch.cat([one[name] for one in each]), rtol=0, atol=1e-8)
+    for kept in ("mean", "variance"):
+        for name, rows in getattr(together, kept, {}).items():
+            same = torch.stack([getattr(one, kept)[name] for one in alone])
+            torch.testing.assert_close(rows, same, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [partial(ds.MCDropout, samples=2), partial(ds.NodeBNN, components=2, samples=2, data_size=24)],
+    ids=["mc_dropout", "node_bnn"],
+)
+def test_three_networks_have_the_gradients_of_each_alone_for_the_same_noise(method):
+    x, y = LOADER[0]
+
+    def found(given):
+        torch.manual_seed(7)
+        posterior = method(given)
+        posterior.particles.how = "loop"
+        return posterior.train(), posterior.state_dict()
+
+    together, state = found(networks())
+    alone = [found(network)[0] for network in networks()]
+    for m, one in enumerate(alone):  # latents begin at random: those of the three
+        mine = {k.replace(".own.", ".shared."): v[m] if ".own." in k else v for k, v in state.items()}
+        one.load_state_dict({k: mine[k] for k in one.state_dict()})
+    torch.manual_seed(0)
+    losses = together.backward(x, y)
+    torch.manual_seed(0)
+    each = [one.backward(x, y) for one in alone]
+    torch.testing.assert_close(losses, torch.cat(each), rtol=0, atol=1e-12)
+    own = {name: p.grad for name, p in together.particles.own_parameters().items()}
+    same = [{name: p.grad for name, p in one.particles.shared_parameters().items()} for one in alone]
+    for name, rows in own.items():
+        torch.testing.assert_close(rows, torch.stack([one[name] for one in same]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", WATCHERS.values(), ids=WATCHERS)
+def test_functions_are_numbered_network_by_network(method):
+    posterior = fitted(method(networks()))
+    drawn = posterior.draw()
+    assert drawn.networks == 3
+    assert drawn.members % 3 == 0
+    outputs = drawn(X)  # (M·S, B, C)
+    for i in range(drawn.members):
+        torch.testing.assert_close(outputs[i], drawn.member(i)(X), rtol=0, atol=1e-12)
+
+
+def test_a_functions_network_is_the_one_it_was_drawn_around():
+    posterior = ds.GaussianPerturbation(networks(), samples=2, noise=0.0)
+    for i, network in enumerate(network for network in networks() for _ in range(2)):
+        torch.testing.assert_close(posterior.member(i)(X), network.eval()(X), rtol=0, atol=0)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 3)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.last(self.drop(self.scale * torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("method", WATCHERS.values(), ids=WATCHERS)
+def test_networks_that_differ_in_an_attribute_run_with_their_own(method):
+    posterior = fitted(method([Scaled(1.0).double(), Scaled(5.0).double()]))
+    drawn = posterior.draw()
+    scales = [getattr(member, "network", member).scale for member in map(drawn.member, range(drawn.members))]
+    assert scales == sorted(scales)
+    assert set(scales) == {1.0, 5.0}
+    same = torch.stack([drawn.member(i)(X) for i in range(drawn.members)])
+    torch.testing.assert_close(drawn(X), same, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- what watches another method
+
+
+@pytest.mark.parametrize("base", ["FoRDE", "BatchEnsemble"])
+def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
+    def trained(posterior, callback=None):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+        keywords = {"optimizer": optimizer, "engine": "loop", "callback": callback, "progress": False}
+        ds.fit(posterior, LOADER[:1], epochs=6, **keywords)  # every epoch is one step
+        return posterior
+
+    def weights(_=None):
+        stored = {**run.particles.shared_parameters(), **run.particles.own_parameters()}
+        seen.append({name.removeprefix("network."): tensor.detach().clone() for name, tensor in stored.items()})
+
+    torch.manual_seed(0)  # of a BatchEnsemble's modulations
+    plain = BASES[base]()
+    run, seen = copy.deepcopy(plain), []
+    swag, tradi = partial(ds.SWAG, rank=2, start=0, every=1), partial(ds.TRADI, drift="none", state_noise=(1.0, 0.5))
+    ds.track(run, [swag, tradi])
+    weights()
+    trained(run, weights)
+    for name, tensor in tiny.state(trained(plain)).items():
+        assert torch.equal(tensor, run.state_dict()[name]), name
+    for name, rows in run.watchers["swag"].mean.items():
+        by_hand = torch.stack([each[name] for each in seen[1:]]).mean(0)
+        torch.testing.assert_close(rows, by_hand.expand_as(rows), rtol=0, atol=1e-12)
+    for name, mean in run.watchers["tradi"].filters.mean.items():
+        by_hand, p = seen[0][name], 0.0
+        for each in seen[1:]:  # Kalman's gain: of a state noise of 1 and a measurement noise of 10
+            gain = (p + 1.0) / (p + 11.0)
+            by_hand, p = by_hand + gain * (each[name] - by_hand), (1 - gain) * (p + 1.0)
+        torch.testing.assert_close(mean, by_hand, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_the_page_says_what_composes(base, watcher, tmp_path):
+    said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
+    if said == "no":
+        with pytest.raises(ValueError, match="expected networks with their own last layer for Laplace"):
+            build()
+        return
+    assert said == "yes"
+    run = fitted(build())
+    posterior = run.watchers[0]
+    predicted = posterior.predict(X).members
+    assert len(predicted) == (1 if base == "a network" else 3) * (1 if watcher == "SWA" else 2)
+    saved = posterior
+    for folder in ("once", "twice"):  # what was loaded can be saved
+        ds.save(saved, tmp_path / folder)
+        saved = ds.load(tmp_path / folder, tiny.mlp(0.2))
+        assert torch.equal(saved.predict(X).members, predicted)
+    summary, _ = ds.summarise(tmp_path / "once", LOADER, network=tiny.mlp(0.2))
+    torch.testing.assert_close(summary.mean, posterior.predict(X).mean, rtol=0, atol=1e-12)
+
+
+def test_the_page_has_every_pair():
+    assert table().keys() == {(base, watcher) for base in BASES for watcher in WATCHERS}
+    assert set(table().values()) == {"yes", "no"}
+
+
+@pytest.mark.parametrize("base", ["a list", "FoRDE", "BatchEnsemble"])
+def test_what_watches_is_not_trained_itself(base):
+    run = ds.track(BASES[base](), [ds.SWAG])
+    error = re.escape(
+        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train that one"
+    )
+    with pytest.raises(ValueError, match=error):
+        ds.fit(run.watchers[0], LOADER, epochs=1, progress=False)
+    with pytest.raises(ValueError, match=error):
+        run.watchers[0].backward(*LOADER[0])
+    with pytest.raises(ValueError, match=error):
+        ds.fit(ds.track(run.watchers[0], [ds.TRADI]), LOADER, epochs=1, progress=False)
+
+
+def test_functions_that_are_more_than_networks_are_not_watched():
+    with pytest.raises(ValueError, match="expected a posterior whose functions are its networks, got NodeBNN"):
+        ds.track(ds.NodeBNN(networks(), **SIZED), [ds.SWAG])
+
+
+def test_a_watched_run_can_be_watched_by_more():
+    run = ds.track(ds.FoRDE(networks()), [WATCHERS["SWAG"]])
+    assert ds.track(run, [WATCHERS["TRADI"]]) is run
+    fitted(run)
+    assert [posterior.name for posterior in run.watchers] == ["swag", "tradi"]
+    assert all(posterior.ready for posterior in run.watchers)
+
+
+@pytest.mark.parametrize("base", ["a list", "FoRDE", "BatchEnsemble"])
+def test_a_copy_of_a_watched_run_goes_its_own_way(base):
+    run = fitted(ds.track(BASES[base](), [WATCHERS["SWAG"], WATCHERS["SnapshotEnsemble"]]))
+    other, before = copy.deepcopy(run), tiny.state(run)
+    fitted(other)
+    assert tiny.largest_difference(before, tiny.state(run)) == 0
+    for posterior, again in zip(run.watchers, other.watchers, strict=True):
+        assert again.base[0] is other
+        assert not torch.equal(posterior.predict(X).members, again.predict(X).members)
+
+
+@pytest.mark.parametrize("base", ["FoRDE", "BatchEnsemble"])
+def test_a_watched_method_resumes_as_if_it_had_not_stopped(base, tmp_path):
+    def begun(**keywords):
+        torch.manual_seed(1)
+        run = ds.track(BASES[base](), [WATCHERS["SWAG"], WATCHERS["TRADI"]])
+        return fitted(run, engine="loop", draw=False, **keywords)
+
+    whole = begun()
+    begun(checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 1)
+    resumed = begun(checkpoint=tmp_path / "run.pt")
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_a_run_that_is_moved_after_it_was_built_records_in_the_new_type(watcher):
+    run = ds.track(networks(), [WATCHERS[watcher]]).to(torch.float32)
+    ds.fit(run, [(x.float(), y) for x, y in LOADER], epochs=4, progress=False)
+    posterior = run.watchers[0]
+    assert posterior.predict(X.float()).members.dtype == torch.float32
+    assert posterior.draw().particles.own_parameters().keys() <= run.particles.own_parameters().keys()
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_frozen_parameters_stay_as_they_were(watcher):
+    frozen = networks()
+    for network in frozen:
+        network[0].requires_grad_(False)
+    posterior = fitted(ds.track(frozen, [WATCHERS[watcher]])).watchers[0]
+    drawn = posterior.draw()
+    for i in range(drawn.members):
+        member = drawn.member(i)
+        weight = getattr(member, "network", member)[0].weight
+        assert torch.equal(weight, frozen[i * 3 // drawn.members][0].weight)
+
+
+def test_every_watcher_has_a_temperature_of_its_own():
+    run = fitted(ds.track(networks(), [WATCHERS["SWAG"], WATCHERS["TRADI"]]))
+    swag, tradi = run.watchers
+    before = [posterior.predict(X).mean for posterior in (run, tradi)]
+    ds.temperature_scale(swag, LOADER)
+    assert float(swag.temperature) != 1.0
+    assert all(torch.equal(p.predict(X).mean, mean) for p, mean in zip((run, tradi), before, strict=True))
+    fitted(run)
+    assert float(swag.temperature) == 1.0  # it was fitted to other weights
+
+
+# ---------------------------------------------------------------------- what is said of them
+
+
+def test_the_metrics_of_networks_are_those_of_their_own_mixtures():
+    posterior = fitted(ds.SWAG(networks(), rank=3, samples=4))
+    found = ds.evaluate(posterior, LOADER).metrics
+    members, y = posterior.predict(X).members, tiny.points(24)[1]  # (3·4, B, C)
+    mixtures = members.unflatten(0, (3, 4)).exp().mean(1)  # (3, B, C)
+    nll = -mixtures[:, torch.arange(24), y].log().mean()
+    votes = mixtures.argmax(2)
+    differ = torch.stack([votes[i] != votes[j] for i, j in ((0, 1), (0, 2), (1, 2))]).double().mean()
+    assert found["networks/count"] == 3
+    assert found["members/count"] == 12
+    assert found["networks/nll"] == pytest.approx(float(nll), abs=1e-10)
+    assert found["networks/disagreement"] == pytest.approx(float(differ), abs=1e-12)
+
+
+def test_the_metrics_of_networks_in_a_regression():
+    loader = [(x, 0.1 * x[:, :1]) for x, _ in LOADER]
+    posterior = ds.TRADI([tiny.mlp(outputs=1).double() for _ in range(2)], samples=3, likelihood=ds.Regression())
+    ds.fit(posterior, loader, epochs=2, progress=False)
+    found = ds.evaluate(posterior, loader).metrics
+    predictive, y = posterior.predict(X), 0.1 * X[:, :1]
+    means, variances = (tensor.chunk(2) for tensor in predictive.described())
+    each = [float(ds.metrics.mixture_nll(m, v, y)) for m, v in zip(means, variances, strict=True)]
+    assert found["networks/nll"] == pytest.approx(sum(each) / 2, abs=1e-10)
+    assert "networks/disagreement" not in found
+
+
+@pytest.mark.parametrize("build", [lambda: ds.SWAG(networks()[0]), lambda: ds.SWA(networks()), BASES["DeepEnsemble"]])
+def test_networks_are_not_counted_where_members_say_the_same(build):
+    found = ds.evaluate(fitted(build()), LOADER).metrics
+    assert not [key for key in found if key.startswith("networks/")]
