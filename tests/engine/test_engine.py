@@ -335,9 +335,9 @@ def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
     weights = 5 * (10 * 7 + 7 + 7 * 3 + 3) * 4
     x, y = torch.randn(16, 10), torch.randint(3, (16,))
     plain = ds.DeepEnsemble(copy.deepcopy(networks))
-    unwatched = training_memory(plain, torch.optim.Adam(plain.parameters()), x, y, None)
+    unwatched = training_memory(plain, torch.optim.Adam(plain.parameters()), Batch(x, y))
     run = ds.track(networks, [functools.partial(ds.SWAG, rank=4, samples=6), functools.partial(ds.TRADI, samples=2)])
-    memory = training_memory(run, torch.optim.Adam(run.parameters()), x, y, None)
+    memory = training_memory(run, torch.optim.Adam(run.parameters()), Batch(x, y))
     counts = 64  # a few numbers that recorders count by
     assert (
         (4 + 2 + 2) * weights <= memory.recorded <= (4 + 2 + 2) * weights + counts

@@ -54,6 +54,8 @@ class TrainingRules(Clock):
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
         self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
+        if unknown := sorted(prior.keys() - PriorKeywords.__annotations__.keys()):  # Python takes any keyword here
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
         self.data_size: int | None = None
         size = prior.get("data_size")
         self.use_prior(prior_of(prior.get("prior"), prior.get("weight_prior_std"), size), size)
