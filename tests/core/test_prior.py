@@ -225,6 +225,8 @@ def test_what_is_no_prior_is_a_clear_error():
     rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
     with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum over all tensors"):
         rows.backward(*tiny.points())
+    with pytest.raises(TypeError, match="expected a keyword of SWAG, got 'weight_prior'; its help names them"):
+        ds.SWAG(network, weight_prior=1.0, data_size=12)
     with pytest.raises(ValueError, match="expected data_size, got none"):
         ds.WeightRDE([tiny.mlp() for _ in range(2)])
 

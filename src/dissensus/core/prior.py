@@ -113,7 +113,7 @@ def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
     )
 
 
-def prior_of(prior: Any, weight_prior_std: float | None, data_size: int | None) -> Prior | None:
+def prior_of(prior: Any = None, weight_prior_std: float | None = None, data_size: int | None = None) -> Prior | None:
     """The prior that the keywords of a method mean; a table is a file's note of one."""
     if data_size is not None:
         check_whole("data_size", data_size)

@@ -57,8 +57,9 @@ class TrainingRules(Clock):
         if unknown := sorted(prior.keys() - PriorKeywords.__annotations__.keys()):  # Python takes any keyword here
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
         self.data_size: int | None = None
-        size = prior.get("data_size")
-        self.use_prior(prior_of(prior.get("prior"), prior.get("weight_prior_std"), size), size)
+        if unknown := prior.keys() - PriorKeywords.__annotations__:
+            raise TypeError(f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; its help names them")
+        self.use_prior(prior_of(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
@@ -160,7 +161,7 @@ class TrainingRules(Clock):
         prior covers.
         """
         size = self.data_size if data_size is None else data_size
-        if (made := prior_of(prior, None, size)) is not None:
+        if (made := prior_of(prior, data_size=size)) is not None:
             own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
             shapes = {name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()}
             made.check_fits({n.removeprefix(PREFIX): s for n, s in shapes.items() if n.startswith(PREFIX)})

@@ -11,11 +11,6 @@ from dissensus.bench.task.objects import OBJECTS, argument_names, written
 BESIDE = {"lengthscales": ("alpha", "form")}
 
 
-def further_keys(keywords: Collection[str]) -> set[str]:
-    """The keys a method's table may have beside the method's own keywords."""
-    return {name for keyword, names in BESIDE.items() if keyword in keywords for name in names}
-
-
 def folded(settings: Mapping[str, Any], keywords: Collection[str]) -> dict[str, Any]:
     """Settings of a method with these keywords, what stands beside an object put into it."""
     found = dict(settings)

@@ -9,7 +9,7 @@ from typing import Any
 from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed
 from dissensus.bench.rows.sources import SETS
-from dissensus.bench.task.arguments import further_keys
+from dissensus.bench.task.arguments import BESIDE
 from dissensus.bench.task.networks import imported, maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, variants_of
@@ -186,7 +186,8 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
         method = METHODS[base_name(name)]
         several: dict[str, Types] = {key: WHOLE for key in [counted_by(method)] if key is not None}
         named = typed(method, "likelihood", "module", "modules", "networks")
-        found[f"method.{name}"] = named | several | dict.fromkeys((*further_keys(named), *named.keys() & OBJECTS), ())
+        beside = [key for keyword in BESIDE.keys() & named for key in BESIDE[keyword]]
+        found[f"method.{name}"] = named | several | dict.fromkeys((*beside, *named.keys() & OBJECTS), ())
         found[f"method.{name}.training"] = TRAINING
         own = settings.get("method", {}).get(name, {})
         for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
