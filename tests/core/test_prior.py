@@ -278,11 +278,3 @@ def test_signatures_name_what_a_prior_takes():
         parameters = inspect.signature(method).parameters
         assert [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD] == []
         assert list(parameters)[-3:] == ["prior", "weight_prior_std", "data_size"]
-
-
-@pytest.mark.parametrize("name", ["map", "swag", "laplace", "gaussian_perturbation"])
-def test_a_keyword_that_no_method_has_is_an_error(name):
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'weight_prior'"):
-        ds.METHODS[name](tiny.mlp(), weight_prior=1.0)
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'weight_prior'"):
-        ds.METHODS["deep_ensemble"]([tiny.mlp(), tiny.mlp()], weight_prior=1.0)

@@ -54,8 +54,6 @@ class TrainingRules(Clock):
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
         self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
-        if unknown := sorted(prior.keys() - PriorKeywords.__annotations__.keys()):  # Python takes any keyword here
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
             raise TypeError(f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; its help names them")
