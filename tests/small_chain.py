@@ -27,10 +27,10 @@ class SGLD(SnapshotEnsemble):
 
     name = "sgld"
     optimizers = (Langevin,)
-    tail = 0.5  # the first half is burn-in
 
     def __init__(self, module, *, data_size, **keywords):
         super().__init__(module, data_size=data_size, **keywords)
+        self.recorder.tail = 0.5  # the first half is burn-in
 
     def default_optimizer(self):
         return self.chain(1e-3)

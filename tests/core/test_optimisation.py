@@ -122,7 +122,7 @@ def test_a_step_that_a_scaler_skips_is_not_counted():
         scaler.step(optimizer)
         scaler.update()
         assert posterior.observe(optimizer) is (number != 1)
-    assert int(posterior.steps) == int(posterior.snapshots.taken) == 3
+    assert int(posterior.steps) == int(posterior.recorder.snapshots.taken) == 3
 
 
 def test_weights_that_are_set_by_hand_are_observed():

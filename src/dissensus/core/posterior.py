@@ -104,11 +104,6 @@ class Posterior(TrainingRules, ABC):
         """The functions as trained so far, which validation during `fit` looks at."""
         return self.draw()
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is anything to draw from yet: trackers must have observed something first."""
-        return True
-
     def looks(self, epoch: int, epochs: int) -> bool:
         """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
         return self.ready
@@ -124,7 +119,7 @@ class Posterior(TrainingRules, ABC):
     def identity(self) -> dict[str, Any]:
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
-        watchers = [watcher.identity() for watcher in self.watched_by]
+        watchers = [watcher.identity() for watcher in self.watchers]
         described = {"method": self.name, "class": type(self).__name__, **settings}
         return {**described, "watchers": watchers} if watchers else described
 
@@ -278,7 +273,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """
     inputs.check_loader(loader)
     posterior.store_draw(loader)
-    for watcher in posterior.watched_by:
+    for watcher in posterior.watchers:
         if watcher.ready:
             watcher.store_draw(loader)
 

@@ -6,28 +6,16 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Inputs
-from dissensus.core.clock import Clock
+from dissensus.core.clock import Clock, Watchers
 from dissensus.core.empcov import EmpCov
 from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 from dissensus.numerics.tree import Tensors
-
-
-class Watchers(nn.ModuleList):
-    """Posteriors that watch another one train, by position or by name of the method."""
-
-    def __getitem__(self, which: Any) -> Any:
-        if not isinstance(which, str):
-            return super().__getitem__(which)
-        found = {each.name: each for each in reversed(self)}
-        if which not in found:
-            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
-        return found[which]
 
 
 class TrainingRules(Clock):
@@ -45,7 +33,7 @@ class TrainingRules(Clock):
         super().__init__()
         check_prior(weight_prior_std, data_size)
         self.particles = particles
-        self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
+        self.watchers = Watchers()
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
@@ -56,38 +44,13 @@ class TrainingRules(Clock):
 
         For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
-        for watcher in self.watched_by:
+        for watcher in self.watchers:
             watcher.before_step(x, y, weight)
-
-    @property
-    def watched_by(self) -> tuple[Any, ...]:
-        """The posteriors that watch this one train."""
-        return tuple(self.watchers)
-
-    @property
-    def observes(self) -> bool:
-        """Whether `observe` does more than count steps."""
-        return bool(self.watched_by) or type(self).observe is not TrainingRules.observe
 
     @property
     def goes_back(self) -> bool:
         """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
-        return self.keeps_best and all(watcher.goes_back for watcher in self.watched_by)
-
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        super().begin(steps_per_epoch, epochs, done=done)
-        for watcher in self.watched_by:
-            watcher.begin(steps_per_epoch, epochs, done=done)
-
-    def begin_unmeasured(self, epochs: int) -> None:
-        super().begin_unmeasured(epochs)
-        for watcher in self.watched_by:
-            watcher.begin_unmeasured(epochs)
-
-    def observe(self, optimizer: Optimizer) -> bool:
-        for watcher in self.watched_by:
-            watcher.observe(optimizer)
-        return super().observe(optimizer)
+        return self.keeps_best and all(watcher.goes_back for watcher in self.watchers)
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
@@ -174,7 +137,7 @@ class TrainingRules(Clock):
         The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none where the loss already has a
         weight prior.
         """
-        if (choosy := next((each for each in self.watched_by if each.optimizers is not None), None)) is not None:
+        if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
             own: Optimizer = choosy.default_optimizer()
             return own
         decay = 1e-4 if self.weight_prior_std is None else 0.0

@@ -1,12 +1,12 @@
 """Recording: posteriors that train networks as ever and sample from what a recorder has kept of the run."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from dissensus.core.member import PREFIX
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
@@ -15,41 +15,16 @@ from dissensus.numerics.tree import Tensors
 
 
 class RecordingPosterior(SamplingPosterior):
-    """Base class of methods with a `recorder`, which a subclass builds on `self.trained` or some of those weights."""
+    """Base class of methods with a `recorder`, which a subclass builds on `self.recorded`."""
 
     recorder: Recorder
     keeps_best = False  # what is recorded in a run belongs together
     tail = "constant"  # weights that have come to rest have nothing to tell
 
-    @property
-    def ready(self) -> bool:
-        return self.recorder.ready
-
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        super().begin(steps_per_epoch, epochs, done=done)
-        self.recorder.begin(steps_per_epoch * epochs, done=done)
-
-    def begin_unmeasured(self, epochs: int) -> None:
-        super().begin_unmeasured(epochs)
-        if self.steps_per_epoch is None:
-            self.recorder.begin_unmeasured(epochs)
-
-    @torch.no_grad()
-    def observe(self, optimizer: Optimizer) -> bool:
-        if self.recorder.upcoming:
-            known = {id(p) for p in self.trained.stored.values()} | self._beside
-            if any(id(p) not in known and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-                self.check_network()
-        stepped = super().observe(optimizer)
-        if stepped:
-            self.recorder.observe(optimizer)
-        return stepped
-
-    @property
-    def _beside(self) -> set[int]:
-        """The ids of trained tensors beside the networks': a learned noise, latents."""
-        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
-        return {id(p) for name, p in {**shared, **own}.items() if not name.startswith(PREFIX)}
+    def recorded(self) -> Weights:
+        """The weights to record, as they are now; raises where the network has others than when this was built."""
+        self.check_network()
+        return self.trained
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         return self.recorder.sample(self.samples, generator)
@@ -66,9 +41,9 @@ class SnapshotRecorder(Recorder):
     """
 
     def __init__(
-        self, weights: Weights, *, start: int | None, every: int | None, wanted: int, tail: float = TAIL
+        self, source: Callable[[], Weights], *, start: int | None, every: int | None, wanted: int, tail: float = TAIL
     ) -> None:
-        super().__init__(weights)
+        super().__init__(source)
         self.snapshots = Snapshots(start, every, wanted=wanted)
         self.tail = tail
 

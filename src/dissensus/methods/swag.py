@@ -27,9 +27,9 @@ class MeanRecorder(SnapshotRecorder):
 
     mean_vector: Tensor
 
-    def __init__(self, weights: Weights, *, start: int | None, every: int | None, wanted: int) -> None:
-        super().__init__(weights, start=start, every=every, wanted=wanted)
-        self.register_buffer("mean_vector", torch.zeros_like(weights.flat()))  # (M, P)
+    def __init__(self, source: Callable[[], Weights], *, start: int | None, every: int | None, wanted: int) -> None:
+        super().__init__(source, start=start, every=every, wanted=wanted)
+        self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
 
     def record(self, number: int) -> None:
         self.move(self.weights.flat(self.mean_vector.dtype), number)
@@ -57,8 +57,10 @@ class GaussianRecorder(MeanRecorder):
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(self, weights: Weights, *, rank: int, scale: float, start: int | None, every: int | None) -> None:
-        super().__init__(weights, start=start, every=every, wanted=2 * rank)
+    def __init__(
+        self, source: Callable[[], Weights], *, rank: int, scale: float, start: int | None, every: int | None
+    ) -> None:
+        super().__init__(source, start=start, every=every, wanted=2 * rank)
         self.scale = scale
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
@@ -127,7 +129,7 @@ class SWAG(RecordingPosterior):
         super().__init__(
             networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        self.recorder = GaussianRecorder(self.trained, rank=rank, scale=scale, start=start, every=every)
+        self.recorder = GaussianRecorder(self.recorded, rank=rank, scale=scale, start=start, every=every)
 
     @property
     def mean(self) -> Tensors:
@@ -171,7 +173,7 @@ class SWA(RecordingPosterior):
         super().__init__(
             networks, samples=1, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        self.recorder = MeanRecorder(self.trained, start=start, every=every, wanted=40)
+        self.recorder = MeanRecorder(self.recorded, start=start, every=every, wanted=40)
 
     @property
     def mean(self) -> Tensors:

@@ -13,6 +13,7 @@ from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import norm_parameters
+from dissensus.core.weights import Weights
 from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
 from dissensus.methods.networks import Networks
@@ -79,14 +80,13 @@ class TRADI(RecordingPosterior):
         super().__init__(
             networks, samples=samples, likelihood=likelihood, weight_prior_std=weight_prior_std, data_size=data_size
         )
-        norms = norm_parameters(self.network)
-        tracked = self.trained.only(lambda name, _: name not in norms)
-        if not tracked.stored:
+        self._norms = norm_parameters(self.network)
+        if not self.recorded().stored:
             raise ValueError(
                 "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
             )
         self.recorder = KalmanRecorder(
-            tracked,
+            self.recorded,
             covariance=covariance,
             correlation=correlation,
             state_noise=(float(state_noise[0]), float(state_noise[1])),
@@ -96,6 +96,10 @@ class TRADI(RecordingPosterior):
             features=features,
             bandwidth=bandwidth,
         )
+
+    def recorded(self) -> Weights:
+        """Trained parameters but those of normalisation layers."""
+        return super().recorded().only(lambda name, _: name not in self._norms)
 
     @property
     def filters(self) -> WeightFilters:

@@ -29,8 +29,8 @@ from dissensus.bench.run.sharing import SharingRun
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.toml import toml
 from dissensus.bench.task.variants import base_name
+from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.core.training_rules import Watchers
 from dissensus.methods import METHODS, track
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
 from dissensus.methods.trajectory import TAIL
@@ -91,7 +91,7 @@ class Watched:
         run = track(network, methods, **_prior(runs[0].config, runs[0].data))
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
         keys = [_recorded(each.config) for each in runs]
-        return cls(run, list(run.watchers), [keys.index(key) for key in keys])  # type: ignore[arg-type]
+        return cls(run, list(run.watchers), [keys.index(key) for key in keys])
 
     def attach(self, tail: str | None = None) -> None:
         """Lets those observe whose turn it is, in the head or in a tail. Snapshots are spread over the tail alone."""
@@ -119,7 +119,7 @@ class Watched:
             self.run.get_buffer("seconds")[i] += time.perf_counter() - start
             return stepped
 
-        watcher.observe = observe  # type: ignore[method-assign]
+        watcher.__dict__["observe"] = observe
 
     def result(self, i: int) -> Posterior:
         """The i-th watcher with what was observed for it."""
