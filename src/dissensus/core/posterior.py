@@ -104,14 +104,6 @@ class Posterior(TrainingRules, ABC):
         """The functions as trained so far, which validation during `fit` looks at."""
         return self.draw()
 
-    def looks(self, epoch: int, epochs: int) -> bool:
-        """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
-        return self.ready
-
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
-        """The functions that validation scores after this epoch; None: those of `current()`."""
-        return None
-
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again, given a network."""

@@ -27,7 +27,9 @@ class TrainingRules(Clock):
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
-    keeps_best: bool = True  # whether `fit` may go back to the best epoch; not where something is collected over many
+    # What validation judges an epoch by: the networks in training, functions drawn as they would be at the end, or nothing:
+    # `fit` does not go back to the best epoch where something is collected over many.
+    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
 
     def __init__(self, particles: Particles, *, weight_prior_std: float | None, data_size: int | None) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class TrainingRules(Clock):
     @property
     def goes_back(self) -> bool:
         """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
-        return self.keeps_best and all(watcher.goes_back for watcher in self.watchers)
+        return self.judged_by is not None and all(watcher.goes_back for watcher in self.watchers)
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
