@@ -29,7 +29,9 @@ class Group:
     parameters: Mapping[str, Tensor]
     factor: float = 1.0  # times the optimiser's rate
     rate: float | None = None  # a rate of its own instead
+    momentum: float | None = None  # a momentum of its own
     decay: bool = True  # whether weight decay draws them to 0
+    decayed: str | None = None  # what an optimiser that decays them all the same does: `fit` warns of it
     prior: bool = True  # whether the weight prior does; norm layers and what is no member's have none in any case
 
 
@@ -60,10 +62,18 @@ def optimizer_groups(
             "params": [each for each in group.parameters.values() if each.requires_grad],
             "lr": rates.get(group.name, lr * group.factor if group.rate is None else group.rate),
             "weight_decay": weight_decay if group.decay else 0.0,
+            **({} if group.momentum is None else {"momentum": group.momentum}),
         }
         for group in apart
     ]
     return [group for group in made if group["params"]] or made[:1]
+
+
+def decayed(groups: Iterable[Group], optimizer: Optimizer) -> list[str]:
+    """What this optimiser does to groups that it should not decay, where they say what that would be."""
+    drawn = {id(each) for group in optimizer.param_groups if group.get("weight_decay") for each in group["params"]}
+    mine = [group for group in groups if group.decayed is not None]
+    return [str(group.decayed) for group in mine if any(id(each) in drawn for each in group.parameters.values())]
 
 
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:

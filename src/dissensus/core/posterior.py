@@ -8,7 +8,7 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -131,10 +131,6 @@ class Posterior(TrainingRules, ABC):
     def cuts(self) -> bool:
         """Whether layers of the network were cut: files then describe another network than the one that runs."""
         return type(self).given is not Posterior.given
-
-    def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
-        return {}
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Draws once and stores the draw with the posterior, its batch statistics refreshed from the loader.

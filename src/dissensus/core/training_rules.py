@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dissensus.core.batch import Inputs
 from dissensus.core.clock import Clock, Watchers
 from dissensus.core.empcov import EmpCov
-from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
+from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
 from dissensus.core.prior import check_prior, negative_log_prior, norm_parameters
 from dissensus.numerics.tree import Tensors
@@ -124,14 +124,11 @@ class TrainingRules(Clock):
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
-    def remarks(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` logs about training with this optimiser: settings without effect."""
-        return []
-
-    def mistakes(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` warns of: settings of the optimiser that nobody can want."""
-        mixed = mixed_members(optimizer, self.particles.own_parameters().values())
-        return [] if mixed is None else [mixed]
+    def advice(
+        self, *, optimizer: Optimizer | None = None, metrics: Mapping[str, float] | None = None
+    ) -> dict[str, str]:
+        """Name -> what a user should hear of this optimiser (`fit` logs it) or of an evaluation with these metrics."""
+        return {}
 
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.

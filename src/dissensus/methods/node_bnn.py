@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core import weights
@@ -23,7 +22,6 @@ from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
     check_component,
     check_layers,
-    decayed_latents,
     warn_of_old_draw,
     warn_of_start,
 )
@@ -159,22 +157,17 @@ class NodeBNN(LatentPosterior):
 
     def groups(self) -> list[Group]:
         rate = self.settings["latent_lr"]
-        own_rate = None if rate is None else rate * self.components
-        return [*super().groups(), Group("latents", self._latent_parameters(), rate=own_rate, decay=False, prior=False)]
-
-    def parameter_groups(
-        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
-    ) -> list[dict[str, Any]]:
-        groups = super().parameter_groups(lr, weight_decay, likelihood_lr=likelihood_lr)
-        momentum, mine = self.settings["latent_momentum"], {id(p) for p in self._latent_parameters().values()}
-        for group in groups:
-            if momentum is not None and group["params"] and {id(p) for p in group["params"]} <= mine:
-                group["momentum"] = momentum
-        return groups
-
-    def mistakes(self, optimizer: Optimizer) -> list[str]:
-        found, mine = super().mistakes(optimizer), {id(p) for p in self._latent_parameters().values()}
-        return [*found, *decayed_latents(optimizer, mine)]
+        latents = Group(
+            "latents",
+            self._latent_parameters(),
+            rate=None if rate is None else rate * self.components,
+            momentum=self.settings["latent_momentum"],
+            decay=False,
+            decayed="draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the prior draws "
+            "them to 1 and prior_std",
+            prior=False,
+        )
+        return [*super().groups(), latents]
 
     # ------------------------------------------------------------------ functions
 
