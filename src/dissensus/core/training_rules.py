@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -19,13 +19,10 @@ from dissensus.numerics.tree import Tensors
 
 
 class TrainingRules(Clock):
-    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
+    """Base class of `Posterior`: what optimisers and `fit` ask of a method. What is not final may be overridden by one."""
 
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    # The end of a shared run that suits a watcher: a decayed rate, or one at which weights go on moving; None: it is none.
-    tail: ClassVar[Literal["decayed", "constant"] | None] = None
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
-    deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
     # What validation judges an epoch by: the networks in training, functions drawn as they would be at the end, or nothing:
     # `fit` does not go back to the best epoch where something is collected over many.
@@ -36,6 +33,10 @@ class TrainingRules(Clock):
         check_prior(weight_prior_std, data_size)
         self.particles = particles
         self.watchers = Watchers()
+        # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
+        mine = {"couple": type(self).couple, "mix": type(self).mix} if particles.members > 1 else {}
+        defined = [name for name, each in mine.items() if each is not getattr(TrainingRules, name)]
+        self.acts: str | None = defined[0] if defined else None
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
@@ -50,9 +51,38 @@ class TrainingRules(Clock):
             watcher.before_step(x, y, weight)
 
     @property
+    @final
     def goes_back(self) -> bool:
         """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
         return self.judged_by is not None and all(watcher.goes_back for watcher in self.watchers)
+
+    def couple(self, z: Any) -> Any:
+        """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
+        raise TypeError(
+            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
+        )
+
+    def mix(self, gradients: Tensors) -> Tensors:
+        """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
+
+        For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
+        added up, or added up and then mixed.
+        """
+        raise TypeError(
+            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
+        )
+
+    @property
+    @final
+    def mixes(self) -> bool:
+        """Whether gradients are mixed over members before an optimiser sees them."""
+        return self.acts == "mix"
+
+    @property
+    @final
+    def coupled(self) -> bool:
+        """Whether members act on each other's losses."""
+        return self.acts == "couple"
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
@@ -73,6 +103,7 @@ class TrainingRules(Clock):
             Group("likelihood", noise, decay=False, prior=False),
         ]
 
+    @final
     def with_prior(self) -> frozenset[str]:
         """Names of members' parameters under the weight prior: those of groups that have it, but for norm layers."""
         if self._with_prior is None:
@@ -81,6 +112,7 @@ class TrainingRules(Clock):
             self._with_prior = frozenset(names - norms)
         return self._with_prior
 
+    @final
     def penalty(self, params: Tensors) -> Tensor | float:
         """() −log p(θ) / N of one member. Shared tensors count 1/M, so that in the sum over members they count once."""
         first = self._first_layer_penalty(params)
@@ -101,6 +133,7 @@ class TrainingRules(Clock):
         once = self.first_layer_prior.parameter in self.particles.shared_parameters()
         return self.first_layer_prior(params) / (self.particles.members if once else 1)  # type: ignore[no-any-return]
 
+    @final
     def use_first_layer_prior(self, prior: EmpCov) -> None:
         """Puts this prior on one layer's weights, in place of the isotropic one, from the next step on.
 
@@ -113,6 +146,7 @@ class TrainingRules(Clock):
         self.first_layer_prior = prior
         self._with_prior = None
 
+    @final
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class EmbeddedPosterior(Posterior):
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
         super().__init__(particles, **prior)
+        self._known.around = noting_reads
         self.account = account
         self._factors = tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
@@ -107,9 +108,6 @@ class EmbeddedPosterior(Posterior):
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles, ordinary=folded)
-
-    def _first_member(self, x: Inputs) -> Tensor:
-        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))

@@ -77,7 +77,6 @@ class FoRDE(InputGradientPosterior):
         self.strength = strength
         self.every = every
         self.capturable = every == 1
-        self.repels = True  # at this step
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
         self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
         remainder = None if lengthscales is None else lengthscales.precision.new_tensor(float(lengthscales.remainder))
@@ -88,10 +87,6 @@ class FoRDE(InputGradientPosterior):
         if self.eigenvectors is None or self.precision is None or self.remainder is None:
             return None
         return Lengthscales(self.eigenvectors, self.precision, self.remainder)
-
-    @property
-    def coupled(self) -> bool:
-        return super().coupled and self.repels
 
     def couple(self, z: Any) -> Any:
         """c ∂r_i/∂g_i for every member."""
@@ -105,9 +100,9 @@ class FoRDE(InputGradientPosterior):
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
     def before_step(self, x: Inputs, y: Tensor, weight: Tensor | None) -> None:
-        if self.every > 1:
+        if self.every > 1 and self.particles.members > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
-            self.repels = int(self.steps) % self.every == 0
+            self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(x, y, weight)
         self.strength.see(batches.size(x), training=self.training)
 

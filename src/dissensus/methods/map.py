@@ -17,7 +17,6 @@ class MAP(Posterior):
     """
 
     name = "map"
-    tail = "decayed"
 
     def __init__(
         self,

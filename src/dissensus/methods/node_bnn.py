@@ -17,7 +17,7 @@ from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import evaluation
 from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
     check_component,
@@ -66,7 +66,6 @@ class NodeBNN(LatentPosterior):
     name = "node_bnn"
     needed = ("data_size",)
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
-    deterministic = False
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -113,6 +112,7 @@ class NodeBNN(LatentPosterior):
         check_settings(settings, samples=samples, data_size=data_size, weight_prior_std=weight_prior_std)
         particles, made = with_latents(networks, settings, likelihood)
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
+        self._known.around = noting_reads
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
@@ -228,9 +228,6 @@ class NodeBNN(LatentPosterior):
                     self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
                 )
             self._checked.add(shapes)
-
-    def _first_member(self, x: Inputs) -> Tensor:
-        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     # ------------------------------------------------------------------ state and files
 

@@ -21,7 +21,6 @@ class RecordingPosterior(SamplingPosterior):
 
     recorder: Recorder
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # what is recorded in a run belongs together
-    tail = "constant"  # weights that have come to rest have nothing to tell
 
     def recorded(self) -> Weights:
         """The weights to record, as they are now; raises where the network has others than when this was built."""

@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ class SamplingPosterior(Posterior):
     as they were trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
-    tail: ClassVar[Literal["decayed", "constant"] | None] = "decayed"
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
     random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
@@ -59,9 +58,6 @@ class SamplingPosterior(Posterior):
         super().__init__(particles, weight_prior_std=weight_prior_std, data_size=data_size)
         self.samples = samples
         self.stored = None
-        self.base: tuple[Posterior] | None = (
-            None  # the method that cut the network, if one did; in a tuple: it is no part
-        )
         self.built_with = weights.parameters(particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
@@ -159,13 +155,6 @@ class SamplingPosterior(Posterior):
                 f"expected the parameters that were trained when {type(self).__name__} was built, got '{thawed[0]}' trained "
                 "since; set requires_grad first, then build the posterior"
             )
-
-    def given(self) -> nn.Module:
-        return super().given() if self.base is None else self.base[0].given()
-
-    @property
-    def cuts(self) -> bool:
-        return self.base is not None
 
     def config(self) -> dict[str, Any]:
         return {

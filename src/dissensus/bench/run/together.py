@@ -31,8 +31,9 @@ from dissensus.bench.task.toml import toml
 from dissensus.bench.task.variants import base_name
 from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.methods import METHODS, track
+from dissensus.methods import MAP, METHODS, MCDropout, track
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
@@ -46,7 +47,7 @@ def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
     changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
-    return asked and _method(config).tail is not None and not changes
+    return asked and _tail(_method(config)) is not None and not changes
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
@@ -61,7 +62,7 @@ def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> Non
     _check(first.config.training)
     folder = first.folder.parent / f".together-{_name(runs)}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
-        waiting = [run for run in runs if _method(run.config).tail == tail and not run.trained]
+        waiting = [run for run in runs if _tail(_method(run.config)) == tail and not run.trained]
         if waiting:
             with first.prepared():
                 _branch(runs, waiting, tail, folder, progress=progress)
@@ -103,7 +104,7 @@ class Watched:
                 mine = tail is not None
             else:
                 mine = True
-            if self.leader[i] == i and mine and tail in (None, watcher.tail):
+            if self.leader[i] == i and mine and tail in (None, _tail(type(watcher))):
                 chosen.append(watcher)
                 self._time(watcher, i)
         self.run.watchers = Watchers(chosen)
@@ -231,6 +232,13 @@ def _prior(config: RunConfig, data: TaskData) -> Settings:
     size = config.settings.get("data_size", len(data.train.y))
     prior = {} if std is None else {"weight_prior_std": std, "data_size": size}
     return {"likelihood": build.likelihood(config), **prior}
+
+
+def _tail(method: type[Posterior]) -> str | None:
+    """The end of a shared run that suits a method: recorders want weights that go on moving. None: it watches no run."""
+    if issubclass(method, RecordingPosterior):
+        return "constant"
+    return "decayed" if issubclass(method, MAP | MCDropout | SamplingPosterior) else None
 
 
 def _tail_rate(training: Settings) -> float:
