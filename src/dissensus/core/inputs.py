@@ -30,7 +30,9 @@ class KnownInputs:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
         self.doubted = False  # whether a doubt was logged: once is enough
-        self.around = _plainly  # what runs the network; who cuts layers finds out more about them by it
+        self.around: Callable[[nn.Module, Callable[[], Tensor]], Tensor] | None = (
+            None  # runs the network; None: plainly
+        )
 
     def output_shape(self, x: Inputs, run: Run, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
@@ -53,10 +55,6 @@ class KnownInputs:
         if not takes_fewer_examples(run, x):
             outputs_of(run, x)
         self.taken.add(key)
-
-
-def _plainly(network: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    return run()
 
 
 def _kind(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:

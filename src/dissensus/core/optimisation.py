@@ -69,11 +69,14 @@ def optimizer_groups(
     return [group for group in made if group["params"]] or made[:1]
 
 
-def decayed(groups: Iterable[Group], optimizer: Optimizer) -> list[str]:
-    """What this optimiser does to groups that it should not decay, where they say what that would be."""
+def decayed_groups(optimizer: Optimizer, groups: Iterable[Group]) -> list[str]:
+    """What is wrong with an optimiser that decays groups which say what that does to them."""
     drawn = {id(each) for group in optimizer.param_groups if group.get("weight_decay") for each in group["params"]}
-    mine = [group for group in groups if group.decayed is not None]
-    return [str(group.decayed) for group in mine if any(id(each) in drawn for each in group.parameters.values())]
+    return [
+        f"the optimizer {group.decayed} by its weight decay; build it on posterior.parameter_groups(lr, decay)"
+        for group in groups
+        if group.decayed is not None and any(id(each) in drawn for each in group.parameters.values())
+    ]
 
 
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
@@ -91,16 +94,16 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
     return None
 
 
-def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> str | None:
-    """What is wrong with an optimiser that would mix the rows of stacked tensors, one a member's; None where nothing is."""
+def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str]:
+    """What is wrong with an optimiser that would mix the rows of stacked tensors, one a member's."""
     rows = {id(each) for each in stacked if each.requires_grad and len(each) > 1}
     held = any(id(each) in rows for group in optimizer.param_groups for each in group["params"])
     if not held or MIXING.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-        return None
-    return (
+        return []
+    return [
         f"{type(optimizer).__name__} mixes the numbers of each tensor, and the members' tensors are stacked: members do not "
         "train as they would alone; use SGD or Adam, or train the members one by one, each in a MAP"
-    )
+    ]
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:

@@ -45,14 +45,13 @@ class Posterior(TrainingRules, ABC):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"
             )
-        where = next(
-            (parameter.device for parameter in particles.parameters()), None
-        )  # a network may be on a GPU already
+        where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        # The method that cut the network, where this one watches it; in a tuple: it is no part.
-        self.base: tuple[Posterior] | None = None
+        self.base: tuple[Posterior] | None = (
+            None  # who cut the network that this one watches; in a tuple: it is no part
+        )
         self._known = inputs.KnownInputs()
         self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
@@ -146,7 +145,7 @@ class Posterior(TrainingRules, ABC):
         self.before_step(x, y, weight)
         return seam.backward(self, x, y, weight)
 
-    @final
+    @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
         outputs: Tensor = self.draw()(x)
@@ -241,7 +240,8 @@ class Posterior(TrainingRules, ABC):
                 self.draws_itself |= watch.drew
             return outputs
 
-        outputs = self._known.around(particles.template.network, run)
+        around = self._known.around
+        outputs = run() if around is None else around(particles.template.network, run)
         self._known.doubt(self.likelihood.doubt(outputs))
         return outputs
 

@@ -34,9 +34,8 @@ class TrainingRules(Clock):
         self.particles = particles
         self.watchers = Watchers()
         # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
-        mine = {"couple": type(self).couple, "mix": type(self).mix} if particles.members > 1 else {}
-        defined = [name for name, each in mine.items() if each is not getattr(TrainingRules, name)]
-        self.acts: str | None = defined[0] if defined else None
+        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
+        self.acts: str | None = ways[0] if ways and particles.members > 1 else None
         self.weight_prior_std = weight_prior_std
         self.data_size = data_size
         self.first_layer_prior: EmpCov | None = None
@@ -171,8 +170,7 @@ class TrainingRules(Clock):
         weight prior.
         """
         if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
-            own: Optimizer = choosy.default_optimizer()
-            return own
+            return choosy.default_optimizer()  # type: ignore[no-any-return]
         decay = 1e-4 if self.weight_prior_std is None else 0.0
         return torch.optim.AdamW(self.parameter_groups(1e-3, decay, likelihood_lr=1e-2), fused=True)
 

@@ -79,8 +79,8 @@ class EmbeddedPosterior(Posterior):
 
     def groups(self) -> list[Group]:
         trained = {f"network.{n}": p for n, p in self.modulations.items() if isinstance(p, nn.Parameter)}
-        drawn = "draws modulations to 0 by its weight decay"
-        mine = Group("modulations", trained, rate=self.modulation_lr, decay=False, decayed=drawn, prior=False)
+        rate, drawn = self.modulation_lr, "draws modulations to 0"
+        mine = Group("modulations", trained, rate=rate, decay=False, decayed=drawn, prior=False)
         *others, noise = super().groups()
         return [*others, mine, noise]
 

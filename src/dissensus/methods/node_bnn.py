@@ -163,8 +163,7 @@ class NodeBNN(LatentPosterior):
             rate=None if rate is None else rate * self.components,
             momentum=self.settings["latent_momentum"],
             decay=False,
-            decayed="draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the prior draws "
-            "them to 1 and prior_std",
+            decayed="draws the means of latents to 0 and their deviations to log 2 (the prior: to 1 and prior_std)",
             prior=False,
         )
         return [*super().groups(), latents]

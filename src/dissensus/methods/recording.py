@@ -11,7 +11,7 @@ from dissensus.core.functions import DrawnFunctions
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
-from dissensus.methods.trajectory import TAIL, Snapshots
+from dissensus.methods.trajectory import TAIL, Snapshots, constant_tail
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
@@ -20,12 +20,17 @@ class RecordingPosterior(SamplingPosterior):
     """Base class of methods with a `recorder`, which a subclass builds on `self.recorded`."""
 
     recorder: Recorder
+    floor: ClassVar[float] = 0.5  # of the rate in the default schedule's tail
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # what is recorded in a run belongs together
 
     def recorded(self) -> Weights:
         """The weights to record, as they are now; raises where the network has others than when this was built."""
         self.check_network()
         return self.trained
+
+    def default_schedule(self, epochs: int) -> Callable[[int], float]:
+        """Constant, linear to `floor`, constant over the last quarter: the weights must not come to rest."""
+        return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=self.floor)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         return self.recorder.sample(self.samples, generator)

@@ -157,10 +157,9 @@ class SamplingPosterior(Posterior):
             )
 
     def config(self) -> dict[str, Any]:
+        base = None if self.base is None else {"method": self.base[0].name, "arguments": self.base[0].config()}
         return {
-            **(
-                {} if self.base is None else {"base": {"method": self.base[0].name, "arguments": self.base[0].config()}}
-            ),
+            **({} if base is None else {"base": base}),
             **described(self.particles),
             "samples": self.samples,
             "weight_prior_std": self.weight_prior_std,

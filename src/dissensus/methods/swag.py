@@ -16,7 +16,6 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.weights import Weights
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.trajectory import constant_tail
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
@@ -141,10 +140,6 @@ class SWAG(RecordingPosterior):
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
         return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
 
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant, linear to one half, constant over the last quarter: the weights must not come to rest."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1))
-
     def config(self) -> dict[str, Any]:
         rank, scale = len(self.recorder.deviations), self.recorder.scale
         return {**super().config(), **self.recorder.given(), "rank": rank, "scale": scale}
@@ -179,10 +174,6 @@ class SWA(RecordingPosterior):
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
         return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """As SWAG's."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1))
 
     def config(self) -> dict[str, Any]:
         return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.given()}

@@ -4,7 +4,6 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +15,10 @@ from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior
-from dissensus.methods.trajectory import constant_tail
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
-
-# Of the rate, in the tail. Of the tails that were tried on held-out rows of digits and MNIST it loses least in NLL over all of
-# them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
-FLOOR = 0.1
 
 
 class TRADI(RecordingPosterior):
@@ -41,6 +35,9 @@ class TRADI(RecordingPosterior):
 
     name = "tradi"
     judged_by = "draw"
+    # With the rate the variance would die, too. Of the tails that were tried on held-out rows of digits and MNIST this one
+    # loses least in NLL over all of them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
+    floor = 0.1
     recorder: KalmanRecorder
     untrained = (*RecordingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
 
@@ -122,10 +119,6 @@ class TRADI(RecordingPosterior):
                 100 * share,
             )
         return super().sample(generator)
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant, linear to a tenth, constant over the last quarter: with the rate the variance would die, too."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=FLOOR)
 
     def config(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from weakref import WeakSet
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from dissensus.core.optimisation import check_optimizer, decayed, disjoint, mixed_members
+from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
 from dissensus.numerics.checks import check_number, check_whole
@@ -106,10 +106,9 @@ def say_remarks(
         )
     for word in posterior.advice(optimizer=optimizer).values():
         log.info("%s", word)
-    if (mixed := mixed_members(optimizer, posterior.particles.own_parameters().values())) is not None:
-        log.warning("%s", mixed)
-    for mistake in decayed(disjoint(posterior.groups()), optimizer):
-        log.warning("the optimizer %s; build it on posterior.parameter_groups(lr, decay)", mistake)
+    mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
+    for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):
+        log.warning("%s", mistake)
 
 
 def _in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:

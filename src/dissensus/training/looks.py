@@ -22,11 +22,7 @@ def looks(posterior: Posterior, epoch: int, epochs: int) -> bool:
 
 def look(posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
     """The functions that are drawn to judge this epoch; None where it is judged by those in training, or not at all."""
-    if (
-        not isinstance(posterior, RecordingPosterior)
-        or posterior.judged_by != "draw"
-        or not looks(posterior, epoch, epochs)
-    ):
-        return None
-    with evaluation(posterior):
-        return posterior.look(validation)
+    if isinstance(posterior, RecordingPosterior) and posterior.judged_by == "draw" and looks(posterior, epoch, epochs):
+        with evaluation(posterior):
+            return posterior.look(validation)
+    return None

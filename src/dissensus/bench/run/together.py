@@ -98,13 +98,12 @@ class Watched:
         """Lets those observe whose turn it is, in the head or in a tail. Snapshots are spread over the tail alone."""
         chosen = []
         for i, watcher in enumerate(self.watchers):
-            recorder = getattr(watcher, "recorder", None)
-            if isinstance(recorder, SnapshotRecorder) and recorder.snapshots.given[0] is None:
+            recorders = [each for each in watcher.recorders if isinstance(each, SnapshotRecorder)]
+            spread = [each for each in recorders if each.snapshots.given[0] is None]
+            for recorder in spread:
                 recorder.tail = 0.0
-                mine = tail is not None
-            else:
-                mine = True
-            if self.leader[i] == i and mine and tail in (None, _tail(type(watcher))):
+            mine = self.leader[i] == i and not (spread and tail is None)
+            if mine and tail in (None, _tail(type(watcher))):
                 chosen.append(watcher)
                 self._time(watcher, i)
         self.run.watchers = Watchers(chosen)
