@@ -74,7 +74,6 @@ class NodeNoise(SamplingPosterior):
     """Inputs of linear layers times 1 + σ ε, σ learned: a loss of expected nll + KL(N(1, σ²) ‖ N(1, prior²)) · kl."""
 
     name = "node_noise"
-    deterministic = False
 
     def __init__(self, network, *, train_samples=3, prior_std=0.1, kl=1e-3, **keywords):
         layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}

@@ -9,7 +9,6 @@ class NoisyWeights(ds.MAP):
     """MAP whose loss is that of weights with noise around them, new at every look."""
 
     name = "noisy_weights"
-    deterministic = False
 
     def member_loss(self, params, buffers, batch):
         noisy = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in params.items()}

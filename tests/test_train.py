@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dissensus as ds
 import tiny
+from dissensus.core.recorder import Recorder
+from dissensus.core.weights import parameters
 from dissensus.train import mixture_nll
 
 QUIET = {"progress": False, "engine": "vectorised"}
@@ -532,11 +534,19 @@ def test_a_network_is_not_a_posterior():
 
 
 def test_a_posterior_is_kept_only_from_when_there_is_something_to_draw():
-    class Late(ds.MAP):
-        ready = property(lambda self: int(self.steps) >= 12)  # four epochs
+    class Late(Recorder):
+        seen = 0
+        ready = property(lambda self: self.seen >= 12)  # four epochs
+
+        def observe(self, optimizer):
+            self.seen += 1
+
+        def sample(self, samples, generator=None):
+            return {}
 
     torch.manual_seed(0)
-    posterior = Late(tiny.mlp().double())
+    posterior = ds.MAP(tiny.mlp().double())
+    posterior.recorder = Late(lambda: parameters(posterior.particles))
     # Validation gets worse from the first epoch on, since the rate is absurd: the best epoch precedes what is ready.
     optimizer = SGD(posterior.parameters(), lr=3.0)
     history = ds.fit(posterior, data(), epochs=6, validation=noisy_validation(), optimizer=optimizer, **QUIET)

@@ -52,7 +52,7 @@ def evaluate(
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
     found = _evaluated(posterior, loader, ood, shift, spec, score)
-    cautions = posterior.cautions(found.metrics)
+    cautions = posterior.advice(metrics=found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
     return replace(found, notes={**found.notes, **cautions})

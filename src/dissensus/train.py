@@ -29,6 +29,7 @@ from dissensus.training import checks
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
+from dissensus.training.looks import look, looks
 from dissensus.training.progress import Progress
 
 Precision = Literal["auto", "float32", "bf16"]
@@ -117,7 +118,7 @@ def fit(
 
     with _current(posterior.device), run, Progress(epochs, length.batches, title=posterior.name, show=progress) as bar:
         for number in range(len(history), epochs):
-            judged = best.state is not None and posterior.looks(number - 1, epochs)
+            judged = best.state is not None and looks(posterior, number - 1, epochs)
             if patience is not None and judged and number - 1 - best.epoch >= patience:
                 break
             start = time.perf_counter()
@@ -128,15 +129,15 @@ def fit(
             history.engine, history.memory = str(run.ran()), run.memory
             lr = float(optimizer.param_groups[0]["lr"])
             score = None if validation is None else mixture_nll(posterior, validation)
-            drawn = None if validation is None else posterior.look(number, epochs, validation)
-            look = None if validation is None or drawn is None else mixture_nll(posterior, validation, drawn)
-            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, look)
+            drawn = None if validation is None else look(posterior, number, epochs, validation)
+            sampled = None if validation is None or drawn is None else mixture_nll(posterior, validation, drawn)
+            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
             history.epochs.append(epoch)
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(epoch.loss if score is None else score)
             elif scheduler is not None:
                 scheduler.step()
-            judge = epoch.judge if posterior.goes_back and posterior.looks(number, epochs) else None
+            judge = epoch.judge if posterior.goes_back and looks(posterior, number, epochs) else None
             if judge is not None and best.better(judge):
                 best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                 history.best = number
@@ -283,9 +284,6 @@ def _precision(precision: Precision, posterior: Posterior) -> torch.dtype | None
 
 
 def _line(epoch: Epoch) -> str:
-    text = f"loss {epoch.loss:.4f}"
-    if epoch.validation is not None:
-        text += f"  validation {epoch.validation:.4f}"
-    if epoch.look is not None:
-        text += f"  sampled {epoch.look:.4f}"
+    scores = {"loss": epoch.loss, "validation": epoch.validation, "sampled": epoch.look}
+    text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
     return f"{text}  {epoch.seconds:.1f} s"

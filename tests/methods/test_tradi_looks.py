@@ -11,6 +11,7 @@ import tiny
 from dissensus.core.optimisation import plateau_linear
 from dissensus.methods import TRADI
 from dissensus.train import mixture_nll
+from dissensus.training.looks import look, looks
 
 
 def network():
@@ -25,7 +26,7 @@ def started(**keywords) -> TRADI:
 
 def looked_at(epochs: int, posterior: TRADI | None = None) -> list[int]:
     posterior = posterior or started()
-    return [epoch for epoch in range(epochs) if posterior.looks(epoch, epochs)]
+    return [epoch for epoch in range(epochs) if looks(posterior, epoch, epochs)]
 
 
 def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: bool = True, **keywords):
@@ -59,9 +60,9 @@ def test_the_filters_of_the_best_look_are_kept_and_not_those_of_the_networks_bes
     torch.manual_seed(0)
     posterior, seen = TRADI(network(), state_noise=(1.0, 0.5)), []
     history = fitted(posterior, callback=lambda epoch: seen.append(copy.deepcopy(tiny.state(posterior))))
-    looks = {epoch.epoch: epoch.look for epoch in history.epochs if epoch.look is not None}
-    assert list(looks) == looked_at(16) == [12, 13, 14, 15]
-    best = min(looks, key=looks.get)
+    looked = {epoch.epoch: epoch.look for epoch in history.epochs if epoch.look is not None}
+    assert list(looked) == looked_at(16) == [12, 13, 14, 15]
+    best = min(looked, key=looked.get)
     assert history.best == best != 15  # so that keeping the last one would be noticed
     assert best != min(history.epochs, key=lambda epoch: epoch.validation).epoch
     kept = tiny.state(posterior)
@@ -79,12 +80,12 @@ def test_validation_itself_is_of_the_network_in_training_at_every_epoch():
     posterior, expected = TRADI(network(), state_noise=(1.0, 0.5)), []
     x, y = tiny.points(15, seed=1)
 
-    def look(epoch):
+    def note(epoch):
         with torch.no_grad():
             posterior.network.eval()
             expected.append(float(nn.functional.cross_entropy(posterior.network(x), y)))
 
-    history = fitted(posterior, callback=look)
+    history = fitted(posterior, callback=note)
     assert [epoch.validation for epoch in history.epochs] == pytest.approx(expected, rel=1e-12)
 
 
@@ -93,7 +94,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     posterior = TRADI(network(), samples=5, state_noise=(1.0, 0.5))
     fitted(posterior, validate=False)
     rows = [tiny.points(15, seed=1), tiny.points(10, seed=2)]
-    drawn = posterior.look(3, 4, rows)
+    drawn = look(posterior, 3, 4, rows)
     members = [drawn.member(i) for i in range(5)]
     for member in members:
         assert not torch.equal(member[0].weight, posterior.network[0].weight)
@@ -104,7 +105,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     mean = torch.stack([member(x).softmax(1) for member in members]).mean(0)
     nll = -mean[torch.arange(25), y].log().mean().detach()
     assert mixture_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
-    assert posterior.look(2, 4, rows) is None  # not an epoch to look at
+    assert look(posterior, 2, 4, rows) is None  # not an epoch to look at
     assert posterior.training is posterior.network.training is False
 
 

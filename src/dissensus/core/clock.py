@@ -1,22 +1,42 @@
-"""Clock: how long a training run is, and how many steps of it are done. A method's schedules read it."""
+"""Clock: how long a training run is, and how many steps of it are done. Schedules, recorders and watchers go by it."""
 
 import logging
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.optimisation import has_stepped
+from dissensus.core.recorder import Recorder
 
 log = logging.getLogger("dissensus")
 
 
+class Watchers(nn.ModuleList):
+    """Posteriors that watch another one train, by position or by name of the method."""
+
+    def __getitem__(self, which: Any) -> Any:
+        if not isinstance(which, str):
+            return super().__getitem__(which)
+        found = {each.name: each for each in reversed(self)}
+        if which not in found:
+            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
+        return found[which]
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+
 class Clock(nn.Module):
-    """Base class of `TrainingRules`. `fit`, or a loop of one's own, calls `begin` once and `observe` after every step."""
+    """Base class of `TrainingRules`. `fit`, or a loop of one's own, calls `begin` once and `observe` after every step.
+
+    Both are passed on to the method's recorders, the attributes of that kind, and to the posteriors that watch it train.
+    """
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
     temperature: Tensor  # () by which predictions are softened; saved with the state
-    ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
+    watchers: Watchers  # posteriors that watch this one train (`ds.track`)
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,25 +44,56 @@ class Clock(nn.Module):
         self.epochs: int | None = None
         self.began = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
+        self.ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
 
     @property
+    @final
     def run_length(self) -> int | None:
         """Optimiser steps of the whole run; None before `begin`."""
         return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
 
+    @property
+    @final
+    def recorders(self) -> list[Recorder]:
+        """What records the weights of this run."""
+        return [part for part in self.children() if isinstance(part, Recorder)]
+
+    @property
+    @final
+    def ready(self) -> bool:
+        """Whether there is anything to draw from yet: recorders must have observed something first."""
+        return all(recorder.ready for recorder in self.recorders)
+
+    @property
+    @final
+    def observes(self) -> bool:
+        """Whether `observe` does more than count steps."""
+        return bool(self.recorders or len(self.watchers))
+
+    @final
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
         """Sets the length of the whole run, and how many of its steps are `done` already (a resumed run), for schedules."""
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
         self.began = int(self.steps) - done
         self.reset_temperature("training")
+        for watcher in self.watchers:
+            watcher.begin(steps_per_epoch, epochs, done=done)
+        for recorder in self.recorders:
+            recorder.begin(steps_per_epoch * epochs, done=done)
 
+    @final
     def begin_unmeasured(self, epochs: int) -> None:
         """Begins a run of unknown length. `begin` follows once the first epoch has been counted."""
         if self.began != int(self.steps):  # the length known so far is another run's
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
         self.reset_temperature("training")
+        for watcher in self.watchers:
+            watcher.begin_unmeasured(epochs)
+        for recorder in self.recorders if self.steps_per_epoch is None else ():
+            recorder.begin_unmeasured(epochs)
 
+    @final
     def reset_temperature(self, change: str) -> None:
         """Sets the temperature to 1, with a warning where it was another: it was fitted to predictions that now change."""
         if (before := float(self.temperature)) != 1.0:
@@ -51,8 +102,17 @@ class Clock(nn.Module):
             )
             self.temperature.fill_(1.0)
 
+    @final
+    @torch.no_grad()
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimiser has stepped since the last call; if so, counts it, and trackers look at the weights."""
+        """Whether the optimiser has stepped since the last call; if so, counts it, and recorders look at the weights."""
+        recorders = self.recorders
+        for recorder in recorders:
+            recorder.renew()  # first: a step that it refuses is not counted
+        for watcher in self.watchers:
+            watcher.observe(optimizer)
         stepped = has_stepped(self, optimizer)
         self.steps += stepped
+        for recorder in recorders if stepped else ():
+            recorder.observe(optimizer)
         return stepped

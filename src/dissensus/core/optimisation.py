@@ -29,7 +29,9 @@ class Group:
     parameters: Mapping[str, Tensor]
     factor: float = 1.0  # times the optimiser's rate
     rate: float | None = None  # a rate of its own instead
+    momentum: float | None = None  # a momentum of its own
     decay: bool = True  # whether weight decay draws them to 0
+    decayed: str | None = None  # what an optimiser that decays them all the same does: `fit` warns of it
     prior: bool = True  # whether the weight prior does; norm layers and what is no member's have none in any case
 
 
@@ -60,10 +62,21 @@ def optimizer_groups(
             "params": [each for each in group.parameters.values() if each.requires_grad],
             "lr": rates.get(group.name, lr * group.factor if group.rate is None else group.rate),
             "weight_decay": weight_decay if group.decay else 0.0,
+            **({} if group.momentum is None else {"momentum": group.momentum}),
         }
         for group in apart
     ]
     return [group for group in made if group["params"]] or made[:1]
+
+
+def decayed_groups(optimizer: Optimizer, groups: Iterable[Group]) -> list[str]:
+    """What is wrong with an optimiser that decays groups which say what that does to them."""
+    drawn = {id(each) for group in optimizer.param_groups if group.get("weight_decay") for each in group["params"]}
+    return [
+        f"the optimizer {group.decayed} by its weight decay; build it on posterior.parameter_groups(lr, decay)"
+        for group in groups
+        if group.decayed is not None and any(id(each) in drawn for each in group.parameters.values())
+    ]
 
 
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
@@ -81,16 +94,16 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
     return None
 
 
-def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> str | None:
-    """What is wrong with an optimiser that would mix the rows of stacked tensors, one a member's; None where nothing is."""
+def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str]:
+    """What is wrong with an optimiser that would mix the rows of stacked tensors, one a member's."""
     rows = {id(each) for each in stacked if each.requires_grad and len(each) > 1}
     held = any(id(each) in rows for group in optimizer.param_groups for each in group["params"])
     if not held or MIXING.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-        return None
-    return (
+        return []
+    return [
         f"{type(optimizer).__name__} mixes the numbers of each tensor, and the members' tensors are stacked: members do not "
         "train as they would alone; use SGD or Adam, or train the members one by one, each in a MAP"
-    )
+    ]
 
 
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:

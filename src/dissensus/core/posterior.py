@@ -8,9 +8,9 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,13 @@ class Posterior(TrainingRules, ABC):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"
             )
-        where = next(
-            (parameter.device for parameter in particles.parameters()), None
-        )  # a network may be on a GPU already
+        where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
+        self.base: tuple[Posterior] | None = (
+            None  # who cut the network that this one watches; in a tuple: it is no part
+        )
         self._known = inputs.KnownInputs()
         self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
@@ -61,32 +62,6 @@ class Posterior(TrainingRules, ABC):
         penalty = self.penalty(params)
         return value + penalty if isinstance(penalty, Tensor) else value, (), buffers
 
-    def couple(self, z: Any) -> Any:
-        """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
-        raise TypeError(
-            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
-        )
-
-    def mix(self, gradients: Tensors) -> Tensors:
-        """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
-
-        For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
-        added up, or added up and then mixed.
-        """
-        raise TypeError(
-            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
-        )
-
-    @property
-    def mixes(self) -> bool:
-        """Whether gradients are mixed over members before an optimiser sees them."""
-        return type(self).mix is not Posterior.mix
-
-    @property
-    def coupled(self) -> bool:
-        """Whether members act on each other in training."""
-        return type(self).couple is not Posterior.couple
-
     @abstractmethod
     def draw(self) -> DrawnFunctions:
         """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
@@ -95,27 +70,15 @@ class Posterior(TrainingRules, ABC):
         """The functions as trained so far, which validation during `fit` looks at."""
         return self.draw()
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is anything to draw from yet: trackers must have observed something first."""
-        return True
-
-    def looks(self, epoch: int, epochs: int) -> bool:
-        """Whether the state after this epoch, counted from 0, may be the one that validation keeps."""
-        return self.ready
-
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
-        """The functions that validation scores after this epoch; None: those of `current()`."""
-        return None
-
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The keyword arguments, all JSON, that build this posterior again, given a network."""
 
+    @final
     def identity(self) -> dict[str, Any]:
         """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
-        watchers = [watcher.identity() for watcher in self.watched_by]
+        watchers = [watcher.identity() for watcher in self.watchers]
         described = {"method": self.name, "class": type(self).__name__, **settings}
         return {**described, "watchers": watchers} if watchers else described
 
@@ -132,13 +95,10 @@ class Posterior(TrainingRules, ABC):
         return self.particles.member(0) if self.base is None else self.base[0].given()
 
     @property
+    @final
     def cuts(self) -> bool:
         """Whether layers of the network were cut: files then describe another network than the one that runs."""
         return type(self).given is not Posterior.given or (self.base is not None and self.base[0].cuts)
-
-    def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Name -> what a reader of an evaluation with these metrics should be told, with the remedy."""
-        return {}
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Draws once and stores the draw with the posterior, its batch statistics refreshed from the loader.
@@ -150,9 +110,11 @@ class Posterior(TrainingRules, ABC):
     # ------------------------------------------------------------------ what every posterior can do
 
     @property
+    @final
     def likelihood(self) -> Likelihood:
         return self.particles.likelihood
 
+    @final
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
@@ -163,17 +125,20 @@ class Posterior(TrainingRules, ABC):
         self.before_step(batch)
         return seam.loss(self, batch)
 
+    @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """(M,) losses, or (M·S,) with S `train_samples`; adds to `.grad` what `loss(x, y).backward()` would."""
         batch = self.take(Batch.of((x, y, weight)))
         self.before_step(batch)
         return seam.backward(self, batch)
 
+    @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
         outputs: Tensor = self.draw()(x)
         return outputs
 
+    @final
     def predict(self, x: Inputs) -> Predictive:
         """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
         if not batches.tensors(x):
@@ -198,6 +163,7 @@ class Posterior(TrainingRules, ABC):
             f"likelihood={type(self.likelihood).__name__})"
         )
 
+    @final
     def checked(self, predictive: Predictive, *, first: int = 0) -> Predictive:
         """The predictive at this posterior's temperature; raises Diverged, naming members, where it holds NaN.
 
@@ -210,10 +176,12 @@ class Posterior(TrainingRules, ABC):
         temperature = float(self.temperature)
         return predictive if temperature == 1.0 else predictive.tempered(temperature)
 
+    @final
     def member(self, index: int) -> nn.Module:
         """One drawn function as an ordinary module that shares nothing with the posterior: its temperature neither."""
         return self.draw().member(index)
 
+    @final
     def predictor(self) -> Predictor:
         """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, with the temperature inside: for `torch.export`.
 
@@ -226,9 +194,11 @@ class Posterior(TrainingRules, ABC):
         return copied(self, memo, self.particles.template.network)
 
     @property
+    @final
     def device(self) -> torch.device:
         return self.temperature.device
 
+    @final
     def take(self, batch: Batch) -> Batch:
         """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""
         self.check_batch(batch)
@@ -244,19 +214,27 @@ class Posterior(TrainingRules, ABC):
             self._started = True
             self._known.doubt(noise.started(self.particles, lambda: self._first_member(batch.x), batch))
 
+    @final
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape of one member's outputs for x; found by running it once per shape of x."""
         return self._known.output_shape(x, self._first_member, self.temperature.dtype)
 
+    @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises a clear error where the network cannot take x, or x has no batch axis; runs one example per shape of x."""
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.to(x, self.device)
-        with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
-            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
-            self.draws_itself |= watch.drew
+
+        def run() -> Tensor:
+            with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
+                outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
+                self.draws_itself |= watch.drew
+            return outputs
+
+        around = self._known.around
+        outputs = run() if around is None else around(particles.template.network, run)
         self._known.doubt(self.likelihood.doubt(outputs))
         return outputs
 
@@ -270,7 +248,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """
     inputs.check_loader(loader)
     posterior.store_draw(loader)
-    for watcher in posterior.watched_by:
+    for watcher in posterior.watchers:
         if watcher.ready:
             watcher.store_draw(loader)
 

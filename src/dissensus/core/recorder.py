@@ -1,6 +1,7 @@
 """Recorders: they watch weights in training, and sample weights around them afterwards. What networks are, they do not know."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,14 +12,16 @@ from dissensus.numerics.tree import Tensors
 
 
 class Recorder(nn.Module, ABC):
-    """Base class. `weights`: what is watched, of one network or many; `weights.rows()` is name -> (M, ...) as it is now.
+    """Base class. `source()`: what is watched, of one network or many; `weights.rows()` is name -> (M, ...) as it is now.
 
+    The source is asked again before every step that is recorded: it may have other tensors by then, or refuse the step.
     What is recorded is kept in buffers, so that it moves, is saved and is resumed with the posterior.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, source: Callable[[], Weights]) -> None:
         super().__init__()
-        self.weights = weights
+        self.source = source
+        self.weights = source()
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Called before training: the run has this many optimiser steps, `done` of them are behind (a resumed run)."""
@@ -30,6 +33,11 @@ class Recorder(nn.Module, ABC):
     def upcoming(self) -> bool:
         """Whether the next `observe` reads the weights."""
         return True
+
+    def renew(self) -> None:
+        """Asks for the weights again, where the next `observe` reads them."""
+        if self.upcoming:
+            self.weights = self.source()
 
     @abstractmethod
     def observe(self, optimizer: Optimizer) -> None:

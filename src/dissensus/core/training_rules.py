@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
-from dissensus.core.clock import Clock
+from dissensus.core.clock import Clock, Watchers
 from dissensus.core.member import PREFIX
-from dissensus.core.optimisation import Group, disjoint, mixed_members, optimizer_groups, plateau_linear
+from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
 from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, norm_parameters, prior_of, spelled_out
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 
 
-class Watchers(nn.ModuleList):
-    """Posteriors that watch another one train, by position or by name of the method."""
-
-    def __getitem__(self, which: Any) -> Any:
-        if not isinstance(which, str):
-            return super().__getitem__(which)
-        found = {each.name: each for each in reversed(self)}
-        if which not in found:
-            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
-        return found[which]
-
-
 class TrainingRules(Clock):
-    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Every attribute may be overridden by one."""
+    """Base class of `Posterior`: what optimisers and `fit` ask of a method. What is not final may be overridden by one."""
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    # The end of a shared run that suits a watcher: a decayed rate, or one at which weights go on moving; None: it is none.
-    tail: ClassVar[Literal["decayed", "constant"] | None] = None
     train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
-    deterministic: bool = True  # whether the loss in eval mode is a function of weights and batch alone
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
     prior: Prior | None
     _with_prior: frozenset[str] | None  # made when first asked for
-    keeps_best: bool = True  # whether `fit` may go back to the best epoch; not where something is collected over many
+    # What validation judges an epoch by: the networks in training, functions drawn as they would be at the end, or nothing:
+    # `fit` does not go back to the best epoch where something is collected over many.
+    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -54,6 +41,9 @@ class TrainingRules(Clock):
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
         self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
+        # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
+        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
+        self.acts: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
             raise TypeError(f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; its help names them")
@@ -66,42 +56,42 @@ class TrainingRules(Clock):
 
         For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
         """
-        for watcher in self.watched_by:
+        for watcher in self.watchers:
             watcher.before_step(batch)
 
     @property
-    def watched_by(self) -> tuple[Any, ...]:
-        """The posteriors that watch this one train."""
-        return tuple(self.watchers)
-
-    @property
-    def observes(self) -> bool:
-        """Whether `observe` does more than count steps."""
-        return bool(self.watched_by) or type(self).observe is not TrainingRules.observe
-
-    @property
+    @final
     def goes_back(self) -> bool:
         """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
-        return self.keeps_best and all(watcher.goes_back for watcher in self.watched_by)
+        return self.judged_by is not None and all(watcher.goes_back for watcher in self.watchers)
 
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        super().begin(steps_per_epoch, epochs, done=done)
-        for watcher in self.watched_by:
-            watcher.begin(steps_per_epoch, epochs, done=done)
+    def couple(self, z: Any) -> Any:
+        """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
+        raise TypeError(
+            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
+        )
 
-    def begin_unmeasured(self, epochs: int) -> None:
-        super().begin_unmeasured(epochs)
-        for watcher in self.watched_by:
-            watcher.begin_unmeasured(epochs)
+    def mix(self, gradients: Tensors) -> Tensors:
+        """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
 
-    def observe(self, optimizer: Optimizer) -> bool:
-        for watcher in self.watched_by:
-            watcher.observe(optimizer)
-        return super().observe(optimizer)
+        For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
+        added up, or added up and then mixed.
+        """
+        raise TypeError(
+            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
+        )
 
-    def drawn_bytes(self) -> int:
-        """Bytes of the weights that a draw samples, as far as they are known before training."""
-        return 0
+    @property
+    @final
+    def mixes(self) -> bool:
+        """Whether gradients are mixed over members before an optimiser sees them."""
+        return self.acts == "mix"
+
+    @property
+    @final
+    def coupled(self) -> bool:
+        """Whether members act on each other's losses."""
+        return self.acts == "couple"
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
@@ -123,6 +113,7 @@ class TrainingRules(Clock):
             Group("likelihood", noise, decay=False, prior=False),
         ]
 
+    @final
     def with_prior(self) -> list[str]:
         """Names of members' trained parameters under the prior: what it covers of groups that have one."""
         if self._with_prior is None:
@@ -134,6 +125,7 @@ class TrainingRules(Clock):
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
         return [name for name, each in stored.items() if name in self._with_prior and each.requires_grad]
 
+    @final
     def penalty(self, params: Tensors) -> Tensor | float:
         """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: in the sum over members they count once."""
         if self.prior is None or self.data_size is None:
@@ -152,6 +144,7 @@ class TrainingRules(Clock):
             )
         return -log_prob / self.data_size
 
+    @final
     def use_prior(self, prior: Prior | Callable[[Tensors], Tensor] | None, data_size: int | None = None) -> None:
         """Puts this prior in place of the one there is, from the next step on; None trains without.
 
@@ -166,12 +159,14 @@ class TrainingRules(Clock):
         self.prior, self.data_size = made, size
         self._with_prior = None
 
+    @final
     def prior_config(self) -> dict[str, Any]:
         """What `config` holds of the prior: a Gaussian's deviation, and a note of any other."""
         std = self.prior.std if type(self.prior) is GaussianPrior else None
         noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
         return {"weight_prior_std": std, "data_size": self.data_size, **noted}
 
+    @final
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
@@ -183,23 +178,19 @@ class TrainingRules(Clock):
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
-    def remarks(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` logs about training with this optimiser: settings without effect."""
-        return []
-
-    def mistakes(self, optimizer: Optimizer) -> list[str]:
-        """What `fit` warns of: settings of the optimiser that nobody can want."""
-        mixed = mixed_members(optimizer, self.particles.own_parameters().values())
-        return [] if mixed is None else [mixed]
+    def advice(
+        self, *, optimizer: Optimizer | None = None, metrics: Mapping[str, float] | None = None
+    ) -> dict[str, str]:
+        """Name -> what a user should hear of this optimiser (`fit` logs it) or of an evaluation with these metrics."""
+        return {}
 
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
 
         The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none on weights under a prior.
         """
-        if (choosy := next((each for each in self.watched_by if each.optimizers is not None), None)) is not None:
-            own: Optimizer = choosy.default_optimizer()
-            return own
+        if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
+            return choosy.default_optimizer()  # type: ignore[no-any-return]
         return torch.optim.AdamW(self.parameter_groups(1e-3, 1e-4, likelihood_lr=1e-2), fused=True)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:

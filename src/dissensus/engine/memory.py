@@ -88,7 +88,7 @@ def training_memory(
         members=posterior.particles.members * posterior.train_samples,  # each sample has a graph of its own
         workspace=workspace,
         recorded=recorded,
-        drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watched_by)),
+        drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes")),
     )
 
 

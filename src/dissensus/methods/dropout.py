@@ -33,7 +33,6 @@ class MCDropout(Posterior):
     """
 
     name = "mc_dropout"
-    tail = "decayed"
     untrained = ("samples",)
     seed: Tensor
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 
-from dissensus.core.batch import Batch, Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
@@ -51,6 +51,7 @@ class EmbeddedPosterior(Posterior):
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
         super().__init__(particles, **prior)
+        self._known.around = noting_reads
         self.account = account
         self._factors = tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
@@ -73,52 +74,35 @@ class EmbeddedPosterior(Posterior):
 
     def groups(self) -> list[Group]:
         trained = {f"network.{n}": p for n, p in self.modulations.items() if isinstance(p, nn.Parameter)}
-        mine = Group("modulations", trained, rate=self.modulation_lr, decay=False, prior=False)
+        rate, drawn = self.modulation_lr, "draws modulations to 0"
+        mine = Group("modulations", trained, rate=rate, decay=False, decayed=drawn, prior=False)
         *others, noise = super().groups()
         return [*others, mine, noise]
-
-    def remarks(self, optimizer: optim.Optimizer) -> list[str]:
-        found = super().remarks(optimizer)
-        if not SCALE_FREE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-            found.append(
-                f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
-                "divides gradients by their size; SGD shows the difference"
-            )
-        return found
-
-    def mistakes(self, optimizer: optim.Optimizer) -> list[str]:
-        found = super().mistakes(optimizer)
-        factors = {id(tensor) for tensor in self.modulations.values()}
-        decayed = any(
-            group.get("weight_decay") and any(id(p) in factors for p in group["params"])
-            for group in optimizer.param_groups
-        )
-        if decayed:
-            found.append(
-                "the optimizer draws modulations to 0 by its weight decay; build it on posterior.parameter_groups(lr, decay)"
-            )
-        return found
 
     @property
     def remedy(self) -> str:
         """What makes members differ more."""
         raise NotImplementedError
 
-    def cautions(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        effective, members = metrics.get("members/effective_members"), self.particles.members
-        if effective is None or members < 4 or effective >= FEW:
-            return {}
-        # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
-        return {
-            "collapse": f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the "
-            f"same data counts as few, since all networks err on the same examples; {self.remedy}"
-        }
+    def advice(
+        self, *, optimizer: optim.Optimizer | None = None, metrics: Mapping[str, float] | None = None
+    ) -> dict[str, str]:
+        found, members, effective = {}, self.particles.members, (metrics or {}).get("members/effective_members")
+        if optimizer is not None and not SCALE_FREE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+            found["regime"] = (
+                f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
+                "divides gradients by their size; SGD shows the difference"
+            )
+        if effective is not None and members >= 4 and effective < FEW:
+            # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
+            found["collapse"] = (
+                f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the same data "
+                f"counts as few, since all networks err on the same examples; {self.remedy}"
+            )
+        return found
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles, ordinary=folded)
-
-    def _first_member(self, x: Inputs) -> Tensor:
-        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))

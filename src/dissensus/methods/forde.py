@@ -69,7 +69,6 @@ class FoRDE(InputGradientPosterior):
         self.strength = Strength(repulsion, self.data_size, batch_size)
         self.every = every
         self.capturable = every == 1
-        self.repels = True  # at this step
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
         self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
         remainder = None if lengthscales is None else lengthscales.precision.new_tensor(float(lengthscales.remainder))
@@ -80,10 +79,6 @@ class FoRDE(InputGradientPosterior):
         if self.eigenvectors is None or self.precision is None or self.remainder is None:
             return None
         return Lengthscales(self.eigenvectors, self.precision, self.remainder)
-
-    @property
-    def coupled(self) -> bool:
-        return super().coupled and self.repels
 
     def couple(self, z: Any) -> Any:
         """c ∂r_i/∂g_i for every member."""
@@ -97,9 +92,9 @@ class FoRDE(InputGradientPosterior):
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
     def before_step(self, batch: Batch) -> None:
-        if self.every > 1:
+        if self.every > 1 and self.particles.members > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
-            self.repels = int(self.steps) % self.every == 0
+            self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
         self.strength.see(batch.size, training=self.training)
 

@@ -1,6 +1,6 @@
 """TRADI's recorder: mean and variance of every weight by Kalman filters, and correlated samples around the mean."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ class KalmanRecorder(Recorder):
 
     def __init__(
         self,
-        weights: Weights,
+        source: Callable[[], Weights],
         *,
         covariance: Covariance,
         correlation: Correlation,
@@ -35,14 +35,14 @@ class KalmanRecorder(Recorder):
         features: int,
         bandwidth: float,
     ) -> None:
-        super().__init__(weights)
+        super().__init__(source)
         self.covariance = covariance
         self.correlation = correlation
         self.init = init
         self.features = features
         self.bandwidth = bandwidth
         self.filters = WeightFilters(
-            weights.stored, state_noise=state_noise, measurement_noise=measurement_noise, drift=drift
+            self.weights.stored, state_noise=state_noise, measurement_noise=measurement_noise, drift=drift
         )
         self._start()
 

@@ -18,7 +18,6 @@ class MAP(Posterior):
     """
 
     name = "map"
-    tail = "decayed"
 
     def __init__(
         self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]

@@ -8,23 +8,21 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core import weights
 from dissensus.core.alone import only
-from dissensus.core.batch import Batch, Inputs
+from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
     check_component,
     check_layers,
-    decayed_latents,
     warn_of_old_draw,
     warn_of_start,
 )
@@ -69,7 +67,6 @@ class NodeBNN(LatentPosterior):
     name = "node_bnn"
     needed = ("data_size",)
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
-    deterministic = False
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -115,6 +112,7 @@ class NodeBNN(LatentPosterior):
         check_settings(settings, samples=samples)
         particles, made = with_latents(networks, settings, likelihood)
         super().__init__(particles, **prior)
+        self._known.around = noting_reads
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
@@ -158,22 +156,16 @@ class NodeBNN(LatentPosterior):
 
     def groups(self) -> list[Group]:
         rate = self.settings["latent_lr"]
-        own_rate = None if rate is None else rate * self.components
-        return [*super().groups(), Group("latents", self._latent_parameters(), rate=own_rate, decay=False, prior=False)]
-
-    def parameter_groups(
-        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
-    ) -> list[dict[str, Any]]:
-        groups = super().parameter_groups(lr, weight_decay, likelihood_lr=likelihood_lr)
-        momentum, mine = self.settings["latent_momentum"], {id(p) for p in self._latent_parameters().values()}
-        for group in groups:
-            if momentum is not None and group["params"] and {id(p) for p in group["params"]} <= mine:
-                group["momentum"] = momentum
-        return groups
-
-    def mistakes(self, optimizer: Optimizer) -> list[str]:
-        found, mine = super().mistakes(optimizer), {id(p) for p in self._latent_parameters().values()}
-        return [*found, *decayed_latents(optimizer, mine)]
+        latents = Group(
+            "latents",
+            self._latent_parameters(),
+            rate=None if rate is None else rate * self.components,
+            momentum=self.settings["latent_momentum"],
+            decay=False,
+            decayed="draws the means of latents to 0 and their deviations to log 2 (the prior: to 1 and prior_std)",
+            prior=False,
+        )
+        return [*super().groups(), latents]
 
     # ------------------------------------------------------------------ functions
 
@@ -235,9 +227,6 @@ class NodeBNN(LatentPosterior):
                     self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
                 )
             self._checked.add(shapes)
-
-    def _first_member(self, x: Inputs) -> Tensor:
-        return noting_reads(self.particles.template.network, lambda: Posterior._first_member(self, x))
 
     # ------------------------------------------------------------------ state and files
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from numbers import Integral
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -105,16 +104,6 @@ def check_component(component: object, components: int) -> None:
         raise ValueError(
             f"expected a component from 0 to {components - 1}, got {component!r}; this posterior has {components}"
         )
-
-
-def decayed_latents(optimizer: Optimizer, latents: Collection[int]) -> list[str]:
-    """What is wrong with an optimiser that decays these tensors, given by their ids; nothing where it does not."""
-    if not any(g.get("weight_decay") and any(id(p) in latents for p in g["params"]) for g in optimizer.param_groups):
-        return []
-    return [
-        "the optimizer draws the means of latents to 0 and their deviations to log 2 by its weight decay, where the "
-        "prior draws them to 1 and prior_std; build it on posterior.parameter_groups(lr, decay)"
-    ]
 
 
 def warn_of_old_draw() -> None:

@@ -17,14 +17,6 @@ from dissensus.numerics.annealing import Annealing
 class RepulsivePosterior(Posterior):
     """Base class of methods whose stored members repel each other while they train; one member has nobody to repel: MAP."""
 
-    @property
-    def coupled(self) -> bool:
-        return super().coupled and self.particles.members > 1
-
-    @property
-    def mixes(self) -> bool:
-        return super().mixes and self.particles.members > 1
-
     def annealed(self, annealing: Annealing) -> Tensor | float:
         """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
         step = self.steps - self.began if annealing.steps is None else self.steps

@@ -6,7 +6,7 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, Self, Unpack, cast
+from typing import Any, ClassVar, Self, Unpack, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ class SamplingPosterior(Posterior):
     as they were trained. Which parameters take part is settled when it is built: those that are trained then.
     """
 
-    tail: ClassVar[Literal["decayed", "constant"] | None] = "decayed"
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
     random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import torch
-from torch.optim import Optimizer
 
 from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
@@ -23,11 +22,11 @@ from dissensus.numerics.tree import Tensors, TensorTree
 class LastSnapshots(SnapshotRecorder):
     """The last `kept` snapshots themselves."""
 
-    def __init__(self, weights: Weights, *, kept: int, start: int | None, every: int | None) -> None:
-        super().__init__(weights, start=start, every=every, wanted=kept, tail=0.0)
+    def __init__(self, source: Callable[[], Weights], *, kept: int, start: int | None, every: int | None) -> None:
+        super().__init__(source, start=start, every=every, wanted=kept, tail=0.0)
         self.kept = kept
         self.recorded = TensorTree()
-        for name, rows in weights.rows().items():
+        for name, rows in self.weights.rows().items():
             self.recorded.plant(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
 
     def record(self, number: int) -> None:
@@ -66,18 +65,12 @@ class SnapshotEnsemble(RecordingPosterior):
         if members < 1:
             raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
         super().__init__(networks, samples=members, likelihood=likelihood, **prior)
-        self.recorder = LastSnapshots(self._recordable(), kept=members, start=start, every=every)
+        self.recorder = LastSnapshots(self.recorded, kept=members, start=start, every=every)
 
-    def observe(self, optimizer: Optimizer) -> bool:
-        if self.recorder.upcoming:
-            self.recorder.weights = self._recordable()
-        return super().observe(optimizer)
-
-    def _recordable(self) -> Weights:
+    def recorded(self) -> Weights:
         """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
-        buffers = named.buffers(self.particles)
-        stored = {**self.trained.stored, **buffers.stored}
-        return Weights(stored, self.trained.own | buffers.own, self.particles.members)
+        trained, buffers = super().recorded(), named.buffers(self.particles)
+        return Weights({**trained.stored, **buffers.stored}, trained.own | buffers.own, self.particles.members)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""

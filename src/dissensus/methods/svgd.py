@@ -50,15 +50,9 @@ class SVGD(RepulsivePosterior):
         particles = stack_members(modules, likelihood)
         super().__init__(particles, **prior)
         self.space = space
+        if self.acts is not None:
+            self.acts = "mix" if space == "weight" else "couple"
         self.annealing = annealing_or_constant(annealing)
-
-    @property
-    def mixes(self) -> bool:
-        return super().mixes and self.space == "weight"
-
-    @property
-    def coupled(self) -> bool:
-        return super().coupled and self.space == "function"
 
     # ------------------------------------------------------------------ weight space: gradients are mixed
 

@@ -17,7 +17,6 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.trajectory import constant_tail
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
@@ -28,9 +27,9 @@ class MeanRecorder(SnapshotRecorder):
 
     mean_vector: Tensor
 
-    def __init__(self, weights: Weights, *, start: int | None, every: int | None, wanted: int) -> None:
-        super().__init__(weights, start=start, every=every, wanted=wanted)
-        self.register_buffer("mean_vector", torch.zeros_like(weights.flat()))  # (M, P)
+    def __init__(self, source: Callable[[], Weights], *, start: int | None, every: int | None, wanted: int) -> None:
+        super().__init__(source, start=start, every=every, wanted=wanted)
+        self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
 
     def record(self, number: int) -> None:
         self.move(self.weights.flat(self.mean_vector.dtype), number)
@@ -58,8 +57,10 @@ class GaussianRecorder(MeanRecorder):
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(self, weights: Weights, *, rank: int, scale: float, start: int | None, every: int | None) -> None:
-        super().__init__(weights, start=start, every=every, wanted=2 * rank)
+    def __init__(
+        self, source: Callable[[], Weights], *, rank: int, scale: float, start: int | None, every: int | None
+    ) -> None:
+        super().__init__(source, start=start, every=every, wanted=2 * rank)
         self.scale = scale
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
@@ -125,7 +126,7 @@ class SWAG(RecordingPosterior):
         if not scale >= 0:
             raise ValueError(f"expected a scale of 0 or more, got {scale}; 0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.recorder = GaussianRecorder(self.trained, rank=rank, scale=scale, start=start, every=every)
+        self.recorder = GaussianRecorder(self.recorded, rank=rank, scale=scale, start=start, every=every)
 
     @property
     def mean(self) -> Tensors:
@@ -136,10 +137,6 @@ class SWAG(RecordingPosterior):
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
         return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant, linear to one half, constant over the last quarter: the weights must not come to rest."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1))
 
     def config(self) -> dict[str, Any]:
         rank, scale = len(self.recorder.deviations), self.recorder.scale
@@ -166,16 +163,12 @@ class SWA(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=1, likelihood=likelihood, **prior)
-        self.recorder = MeanRecorder(self.trained, start=start, every=every, wanted=40)
+        self.recorder = MeanRecorder(self.recorded, start=start, every=every, wanted=40)
 
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
         return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """As SWAG's."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1))
 
     def config(self) -> dict[str, Any]:
         return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.given()}

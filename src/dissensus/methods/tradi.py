@@ -4,30 +4,21 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 """
 
 import logging
-from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import torch
 
-from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords, norm_parameters
+from dissensus.core.weights import Weights
 from dissensus.methods.kalman import Drift, WeightFilters
 from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
 from dissensus.methods.networks import Networks
 from dissensus.methods.recording import RecordingPosterior
-from dissensus.methods.trajectory import constant_tail, spread
 from dissensus.numerics.checks import check_number, check_whole
-from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
-
-# Of the rate, in the tail. Of the tails that were tried on held-out rows of digits and MNIST it loses least in NLL over all of
-# them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
-FLOOR = 0.1
-LOOKS = 10  # at most, of validation at what would be sampled
 
 
 class TRADI(RecordingPosterior):
@@ -43,7 +34,10 @@ class TRADI(RecordingPosterior):
     """
 
     name = "tradi"
-    keeps_best = True
+    judged_by = "draw"
+    # With the rate the variance would die, too. Of the tails that were tried on held-out rows of digits and MNIST this one
+    # loses least in NLL over all of them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
+    floor = 0.1
     recorder: KalmanRecorder
     untrained = (*RecordingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
 
@@ -76,14 +70,13 @@ class TRADI(RecordingPosterior):
         if not bandwidth >= 0:
             raise ValueError(f"expected a bandwidth of 0 or more, got {bandwidth}; 1 is the paper's")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        norms = norm_parameters(self.network)
-        tracked = self.trained.only(lambda name, _: name not in norms)
-        if not tracked.stored:
+        self._norms = norm_parameters(self.network)
+        if not self.recorded().stored:
             raise ValueError(
                 "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
             )
         self.recorder = KalmanRecorder(
-            tracked,
+            self.recorded,
             covariance=covariance,
             correlation=correlation,
             state_noise=(float(state_noise[0]), float(state_noise[1])),
@@ -93,6 +86,10 @@ class TRADI(RecordingPosterior):
             features=features,
             bandwidth=bandwidth,
         )
+
+    def recorded(self) -> Weights:
+        """Trained parameters but those of normalisation layers."""
+        return super().recorded().only(lambda name, _: name not in self._norms)
 
     @property
     def filters(self) -> WeightFilters:
@@ -110,24 +107,6 @@ class TRADI(RecordingPosterior):
         zeros = {name: torch.zeros_like(rows) for name, rows in self.built_with.rows().items()}
         return self.plain({**zeros, **self.built_with.lifted(self.filters.variance)})
 
-    def looks(self, epoch: int, epochs: int) -> bool:
-        """At most ten epochs of the last quarter, evenly spaced, the last one among them: a look costs a draw."""
-        first, every = spread(epochs, LOOKS)
-        return self.ready and epoch >= first and (epoch - first) % every == 0
-
-    def look(self, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
-        """Sampled networks, as they would be drawn at the end, but with batch statistics of the validation inputs.
-
-        A pass over the training set for each look would cost more than the training. Statistics of the network itself
-        will not do: on validation rows of digits they give an NLL of 0.73 where those of the training rows give 0.186 and
-        those of the validation rows 0.185.
-        """
-        if not self.looks(epoch, epochs):
-            return None
-        with evaluation(self):
-            drawn = self._families(self.recorder.sample(self.samples, own_generator(self.device)))
-            return self.refreshed(drawn, validation)
-
     def sample(self, generator: torch.Generator | None = None) -> Tensors:
         if self.ready and (share := self.filters.memory_of_start) > 0.05:
             log.warning(
@@ -137,10 +116,6 @@ class TRADI(RecordingPosterior):
                 100 * share,
             )
         return super().sample(generator)
-
-    def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant, linear to a tenth, constant over the last quarter: with the rate the variance would die, too."""
-        return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=FLOOR)
 
     def config(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from weakref import WeakSet
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from dissensus.core.optimisation import check_optimizer
+from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
 from dissensus.numerics.checks import check_number, check_whole
@@ -104,9 +104,10 @@ def say_remarks(
             length,
             epochs,
         )
-    for remark in posterior.remarks(optimizer):
-        log.info("%s", remark)
-    for mistake in posterior.mistakes(optimizer):
+    for word in posterior.advice(optimizer=optimizer).values():
+        log.info("%s", word)
+    mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
+    for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):
         log.warning("%s", mistake)
 
 

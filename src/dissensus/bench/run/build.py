@@ -88,7 +88,7 @@ def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",
             f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
             "trained nor given says nothing: set epochs to 1 or more, or name a file of weights"
         )
-    if config.training.get("patience") is not None and not METHODS[base_name(config.method)].keeps_best:
+    if config.training.get("patience") is not None and METHODS[base_name(config.method)].judged_by is None:
         raise ValueError(
             f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
             f"{config.training['patience']}; leave it out, or bench that method in a task of its own"

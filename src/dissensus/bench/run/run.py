@@ -256,7 +256,7 @@ class Run:
         evaluation = replace(
             evaluation,
             metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-            notes={"classes": "\n".join(self.data.classes)} | posterior.cautions(evaluation.metrics),
+            notes={"classes": "\n".join(self.data.classes)} | posterior.advice(metrics=evaluation.metrics),
         )
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive

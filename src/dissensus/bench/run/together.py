@@ -29,10 +29,11 @@ from dissensus.bench.run.sharing import SharingRun
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.toml import toml
 from dissensus.bench.task.variants import base_name
+from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.core.training_rules import Watchers
-from dissensus.methods import METHODS, track
+from dissensus.methods import MAP, METHODS, MCDropout, track
 from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
@@ -47,7 +48,7 @@ def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
     changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
-    return asked and _method(config).tail is not None and not changes and build.counted(config)[1] == 1
+    return asked and _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
 
 
 def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
@@ -62,7 +63,7 @@ def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> Non
     _check(first.config.training)
     folder = first.folder.parent / f".together-{_name(runs)}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
-        waiting = [run for run in runs if _method(run.config).tail == tail and not run.trained]
+        waiting = [run for run in runs if _tail(_method(run.config)) == tail and not run.trained]
         if waiting:
             with first.prepared():
                 _branch(runs, waiting, tail, folder, progress=progress)
@@ -92,19 +93,18 @@ class Watched:
         run = track(network, methods, **_prior(runs[0].config, runs[0].data, network))
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
         keys = [_recorded(each.config) for each in runs]
-        return cls(run, list(run.watchers), [keys.index(key) for key in keys])  # type: ignore[arg-type]
+        return cls(run, list(run.watchers), [keys.index(key) for key in keys])
 
     def attach(self, tail: str | None = None) -> None:
         """Lets those observe whose turn it is, in the head or in a tail. Snapshots are spread over the tail alone."""
         chosen = []
         for i, watcher in enumerate(self.watchers):
-            recorder = getattr(watcher, "recorder", None)
-            if isinstance(recorder, SnapshotRecorder) and recorder.snapshots.given[0] is None:
+            recorders = [each for each in watcher.recorders if isinstance(each, SnapshotRecorder)]
+            spread = [each for each in recorders if each.snapshots.given[0] is None]
+            for recorder in spread:
                 recorder.tail = 0.0
-                mine = tail is not None
-            else:
-                mine = True
-            if self.leader[i] == i and mine and tail in (None, watcher.tail):
+            mine = self.leader[i] == i and not (spread and tail is None)
+            if mine and tail in (None, _tail(type(watcher))):
                 chosen.append(watcher)
                 self._time(watcher, i)
         self.run.watchers = Watchers(chosen)
@@ -120,7 +120,7 @@ class Watched:
             self.run.get_buffer("seconds")[i] += time.perf_counter() - start
             return stepped
 
-        watcher.observe = observe  # type: ignore[method-assign]
+        watcher.__dict__["observe"] = observe
 
     def result(self, i: int) -> Posterior:
         """The i-th watcher with what was observed for it."""
@@ -230,6 +230,13 @@ def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
     """The likelihood and the prior that all watchers have."""
     settings = build.arguments(config, data, network)
     return {"likelihood": build.likelihood(config), **{key: settings[key] for key in PRIOR if key in settings}}
+
+
+def _tail(method: type[Posterior]) -> str | None:
+    """The end of a shared run that suits a method: recorders want weights that go on moving. None: it watches no run."""
+    if issubclass(method, RecordingPosterior):
+        return "constant"
+    return "decayed" if issubclass(method, MAP | MCDropout | SamplingPosterior) else None
 
 
 def _tail_rate(training: Settings) -> float:
