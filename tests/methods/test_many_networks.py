@@ -340,3 +340,10 @@ def test_the_metrics_of_networks_in_a_regression():
 def test_networks_are_not_counted_where_members_say_the_same(build):
     found = ds.evaluate(fitted(build()), LOADER).metrics
     assert not [key for key in found if key.startswith("networks/")]
+
+
+def test_a_watched_run_takes_the_schedule_of_what_records_it():
+    alone, run = ds.SWAG(tiny.mlp()), ds.track(ds.DeepEnsemble([tiny.mlp(), tiny.mlp()]), [ds.MAP, ds.SWAG])
+    assert [run.default_schedule(20)(e) for e in range(20)] == [alone.default_schedule(20)(e) for e in range(20)]
+    plain = ds.track(tiny.mlp(), [ds.GaussianPerturbation])
+    assert plain.default_schedule(20)(19) == ds.MAP(tiny.mlp()).default_schedule(20)(19)

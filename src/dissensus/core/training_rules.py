@@ -194,7 +194,13 @@ class TrainingRules(Clock):
         return torch.optim.AdamW(self.parameter_groups(1e-3, 1e-4, likelihood_lr=1e-2), fused=True)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again."""
+        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again.
+
+        Of a run that recorders watch, the first one's: weights that have come to rest have nothing to tell.
+        """
+        for watcher in self.watchers:
+            if watcher.recorders:
+                return watcher.default_schedule(epochs)  # type: ignore[no-any-return]
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
 
 
