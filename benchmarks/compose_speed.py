@@ -20,6 +20,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
+from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
@@ -99,13 +100,13 @@ def stepper(posterior: ds.Posterior, x: torch.Tensor, y: torch.Tensor, engine: s
     # A small rate: gradients stay of ordinary size on one batch for thousands of steps.
     optimizer = torch.optim.Adam(posterior.parameters(), lr=1e-5, fused=True)
     precision = torch.bfloat16 if x.device.type == "cuda" else None
-    step, plan = build_step(engine, posterior, optimizer, (x, y, None), steps=STEPS * SNAPSHOTS, precision=precision)
+    step, plan = build_step(engine, posterior, optimizer, Batch(x, y), steps=STEPS * SNAPSHOTS, precision=precision)
 
     def run() -> float:
         start = time.perf_counter()
         for _ in range(STEPS):
-            posterior.before_step(x, y, None)
-            step(x, y, None)
+            posterior.before_step(Batch(x, y))
+            step(Batch(x, y))
         if x.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
+from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
 SOURCE = str(Path(ds.__file__).parent)
@@ -80,11 +81,11 @@ def costs(members: int, batch: int, repeats: int) -> tuple[float, float]:
 
     posterior = ds.DeepEnsemble([ds.nets.MLP(8, 3, hidden=(32, 32)) for _ in range(members)])
     ours = torch.optim.SGD(posterior.parameters(), lr=1e-3, momentum=0.9)
-    step, _ = build_step("vectorised", posterior, ours, (x, y, None), steps=repeats)
+    step, _ = build_step("vectorised", posterior, ours, Batch(x, y), steps=repeats)
     posterior.train()
     times: dict[str, list[float]] = {"hand": [], "ours": []}
     for i in range(repeats + 20):
-        for name, run in (("hand", hand), ("ours", lambda: step(x, y, None))):
+        for name, run in (("hand", hand), ("ours", lambda: step(Batch(x, y)))):
             start = time.perf_counter()
             run()
             if i >= 20:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
+from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
 # name -> (network, shape of an example, B of each member, engine on a CPU)
@@ -83,12 +84,12 @@ def timed(name: str, members: int, repeats: int, device: torch.device) -> tuple[
     optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=True)
     few, labels = x[:batch], y[:batch]
     chosen = engine if device.type == "cpu" else "auto"
-    step, plan = build_step(chosen, posterior, optimizer, (few, labels, None), steps=10**6)
+    step, plan = build_step(chosen, posterior, optimizer, Batch(few, labels), steps=10**6)
     plain = plain_step(make().to(device).train(), x, y, compiled=plan.compiled, captured=plan.captured)
 
     def ensemble() -> None:
-        posterior.before_step(few, labels, None)
-        step(few, labels, None)
+        posterior.before_step(Batch(few, labels))
+        step(Batch(few, labels))
 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + 8):  # what compiles or captures is not counted

@@ -19,6 +19,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
+from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -108,12 +109,12 @@ def stepper(
     posterior.begin(steps_per_epoch=500, epochs=30)
     # A small rate: gradients stay of ordinary size on one batch for thousands of steps.
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-5, momentum=0.9)
-    step, plan = build_step(given.engine, posterior, optimizer, (x, y, None), steps=15_000, precision=None)
+    step, plan = build_step(given.engine, posterior, optimizer, Batch(x, y), steps=15_000, precision=None)
 
     def run() -> None:
         for _ in range(given.steps):
-            posterior.before_step(x, y, None)  # as fit does; `every` is decided there
-            step(x, y, None)
+            posterior.before_step(Batch(x, y))  # as fit does; `every` is decided there
+            step(Batch(x, y))
         if device.type == "cuda":
             torch.cuda.synchronize()
 

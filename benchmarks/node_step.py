@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
+from dissensus.core.batch import Batch
 from dissensus.core.statistics import statistics_layers
 from dissensus.engine import build_step
 
@@ -127,9 +128,9 @@ def step(
     posterior = posterior.to(device).train()
     optimizer = torch.optim.SGD(posterior.parameter_groups(lr=1e-3), momentum=0.9)
     posterior.begin(steps, 1)
-    posterior.before_step(x, y, None)
-    run, _ = build_step(engine, posterior, optimizer, (x, y, None), steps=steps)
-    return lambda: run(x, y, None)
+    posterior.before_step(Batch(x, y))
+    run, _ = build_step(engine, posterior, optimizer, Batch(x, y), steps=steps)
+    return lambda: run(Batch(x, y))
 
 
 def frozen(posterior: ds.MAP) -> ds.MAP:

@@ -18,6 +18,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
+from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 from dissensus.methods import MAP, SWAG, TRADI
 
@@ -76,11 +77,11 @@ def measure(
         posterior.begin(steps_per_epoch=500, epochs=30)
         # A small rate: gradients stay of ordinary size on one batch for thousands of steps.
         optimizer = torch.optim.Adam(posterior.parameters(), lr=1e-5, fused=True)
-        step, plan = build_step(engine, posterior, optimizer, (x, y, None), steps=15_000, precision=precision)
+        step, plan = build_step(engine, posterior, optimizer, Batch(x, y), steps=15_000, precision=precision)
 
         def run() -> None:
             for _ in range(steps):
-                step(x, y, None)
+                step(Batch(x, y))
             if device.type == "cuda":
                 torch.cuda.synchronize()
 

@@ -239,13 +239,8 @@ def test_the_clock_of_every_goes_on_after_loading(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain()).train()
-<<<<<<< HEAD
     loaded.before_step(Batch(x, y))
-    assert not loaded.repels
-=======
-    loaded.before_step(x, y, None)
     assert not loaded.coupled
->>>>>>> part-h
 
 
 def test_regression_repels_by_the_gradient_of_the_mean():
