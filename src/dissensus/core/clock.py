@@ -112,7 +112,7 @@ class Clock(nn.Module):
         for watcher in self.watchers:
             watcher.observe(optimizer)
         stepped = has_stepped(self, optimizer)
-        self.steps += stepped
+        self.steps.add_(stepped)
         for recorder in recorders if stepped else ():
             recorder.observe(optimizer)
         return stepped

@@ -15,6 +15,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.finite import flag_not_finite, largest, suspicious
 from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
+from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.tree import Tensors
 
@@ -36,6 +37,10 @@ class Guard:
         self.reads = True  # whether this step is checked at once
         self.taken = False  # whether there has been a step
         self.tracks = posterior.observes
+        # Found once: walking the modules at every step costs more than a small network's step.
+        parts = list(posterior.modules())
+        self._clocked = [part for part in parts if isinstance(part, Posterior)]
+        self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
@@ -125,11 +130,13 @@ class Guard:
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
-        clocks = [part.steps for part in self.posterior.modules() if isinstance(part, Posterior)]
-        if self.tracks:  # trackers count on the host: they are shown weights that stand still and gradients of 0
+        clocks = [part.steps for part in self._clocked]
+        # Recorders count on the host: those that look now are shown weights that stand still and gradients of 0.
+        if any(recorder.upcoming for recorder in self._recorders):
+            bad = self.halted > 0
             for parameter in self.posterior.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.masked_fill_(self.halted > 0, 0.0)
+                    parameter.grad.masked_fill_(bad, 0.0)
         with nullcontext() if self.tracks else self._aside():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)

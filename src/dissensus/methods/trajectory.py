@@ -28,9 +28,9 @@ class Count(nn.Module):
 
     def add(self) -> int:
         """The number after adding one."""
-        self._host = int(self) + 1
-        self.value += 1
-        return self._host
+        number = self.__dict__["_host"] = int(self) + 1  # past nn.Module, whose own way takes longer than the rest
+        self.value.add_(1)
+        return number
 
     def reset(self) -> None:
         self.value.zero_()
