@@ -102,7 +102,9 @@ class Runner:
     """
 
     how: How = "vectorised"
-    recomputes: bool | None = None  # whether activations are computed again in the backward pass; None until it was looked at
+    recomputes: bool | None = (
+        None  # whether activations are computed again in the backward pass; None until it was looked at
+    )
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
         self.attention = has_attention(template)
