@@ -582,7 +582,9 @@ def test_training_with_them_counts_every_batch_once_in_the_callers_own_network()
     networks[1].load_state_dict(networks[0].state_dict())
     for network in networks:
         posterior = ds.MAP(network)
-        ds.fit(posterior, [(x, y)] * 2, epochs=2, optimizer=torch.optim.SGD(posterior.parameters(), 0.1), progress=False)
+        ds.fit(
+            posterior, [(x, y)] * 2, epochs=2, optimizer=torch.optim.SGD(posterior.parameters(), 0.1), progress=False
+        )
     assert networks[1].norm.num_batches_tracked == 4
     assert tiny.largest_difference(*(network.state_dict() for network in networks)) < 1e-12
 
