@@ -188,6 +188,11 @@ def test_weights_are_spread_over_pixels_of_their_own_example():
         ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
         ((4, 3), torch.tensor([0, 1, 2]), r"expected targets of shape \(4,\), got torch.int64 of shape \(3,\)"),
         ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one index per example"),
+        (
+            (4, 2),
+            torch.zeros(4, dtype=torch.bool),
+            r"got torch.bool of shape \(4,\); pass one index per example, y.long\(\)",
+        ),
         ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
         (
             (4, 3),

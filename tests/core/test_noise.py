@@ -45,6 +45,20 @@ def test_raw_targets_start_the_noise_at_the_first_error_and_are_warned_of(caplog
     assert "the learned noise starts there instead of at 1; standardise the targets" in caplog.text
 
 
+def test_variances_of_a_head_that_start_far_too_narrow_are_warned_of(caplog):
+    for scale, warned in ((1.0, False), (100.0, True)):
+        network = nn.Linear(4, 2)
+        nn.init.zeros_(network.weight)
+        nn.init.zeros_(network.bias)  # variance softplus(0) = log 2
+        x, y = rows(scale)
+        ds.MAP(network, likelihood=ds.HeteroscedasticRegression()).loss(x, y)
+        off = float((y.square().mean() / math.log(2)).sqrt())
+        text = (
+            f"targets are {off:.3g} standard deviations off the outputs in the first batch: intervals start too narrow"
+        )
+        assert (text in caplog.text) == warned
+
+
 def test_every_member_starts_at_the_error_and_weights_count():
     x, y = rows(1.0, 50.0)
     weight = (torch.arange(len(y)) < 100).float()

@@ -204,6 +204,10 @@ def with_another_forward(layers):
     layers[2] = Squared(8, 8)
 
 
+def with_a_patched_forward(layers):
+    layers[2].forward = lambda x: x**2
+
+
 def with_one_layer_twice(layers):
     layers.insert(3, layers[2])
 
@@ -222,6 +226,7 @@ def with_one_weight_twice(layers):
         (with_weight_norm, "got hooks, a parametrization or another forward in '2'"),
         (with_old_weight_norm, "got hooks, a parametrization or another forward in '2'"),
         (with_another_forward, "got hooks, a parametrization or another forward in '2'"),
+        (with_a_patched_forward, "got hooks, a parametrization or another forward in '2'"),
         (with_one_layer_twice, "got one in two places"),
         (with_one_weight_twice, "got one in two places"),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.core.likelihood import Regression, spread
+from dissensus.core.likelihood import HeteroscedasticRegression, Regression, spread
 from dissensus.core.particles import Particles
 
 FAR = 5.0  # times a start of 1: errors of standardised targets are smaller
@@ -24,16 +24,21 @@ def untrained(particles: Particles) -> Tensor | None:
 
 def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -> str | None:
     """Starts the noise at the error of the outputs where that is far above 1: from 1, intervals are too narrow for long."""
-    if (noise := untrained(particles)) is None or particles.likelihood.initial is not None:
+    noise, likelihood = untrained(particles), particles.likelihood
+    heads = isinstance(likelihood, HeteroscedasticRegression)  # whose variances, the network's own, cannot be started
+    if not heads and (noise is None or likelihood.initial is not None):
         return None
-    squares = (batch.y - outputs()).double().square()
+    mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
+    squares = (batch.y - mean).double().square() / variance
     w = torch.ones_like(squares) if batch.weight is None else spread(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:
         return None
-    noise.data.fill_(math.log(error))
+    if noise is not None:
+        noise.data.fill_(math.log(error))
+    what = "intervals start too narrow" if heads else "the learned noise starts there instead of at 1"
     return (
-        f"targets are {error:.3g} off the outputs in the first batch: the learned noise starts there instead of at 1; "
+        f"targets are {error:.3g}{' standard deviations' if heads else ''} off the outputs in the first batch: {what}; "
         "standardise the targets (ds.data.Standardiser.of_rows), or training will take long"
     )
 

@@ -134,10 +134,7 @@ class Runner:
         return result
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
-        """run(): a member's gradients. in_place(): those, and the buffers that were in place in the backward pass too.
-
-        Checkpoints need the member's tensors there, and change batch statistics: else those that the network itself holds.
-        """
+        """A member's gradients: run(), or in_place(), which gives what checkpoints run on and change, its buffers, as well."""
         if self.recomputes is False:
             with suppress(RuntimeError):
                 return run()

@@ -96,13 +96,10 @@ class Guard:
         """Stores batch statistics (M, ...) after a batch, unless this batch or one before was bad."""
         if not buffers:
             return
-        particles = self.posterior.particles
-        if self.reads:
-            particles.write_buffers(buffers)
-            return
-        before = self._kept or self._buffers()
-        kept = {name: value for name, value in buffers.items() if name in before}
-        particles.write_buffers(_unless(self.halted, kept, before))
+        if not self.reads:
+            before = self._kept or self._buffers()
+            buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
+        self.posterior.particles.write_buffers(buffers)
 
     def undo(self) -> None:
         """Puts batch statistics back to before the step's first batch where a later one was bad."""

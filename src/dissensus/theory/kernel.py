@@ -120,7 +120,7 @@ def _blocks(
 def _check_described(network: nn.Module) -> None:
     """Raises where the network does more than its layers say, or uses a weight twice."""
     for name, part in network.named_modules():
-        written = not type(part).forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
+        written = not part.forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
         if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
             raise ValueError(
                 f"expected layers that do what their kinds say, got hooks, a parametrization or another forward in "
