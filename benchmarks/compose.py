@@ -53,8 +53,8 @@ MEASURES = {  # metric -> (title, whether more is better, digits)
     "accuracy": ("accuracy", True, 4),
     "nll": ("NLL", False, 4),
     "ece": ("ECE", False, 4),
-    "corrupt/nll": ("NLL, damaged", False, 3),
-    "ood/fashion/auroc": ("AUROC, clothes", True, 4),
+    "corrupt/nll": ("damaged NLL", False, 3),
+    "ood/fashion/auroc": ("clothes AUROC", True, 4),
 }
 
 
