@@ -163,11 +163,8 @@ class Classification(Likelihood):
                 )
             return
         if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
-            hint = (
-                "pass class indices, not one-hot rows"
-                if y.shape == output_shape
-                else "pass one index per example, y.long()"
-            )
+            one_hot = y.shape == output_shape
+            hint = "pass class indices, not one-hot rows" if one_hot else "pass one index per example, y.long()"
             if space and y.shape == output_shape[:-1]:
                 hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
             raise ValueError(
