@@ -1,8 +1,66 @@
-"""Settings that must be numbers: one error in words where Python's own would be about `<` or `range`."""
+"""Values of settings: each function gives back a value that is as it should be, or raises one error in words.
+
+`hint` ends the error about a value that is out of bounds: what to pass instead, where the bounds do not say it.
+"""
 
 import math
+from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import SupportsFloat, TypeGuard
+from typing import Any, SupportsFloat, TypeGuard, TypeVar
+
+Value = TypeVar("Value")
+
+
+def whole(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
+    """The value, a whole number of at least `least`. True is none."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"expected {name} as a whole number, got {value!r}; pass an int")
+    if value < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value}; {hint or 'pass a larger number'}")
+    return int(value)
+
+
+def number(
+    name: str,
+    value: Value,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    hint: str = "",
+) -> Value:
+    """The value, a finite number within these bounds, as it was given: above < value < below, least ≤ value ≤ most."""
+    if not isinstance(value, SupportsFloat) or isinstance(value, (bool, str)):
+        raise TypeError(f"expected {name} as a number, got {value!r}; pass a float")
+    found = float(value)
+    if not (math.isfinite(found) and above < found < below and least <= found <= most):
+        bounds = [
+            *([f"above {above:g}"] if above > -math.inf else []),
+            *([f"of at least {least:g}"] if least > -math.inf else []),
+            *([f"below {below:g}"] if below < math.inf else []),
+            *([f"of at most {most:g}"] if most < math.inf else []),
+        ]
+        raise ValueError(
+            f"expected {name} {' and '.join(bounds) or 'as a finite number'}, got {value!r}; "
+            f"{hint or 'pass a number within these bounds'}"
+        )
+    return value
+
+
+def share(name: str, value: Value, *, hint: str = "") -> Value:
+    """The value, a number strictly between 0 and 1."""
+    return number(name, value, above=0, below=1, hint=hint)
+
+
+def one_of(name: str, value: Value, known: Iterable[Any], *, hint: str = "") -> Value:
+    """The value, one of those that are known."""
+    names = list(known)
+    if not any(value is each or (type(value) is type(each) and value == each) for each in names):
+        raise ValueError(
+            f"expected {name} of {', '.join(map(str, names))}, got {value!r}; {hint or 'name one of them'}"
+        )
+    return value
 
 
 def check_whole(keyword: str, value: object) -> None:
