@@ -92,11 +92,11 @@ class NodeNoise(SamplingPosterior):
         return nll + self.penalty(params) + self.kl * kl, (), buffers
 
     @torch.no_grad()
-    def sample(self, generator=None):
+    def sample(self, samples, generator=None):
         found, held = {}, self.particles.shared_parameters()
         for name, latent in self.layers.items():
             log = held[latent]
-            ε = torch.randn(self.samples, 1, len(log), dtype=log.dtype, device=log.device, generator=generator)
+            ε = torch.randn(samples, 1, len(log), dtype=log.dtype, device=log.device, generator=generator)
             found[name.removeprefix("network.")] = (held[name] * (1 + log.exp() * ε))[None]  # (1, S, ...): one network
         return found
 

@@ -25,7 +25,7 @@ def test_the_chain_samples_the_posterior_of_a_linear_model():
     optimizer = posterior.chain(0.1 / largest)
     ds.fit(posterior, [(x, y.expand(20, chains))] * 200, epochs=4, optimizer=optimizer, progress=False)
 
-    found = posterior.sample()["weight"].flatten(0, -2)  # (1 · 4 · 1000, 2)
+    found = posterior.sample(posterior.samples)["weight"].flatten(0, -2)  # (1 · 4 · 1000, 2)
     n = len(found)
     assert n == 4000
     spread = covariance.diagonal().sqrt()

@@ -138,7 +138,7 @@ def still(posterior):
 
 def sampled(posterior: ds.Posterior) -> dict[str, Tensor]:
     """Name -> (S, ...) samples around the one network of a posterior."""
-    return {name: rows[0] for name, rows in posterior.sample().items()}
+    return {name: rows[0] for name, rows in posterior.sample(posterior.samples).items()}
 
 
 class Poisson(ds.Likelihood):

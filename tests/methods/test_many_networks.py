@@ -81,9 +81,11 @@ def test_three_networks_record_and_draw_what_each_does_alone(method, optimizer, 
     settings = {"optimizer": optimizer, "engine": engine}
     together = fitted(method(copy.deepcopy(plain)), **settings)
     alone = [fitted(method(network), **settings) for network in plain]
-    drawn = together.sample(torch.Generator().manual_seed(0))
+    drawn = together.sample(together.samples, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
-    each = [posterior.sample(generator) for posterior in alone]  # the three take the noise one after the other
+    each = [
+        posterior.sample(posterior.samples, generator) for posterior in alone
+    ]  # the three take the noise one after the other
     for name, rows in drawn.items():  # (M, S, ...)
         torch.testing.assert_close(rows, torch.cat([one[name] for one in each]), rtol=0, atol=1e-8)
     for kept in ("mean", "variance"):

@@ -490,11 +490,11 @@ def test_training_goes_on_from_a_file(tmp_path):
 def test_loop_and_vmap_give_the_same_functions():
     posterior, (x, y) = watched(samples=4)[0], tiny.points(24)
     ds.refresh(posterior, [(x, y)])
-    posterior.stored.how = "loop"
+    posterior.stored[0].how = "loop"
     looped = posterior(x)
-    posterior.stored.how = "vectorised"
+    posterior.stored[0].how = "vectorised"
     torch.testing.assert_close(posterior(x), looped, rtol=0, atol=1e-12)
-    assert posterior.stored.how == "vectorised"
+    assert posterior.stored[0].how == "vectorised"
 
 
 def test_validation_looks_at_the_network_in_training():

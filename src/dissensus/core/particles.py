@@ -132,6 +132,14 @@ class Particles(nn.Module):
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
+    def on(self, device: torch.device) -> "Particles":
+        """Copies of the tensors on another device, run in the same template."""
+        trees = [TensorTree(), TensorTree()]
+        for tree, source in zip(trees, (self.own, self.shared), strict=True):
+            for name, tensor in tensors_of(source).items():
+                tree.plant(name, tensor.detach().to(device))
+        return Particles(*self.templates, own=trees[0], shared=trees[1], members=self.members)
+
     def copied_template(self, index: int = 0) -> Member:
         """A template like the one that this member runs in, without tensors."""
         template = self.templates[index % len(self.templates)]

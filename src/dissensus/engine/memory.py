@@ -48,11 +48,8 @@ class Memory:
 
     def fits(self, device: torch.device) -> bool:
         """Whether there is room for all members at once; always true on the host, which can swap."""
-        if device.type != "cuda":
-            return True
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return self.at_once - self.weights - self.recorded < 0.9 * (free + cached)
+        free = free_bytes(device)
+        return free is None or self.at_once - self.weights - self.recorded < 0.9 * free
 
     def __str__(self) -> str:
         return (
@@ -63,6 +60,14 @@ class Memory:
             + (f", libraries {readable(self.workspace)} a stream)" if self.workspace else ")")
             + (f"; afterwards a draw takes {readable(self.drawn)}" if self.drawn else "")
         )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated there; None on the host, which can swap."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def training_memory(

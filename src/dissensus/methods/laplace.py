@@ -27,6 +27,7 @@ from dissensus.methods.gathering import gather
 from dissensus.methods.last_layer import LastLayer, last_layer
 from dissensus.methods.networks import Networks
 from dissensus.methods.sampling import SamplingPosterior, by_network
+from dissensus.methods.stored_draw import Families
 from dissensus.numerics.checks import is_finite
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
@@ -50,6 +51,7 @@ class Laplace(SamplingPosterior):
 
     name = "laplace"
     untrained = (*SamplingPosterior.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
+    of_draw = ("stored", "curvature")
     samples_frozen = True
     own_statistics = False  # the last layer comes after all of them
     by_network = True  # the rest of a network is stored once for all its functions
@@ -95,8 +97,7 @@ class Laplace(SamplingPosterior):
             each.precision.fill_(chosen(self.prior_precision, each))
         before, self.curvature = self.curvature, nn.ModuleList(curvature)
         try:
-            with torch.no_grad():
-                self.stored = self._families(self.sample(own_generator(self.device)))
+            self.stored = self.drawn()
         except BaseException:
             self.curvature = before
             raise
@@ -115,13 +116,13 @@ class Laplace(SamplingPosterior):
         self.prior_precision = prior_precision
         # The network may have been trained since: around the new last layers is what was around the old ones. Functions
         # that were drawn from those stay as they are.
-        families, samples = [], self.sample(own_generator(self.device))
+        families, samples = [], self.sample(self.samples, own_generator(self.device))
         for m, family in enumerate(stored):
             own = copy.deepcopy(family.own)
             for name, sampled in samples.items():
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
             families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
-        self.stored = nn.ModuleList(families)
+        self.stored = Families(families)
         self.reset_temperature("another prior precision")
 
     @property
@@ -160,12 +161,12 @@ class Laplace(SamplingPosterior):
     def sampled_names(self) -> list[str]:
         return [] if self.curvature is None else list(self._last().parameters)
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         curvatures, last = self._fitted(stored=False)[0], self._last()
 
         def around(m: int) -> Tensors:
             mean = curvatures[m].mean
-            noise = torch.randn(self.samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+            noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
             deviations = curvatures[m].joint(noise) if self.covariance == "joint" else curvatures[m].by_rows(noise)
             return last.tensors(mean + deviations)
 
@@ -221,7 +222,7 @@ class Laplace(SamplingPosterior):
                 "expected a Laplace that was fitted, got one that has seen no data; call fit_posthoc(loader) with the "
                 "training data of the network"
             )
-        return list(self.curvature), list(self.stored or [])  # type: ignore[arg-type]
+        return list(self.curvature), [] if self.stored is None else self.stored.each  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         return {
@@ -237,7 +238,7 @@ class Laplace(SamplingPosterior):
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Laplace":
         number = config.get("fitted")
         plain = {key: value for key, value in config.items() if key != "fitted"}
-        posterior = super().skeleton(network, {**plain, "stored": False}, likelihood)
+        posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         assert isinstance(posterior, Laplace)
         if (number is not None) != bool(config.get("stored")):
             raise ValueError(
@@ -250,24 +251,18 @@ class Laplace(SamplingPosterior):
                 Curvature.blank(posterior.structure, *shape, layer=number) for _ in range(posterior.particles.members)
             ]
             posterior.curvature = nn.ModuleList(blanks)
-            posterior.stored = posterior._blank()
+            posterior.stored = posterior._blank(config["stored"])
         return posterior
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A state with a stored draw brings its curvature along, one without takes it away."""
-        under = f"{prefix}curvature."
-        held = {key.removeprefix(under): state_dict[key] for key in state_dict if key.startswith(under)}
-        if not any(key.startswith(f"{prefix}stored.") for key in state_dict):
-            self.curvature = None
-            for name in held:
-                del state_dict[f"{under}{name}"]
-        elif held:
-            each: dict[int, Tensors] = {}
-            for name, tensor in held.items():
-                number, _, key = name.partition(".")
-                each.setdefault(int(number), {})[key] = tensor.detach().clone().to(self.device)
-            self.curvature = nn.ModuleList(Curvature(each[m]) for m in sorted(each))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def blank_draw(self, state: Tensors) -> Families:
+        each: dict[str, Tensors] = {}
+        for name in state:
+            room, _, rest = name.partition(".")
+            number, _, key = rest.partition(".")
+            if room == "curvature":
+                each.setdefault(number, {})[key] = state[name].detach().clone().to(self.device)
+        self.curvature = nn.ModuleList(Curvature(each[number]) for number in sorted(each, key=int))
+        return super().blank_draw(state)
 
 
 def check_precision(prior_precision: object) -> None:

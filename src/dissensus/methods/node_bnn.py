@@ -67,6 +67,7 @@ class NodeBNN(LatentPosterior):
     name = "node_bnn"
     needed = ("data_size",)
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
+    of_draw = ("stored", "stored_at")
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -256,14 +257,8 @@ class NodeBNN(LatentPosterior):
         networks = network if several is None else placeholders(network, several)
         posterior = cls(networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **keywords)
         if config["stored"]:
-            posterior.stored = posterior._blank()
+            posterior.stored = posterior.blank_draw({})
         return posterior
 
-    def _blank(self) -> TensorTree:
+    def blank_draw(self, state: Tensors) -> TensorTree:
         return kept(self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A state with a stored draw brings it along, one without takes it away."""
-        there = any(key.startswith(f"{prefix}stored.") for key in state_dict)
-        self.stored, self.stored_at = None if not there else self.stored or self._blank(), None
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.core.posterior import Posterior
 from dissensus.methods.node_latents import Complexity
+from dissensus.methods.stored_draw import StoringPosterior
 from dissensus.numerics.tree import Tensors
 
 
-class LatentPosterior(Posterior, ABC):
+class LatentPosterior(StoringPosterior, ABC):
     """Base class of posteriors whose members have latents "mean" and "raw_std" (K, D)."""
 
     complexity: Complexity

@@ -41,19 +41,19 @@ class GaussianPerturbation(SamplingPosterior):
         norms = norm_parameters(self.network)
         return [name for name in super().sampled_names() if name not in norms]
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         rows = self.trained.rows()
 
         def around(m: int) -> Tensors:
-            samples = {}
+            found = {}
             for name in self.sampled_names():
                 weight = rows[name][m]
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
                 like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-                epsilon = torch.randn(self.samples, *weight.shape, **like)
-                samples[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
-            return samples
+                epsilon = torch.randn(samples, *weight.shape, **like)
+                found[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+            return found
 
         return by_network(around, self.particles.members)
 

@@ -12,7 +12,6 @@ from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.sampling import SamplingPosterior
 from dissensus.methods.trajectory import TAIL, Snapshots, constant_tail
-from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
 
@@ -32,8 +31,8 @@ class RecordingPosterior(SamplingPosterior):
         """Constant, linear to `floor`, constant over the last quarter: the weights must not come to rest."""
         return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=self.floor)
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
-        return self.recorder.sample(self.samples, generator)
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        return self.recorder.sample(samples, generator)
 
     def look(self, loader: Iterable[Any]) -> DrawnFunctions:
         """Sampled networks, as they would be drawn at the end, but with batch statistics of these inputs.
@@ -42,8 +41,7 @@ class RecordingPosterior(SamplingPosterior):
         the network itself will not do: on validation rows of digits TRADI then has an NLL of 0.73, where those of the training
         rows give 0.186 and those of the validation rows 0.185.
         """
-        drawn = self._families(self.recorder.sample(self.samples, own_generator(self.device)))
-        return self.refreshed(drawn, loader)
+        return self.functions_of(self.drawn(loader))
 
     def sampled_names(self) -> list[str]:
         return list(self.recorder.weights.stored)

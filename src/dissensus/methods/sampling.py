@@ -4,9 +4,10 @@ A method says only how weights are sampled (`sample`). Drawing, refreshing batch
 posterior and finding it again in a file are derived here, for one network or for many.
 """
 
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self, Unpack, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import nn
@@ -17,17 +18,20 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
+from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
+from dissensus.methods.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics, statistics_names
 
+log = logging.getLogger("dissensus")
 
-class SamplingPosterior(Posterior):
+
+class SamplingPosterior(StoringPosterior):
     """Base class of methods that sample weights. One module is held itself, a list of M is copied into a stack.
 
     `samples`: functions per network and draw. `latents`: tensors that are trained beside the network's, deviations for
@@ -40,7 +44,7 @@ class SamplingPosterior(Posterior):
     random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
     by_network: ClassVar[bool] = False  # whether functions of one network share what is not sampled
-    stored: nn.ModuleList | None  # of Particles: all functions in one, or those of each network
+    stored: Families | None
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class SamplingPosterior(Posterior):
             )
 
     @abstractmethod
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         """Name of a tensor of the networks -> (M, S, ...) samples, without a graph. The other tensors stay as they are.
 
         Random numbers come from the generator, on the posterior's device; None is torch's own stream, which all threads share.
@@ -86,41 +90,66 @@ class SamplingPosterior(Posterior):
         if (stored := self.stored) is not None:
             return self.functions_of(stored)
         with self.particles.turn():
-            return self.functions_of(self._families(self.sample(self._generator())))
-
-    def _generator(self) -> torch.Generator | None:
-        return own_generator(self.device) if self.random else None
+            return self.functions_of(self.drawn())
 
     def current(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        with torch.no_grad():
-            drawn = self._families(self.sample(self._generator()))
-        self.refreshed(drawn, loader)
-        self.stored = drawn
+        self.stored = self.drawn(loader)
 
-    def refreshed(self, families: nn.ModuleList, loader: Iterable[Any]) -> DrawnFunctions:
-        """Their functions, with batch statistics estimated anew from the loader."""
-        for family in families:
-            refresh_statistics(cast(Particles, family), loader, self.device)
-        return self.functions_of(families)
+    @torch.no_grad()
+    def drawn(self, loader: Iterable[Any] | None = None) -> Families:
+        """Functions sampled now; where there is a loader, their batch statistics are estimated anew from it.
 
-    def functions_of(self, families: nn.ModuleList) -> DrawnFunctions:
-        """The functions of these particles, in their order."""
-        networks = self.particles.members // len(families)
-        return mixture(SampledFunctions(cast(Particles, each), networks) for each in families)
-
-    def _families(self, samples: Tensors) -> nn.ModuleList:
-        """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
+        Where their tensors do not fit on the device, a few samples of every network are made at a time, and kept on the host.
+        """
         self.check_network()
+        generator = own_generator(self.device) if self.random else None
+        at_once = self._samples_at_once()
+        if at_once >= self.samples:
+            families = self._families(self.sample(self.samples, generator))
+            self._refresh(families.each, loader)
+            return families
+        parts: list[list[Particles]] = [[] for _ in range(self.particles.members)]
+        for start in range(0, self.samples, at_once):
+            samples = self.sample(min(at_once, self.samples - start), generator)
+            for m, mine in enumerate(parts):
+                family = self._family(samples, slice(m, m + 1))
+                self._refresh([family], loader)
+                mine.append(family.to("cpu"))
+        return Families((family for mine in parts for family in mine), parts=True)
+
+    def _samples_at_once(self) -> int:
+        """How many samples of every network there is room for: twice, since they are made and then copied."""
+        free, needed = free_bytes(self.device), 2 * self.drawn_bytes()
+        if free is None or not self.random or self.by_network or needed < 0.9 * free:
+            return self.samples
+        at_once = max(int(0.45 * free / needed * self.samples), 1)
+        log.info(
+            "a draw of %s does not fit beside what is on %s (%s free): it is made in parts of %d of %d samples, which are kept "
+            "in the host's memory",
+            *(readable(needed // 2), self.device, readable(free), at_once, self.samples),
+        )
+        return at_once
+
+    def _refresh(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
+        if loader is not None:
+            for family in families:
+                refresh_statistics(family, loader, self.device)
+
+    def functions_of(self, families: Families) -> DrawnFunctions:
+        """The functions of these particles, in their order."""
+        drawn = mixture(SampledFunctions(family, self.device) for family in families.each)
+        drawn.networks = self.particles.members
+        return drawn
+
+    def _families(self, samples: Tensors) -> Families:
+        """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
         members = self.particles.members
         if members > 1 and (self.by_network or len(self.particles.templates) > 1):
-            return nn.ModuleList(
-                self._family({name: rows[m : m + 1] for name, rows in samples.items()}, slice(m, m + 1))
-                for m in range(members)
-            )
-        return nn.ModuleList([self._family(samples, slice(0, members))])
+            return Families(self._family(samples, slice(m, m + 1)) for m in range(members))
+        return Families([self._family(samples, slice(0, members))])
 
     def _family(self, samples: Tensors, networks: slice) -> Particles:
         """Functions of these networks; their batch statistics are each function's own if `own_statistics`."""
@@ -130,7 +159,7 @@ class SamplingPosterior(Posterior):
         common = {**particles.shared_parameters(), **particles.shared_buffers()}
         count = len(next(iter(samples.values()))[0]) if samples else self.samples
         several = networks.stop - networks.start > 1
-        sampled = {f"{PREFIX}{name}": rows.flatten(0, 1) for name, rows in samples.items()}
+        sampled = {f"{PREFIX}{name}": rows[networks].flatten(0, 1) for name, rows in samples.items()}
         statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
         total = count * (networks.stop - networks.start)
         rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
@@ -166,7 +195,7 @@ class SamplingPosterior(Posterior):
             **described(self.particles),
             "samples": self.samples,
             **self.prior_config(),
-            "stored": self.stored is not None,
+            "stored": None if self.stored is None else self.stored.sizes,
             "frozen": [name for name in self.built_with.stored if name not in self.trained.stored],
         }
 
@@ -179,7 +208,7 @@ class SamplingPosterior(Posterior):
         keywords = {key: value for key, value in rest.items() if key not in ("stored", "frozen")}
         posterior = cls(networks, likelihood=likelihood, **keywords)
         if config.get("stored"):
-            posterior.stored = posterior._blank()
+            posterior.stored = posterior._blank(config["stored"])
         return posterior
 
     def sampled_names(self) -> list[str]:
@@ -190,37 +219,44 @@ class SamplingPosterior(Posterior):
         rows = self.trained.rows()
         return self.samples * sum(rows[name].nbytes for name in self.sampled_names() if name in rows)
 
-    def _blank(self) -> nn.ModuleList:
-        """A stored draw of the right shapes, to be filled from a file."""
-        one = {**self.built_with.one(), **weights.buffers(self.particles).one()}
-        shape = (self.particles.members, self.samples)
-        return self._families({name: one[name].new_zeros(*shape, *one[name].shape) for name in self.sampled_names()})
+    def blank_draw(self, state: Tensors) -> Families:
+        sampled = f".own.{PREFIX}{next(iter(self.sampled_names()), '')}"
+        found = [key for key in state if key.startswith("stored.") and key.endswith(sampled)]
+        sizes = [len(state[key]) for key in sorted(found, key=lambda key: int(key.split(".")[1]))]
+        return self._blank(sizes or [self.samples])
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A state with a stored draw brings it along, one without takes it away."""
-        if not any(key.startswith(f"{prefix}stored.") for key in state_dict):
-            self.stored = None
-        elif self.stored is None:
-            self.stored = self._blank()
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _blank(self, sizes: Sequence[int]) -> Families:
+        """A draw with so many functions in each of its families, to be filled from a file."""
+        members, one = self.particles.members, {**self.built_with.one(), **weights.buffers(self.particles).one()}
+        blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
+        if max(sizes) >= self.samples:
+            return self._families(blank)
+        parts = []
+        for i, size in enumerate(sizes):
+            network = i * members // len(sizes)  # as many parts of each
+            family = self._family({name: rows[:, :size] for name, rows in blank.items()}, slice(network, network + 1))
+            parts.append(family.to("cpu"))
+        return Families(parts, parts=True)
 
 
 class SampledFunctions(DrawnFunctions):
     """Sampled networks in eval mode, whatever the mode of the network that is being trained: the functions are fixed."""
 
-    def __init__(self, particles: Particles, networks: int) -> None:
+    def __init__(self, particles: Particles, device: torch.device) -> None:
+        """`device`: where they run, whether their tensors are kept there or on the host."""
         super().__init__()
         self.particles = particles
+        self.device = device
         self.members = particles.members
-        self.networks = networks
         self.training = False
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        with self.particles.turn(), eval_mode(self.particles, self.particles.template):
-            return self.particles.each(function, *args)
+        particles = self.particles if self.particles.device == self.device else self.particles.on(self.device)
+        with self.particles.turn(), eval_mode(particles, particles.template):
+            return particles.each(function, *args)
 
     def member(self, index: int) -> nn.Module:
-        return self.particles.member(index).eval()
+        return self.particles.member(index).to(self.device).eval()
 
     @property
     def likelihood(self) -> Likelihood:

@@ -107,7 +107,7 @@ class TRADI(RecordingPosterior):
         zeros = {name: torch.zeros_like(rows) for name, rows in self.built_with.rows().items()}
         return self.plain({**zeros, **self.built_with.lifted(self.filters.variance)})
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensors:
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if self.ready and (share := self.filters.memory_of_start) > 0.05:
             log.warning(
                 "TRADI has observed %d steps, and %.0f %% of its mean still come from the weights it started at; train "
@@ -115,7 +115,7 @@ class TRADI(RecordingPosterior):
                 int(self.filters.observed),
                 100 * share,
             )
-        return super().sample(generator)
+        return super().sample(samples, generator)
 
     def config(self) -> dict[str, Any]:
         return {

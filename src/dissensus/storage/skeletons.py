@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,9 +171,18 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
             raise ValueError(
                 f"expected tensors {places[0][0]}… for {key} = {count}, got none in the file; save it again"
             )
-        most = count * several if key == "samples" and type(several) is int else count
+        if key == "samples":  # a draw may be stored in several parts
+            functions, drawn = count * (several if type(several) is int else 1), _drawn_rows(counted)
+            if isinstance(sizes := arguments["stored"], list):
+                drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
+            if wrong := [rows for rows in drawn.values() if rows != functions]:
+                raise ValueError(
+                    f"expected a draw of {functions} functions, as samples = {count} says, got {wrong[0]} in the file; save "
+                    "the posterior again"
+                )
+            continue
         for name, (shape, axis) in counted.items():
-            if shape[axis : axis + 1] not in ((count,), (most,)):
+            if shape[axis : axis + 1] != (count,):
                 raise ValueError(
                     f"expected {name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got {shape} in the file; "
                     "save the posterior again"
@@ -187,6 +197,14 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
             raise ValueError(
                 f"expected {name} of shape {said}, got {header.shapes.get(name)} in the file; save the posterior again"
             )
+
+
+def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
+    """Name of a tensor of drawn functions -> how many have one, over all parts of the draw."""
+    rows: Counter[str] = Counter()
+    for name, (shape, _) in counted.items():
+        rows[name.partition(".own.")[2]] += shape[0] if shape else 0
+    return rows
 
 
 @contextmanager

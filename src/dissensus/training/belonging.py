@@ -63,8 +63,12 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
     for prefix, module in posterior.named_modules():
         if isinstance(samples := getattr(module, "samples", None), int):
             under = f"{prefix}.stored." if prefix else "stored."
-            rows = (samples, samples * module.particles.members)
-            if any(name.startswith(under) and ".own." in name and len(t) not in rows for name, t in state.items()):
+            rows: dict[str, int] = {}  # of each tensor, over all parts of the draw
+            for name, tensor in state.items():
+                if name.startswith(under) and "own." in name:
+                    part = name[name.index("own.") :]
+                    rows[part] = rows.get(part, 0) + len(tensor)
+            if any(count != samples * module.particles.members for count in rows.values()):
                 state = {name: tensor for name, tensor in state.items() if not name.startswith(under)}
     return state
 

@@ -1,0 +1,61 @@
+"""A stored draw: functions that were drawn once, after training, and are kept, saved and loaded with the posterior."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self, cast
+
+from torch import Tensor, nn
+
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior
+from dissensus.numerics.tree import Tensors
+
+
+class StoringPosterior(Posterior, ABC):
+    """Base class of posteriors with a draw in `stored`. A state that has one brings it along, one without takes it away."""
+
+    stored: nn.Module | None
+    of_draw: ClassVar[tuple[str, ...]] = ("stored",)  # attributes that come and go with the draw
+
+    @abstractmethod
+    def blank_draw(self, state: Tensors) -> nn.Module:
+        """A draw of the shapes in this state of the posterior, to be filled from it."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        for part in self.of_draw:
+            setattr(self, part, None)
+        if any(key.startswith("stored.") for key in state):
+            self.stored = self.blank_draw(state)
+        else:  # the draw was taken out of the state: what belongs to it goes, too
+            for key in state:
+                if key.partition(".")[0] in self.of_draw:
+                    del state_dict[f"{prefix}{key}"]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class Families(nn.ModuleList):
+    """Particles of drawn functions, in their order: all in one, those of each network, or parts of those.
+
+    Parts are kept in the host's memory, wherever the posterior goes: a draw is made in parts because it does not fit there.
+    """
+
+    def __init__(self, families: Iterable[Particles], *, parts: bool = False) -> None:
+        super().__init__(families)
+        self.parts = parts
+
+    @property
+    def each(self) -> list[Particles]:
+        return [cast(Particles, family) for family in self]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Functions in each."""
+        return [family.members for family in self.each]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if not self.parts:
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        for family in self.each:  # converted one after the other, so that one at a time is elsewhere
+            family._apply(fn).to("cpu")  # type: ignore[no-untyped-call]
+        return self
