@@ -140,6 +140,10 @@ class Predictor(nn.Module):
         super().__init__()
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
         self.temperature = temperature
+        # Before 2.12 torch exports vmap, but cannot save what it exported: the graph then calls a function without a name.
+        for particles in self.drawn.modules() if torch.__version__ < (2, 12) else ():
+            if isinstance(particles, Particles):
+                particles.how = "loop"
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
