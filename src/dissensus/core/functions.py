@@ -141,7 +141,7 @@ class Predictor(nn.Module):
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
         self.temperature = temperature
         # Before 2.12 torch exports vmap, but cannot save what it exported: the graph then calls a function without a name.
-        for particles in self.drawn.modules() if torch.__version__ < (2, 12) else ():
+        for particles in self.drawn.modules() if torch.__version__ < "2.12" else ():
             if isinstance(particles, Particles):
                 particles.how = "loop"
         self.eval()
