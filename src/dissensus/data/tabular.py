@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.formats import npz_arrays
 from dissensus.data.locate import FOLDER_VARIABLE, data_folder
+from dissensus.data.npy import npz_arrays
 from dissensus.data.standardise import Standardiser, check_rows
 
 REGRESSION_SETS = {  # rows, features

@@ -1,5 +1,6 @@
 """One error for a file that cannot be what it should be, whatever the parser underneath raised."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -23,7 +24,7 @@ def reading(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).split("\n")[0]
         unopened = isinstance(error, OSError) and (error.filename or isinstance(error, FileNotFoundError))
-        if unopened or (isinstance(error, ValueError) and said.startswith("expected")):
+        if unopened or (isinstance(error, ValueError) and re.match("expected .*, got ", said)):
             raise
         why = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
         raise damaged(path, why, remedy, kind=kind) from error
