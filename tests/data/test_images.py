@@ -178,9 +178,9 @@ def test_label_ten_of_svhn_is_the_digit_zero(tmp_path, ending):
 
 
 def test_unknown_names_and_splits_are_value_errors(tmp_path):
-    with pytest.raises(ValueError, match="expected one of mnist, fashion_mnist"):
+    with pytest.raises(ValueError, match="expected name of mnist, fashion_mnist"):
         image_set("imagenet", "test", folder=tmp_path)
-    with pytest.raises(ValueError, match="expected split 'test' of notmnist, got 'train'"):
+    with pytest.raises(ValueError, match="expected split of notmnist of test, got 'train'"):
         notmnist("train", folder=tmp_path)
 
 
