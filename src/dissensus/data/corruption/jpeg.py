@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.levels import fraction
+from dissensus.data.corruption.levels import from_levels
 from dissensus.data.corruption.linear import across, down
 
 # ITU-T T.81, tables K.1 and K.2
@@ -33,11 +33,11 @@ def jpeg(images: Tensor, quality: int) -> Tensor:
     height, width = images.shape[-2:]
     levels = (images * 255).round()
     if levels.shape[1] == 1:
-        return fraction(_coded(levels, _table(_LUMA, quality)))
+        return from_levels(_coded(levels, _table(_LUMA, quality)))
     luma, chroma = _luma_and_chroma(levels)
     luma = _coded(luma, _table(_LUMA, quality))
     chroma = _coded(_halved(chroma), _table(_CHROMA, quality))[..., : (width + 1) // 2]
-    return fraction(_rgb(luma, _doubled(chroma)[..., :height, :width]))
+    return from_levels(_rgb(luma, _doubled(chroma)[..., :height, :width]))
 
 
 def _table(base: str, quality: int) -> Tensor:
