@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.data.corruption import blur, digital, noise, published, spatter, weather
+from dissensus.data.corruption import blur, digital, jpeg, noise, published, spatter, weather
 from dissensus.data.corruption.draws import Draws, image_keys
 from dissensus.data.corruption.levels import from_levels
 from dissensus.numerics.checks import number, one_of, whole
@@ -78,7 +78,7 @@ _BENCHMARK: dict[str, tuple[Recipe, ...]] = {
         lengths=(0, 1, 2),
     ),
     "pixelate": _recipes(digital.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-    "jpeg_compression": _recipes(digital.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
+    "jpeg_compression": _recipes(jpeg.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
 }
 _EXTRA: dict[str, tuple[Recipe, ...]] = {
     "speckle_noise": _recipes(noise.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
@@ -102,6 +102,7 @@ EXTRA: tuple[str, ...] = tuple(_EXTRA)
 CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
 _SMALLEST_SIDE = 8
+_ROWS_PER_SEVERITY = 10_000  # of the published files
 _CHUNK = 1 << 20  # values worked on at once: bounds memory, and fits a processor's cache better than a whole test set
 
 
@@ -160,7 +161,12 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
     one_of("name", name, CORRUPTIONS)
     if severity is not None:
         number("severity", whole("severity", severity), most=5)
-    return published.read_published(Path(folder), name, severity)
+    images = published.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
+    labels = published.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
+    rows = (
+        slice(None) if severity is None else slice((severity - 1) * _ROWS_PER_SEVERITY, severity * _ROWS_PER_SEVERITY)
+    )
+    return torch.from_numpy(images[rows]).permute(0, 3, 1, 2), torch.from_numpy(labels[rows]).long()
 
 
 def _check_images(images: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.nets import NETS
 from dissensus.numerics.damage import reading
@@ -19,7 +20,6 @@ from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
 from dissensus.storage.skeletons import build, build_parts, class_fields, method_of, structure
-from dissensus.storage.still import keep_still, still
 
 
 def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
@@ -54,15 +54,12 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         },
         "tied": ties,
         "strides": strides_of(tensors),
-        **({"still": kept} if (kept := still(posterior)) else {}),
+        "kept": kept_as_is(posterior),
     }
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
-    except OSError as error:
-        raise OSError(f"expected a folder that can be written, got {folder} ({error}); choose another") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
 
 
 def load(
@@ -88,7 +85,7 @@ def load(
     with reading(Path(folder) / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
         posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
-        keep_still(posterior, config.get("still", {}))
+        keep_as_was(posterior, config["kept"])
     if unique_tensors(posterior)[1] != config["tied"]:
         raise other_ties()
     lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
@@ -132,7 +129,28 @@ def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         whole = all(type(stride) is int and 0 <= stride < 2**62 for stride in strides)
         if not whole or len(strides) != len(shapes[name]) or not fits(shapes[name], strides):
             raise ValueError(f"impossible strides of {name}")
-    return {name: rows(shape) for name, shape in shapes.items()} | config["strides"]
+    plain: dict[str, Sequence[int]] = {name: rows(shape) for name, shape in shapes.items()}
+    return plain | config["strides"]
+
+
+def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:
+    """What training leaves alone, {"frozen": names of parameters, "eval": of layers in eval mode by hand}, and "loop":
+    particles that run in a loop, since vectorised they would differ in the last bit."""
+    frozen = [name for name, parameter in posterior.named_parameters() if not parameter.requires_grad]
+    loop = [name for name, part in posterior.named_modules() if isinstance(part, Particles) and part.how == "loop"]
+    return {"frozen": frozen, "eval": list(posterior.particles.template.always_eval), "loop": loop}
+
+
+def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
+    """Undoes nothing: what the caller's template has frozen stays so, too. Raises on names that are not there."""
+    template = posterior.particles.template
+    for name in saved["frozen"]:
+        posterior.get_parameter(name).requires_grad_(False)
+    layers = {name: template.get_submodule(name) for name in saved["eval"]}
+    template.always_eval = sorted({*template.always_eval, *layers})
+    groups = {name: part for name, part in posterior.named_modules() if isinstance(part, Particles)}
+    for name in saved["loop"]:
+        groups[name].how = "loop"
 
 
 def other_ties() -> ValueError:

@@ -30,6 +30,7 @@ FIELDS = {
     "network": {"structure": list, "attributes": dict, "name": str | None, "arguments": dict | None},
     "tied": dict,
     "strides": dict,
+    "kept": {"frozen": list, "eval": list, "loop": list},
     "checksum": str,
 }
 METADATA, CHECKSUM = "dissensus", "checksum"
@@ -90,7 +91,7 @@ def checksum(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     described = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     digest = hashlib.sha256(json.dumps([config, described], sort_keys=True).encode())
     for name in sorted(tensors):
-        digest.update(tensors[name].flatten().view(torch.uint8).numpy())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dissensus.data.corruption.draws import Draws
 from dissensus.data.corruption.levels import from_levels
 from dissensus.data.corruption.linear import across, down
 
@@ -28,7 +29,7 @@ _EVEN = "8192 8192 8192 8192   10703 4433 -4433 -10703   8192 -8192 -8192 8192  
 _ODD = "11363 9633 6437 2260   9633 -2259 -11362 -6436   6437 -11362 2261 9633   2260 -6436 9633 -11363"
 
 
-def jpeg(images: Tensor, quality: int) -> Tensor:
+def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
     """(B, C, H, W): the images after JPEG at `quality` 1 … 100; one channel is stored as greyscale."""
     height, width = images.shape[-2:]
     levels = (images * 255).round()

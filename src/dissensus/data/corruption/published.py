@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dissensus.numerics.damage import reading
-
-ROWS_PER_SEVERITY = 10_000
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -30,13 +26,3 @@ def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
             "pass the folder of the published CIFAR-10-C or CIFAR-100-C files"
         )
     return found
-
-
-def read_published(folder: Path, name: str, severity: int | None) -> tuple[Tensor, Tensor]:
-    """(N, 3, 32, 32) uint8 images, mapped from the file, and (N,) int64 labels; N = 10,000, or 50,000 for None."""
-    rows = 5 * ROWS_PER_SEVERITY
-    images = read_array(folder / f"{name}.npy", (rows, 32, 32, 3))
-    labels = read_array(folder / "labels.npy", (rows,))
-    start, stop = (0, rows) if severity is None else ((severity - 1) * ROWS_PER_SEVERITY, severity * ROWS_PER_SEVERITY)
-    pixels = torch.from_numpy(images[start:stop]).permute(0, 3, 1, 2)  # a view: (N, 3, 32, 32)
-    return pixels, torch.from_numpy(labels[start:stop]).long()
