@@ -33,12 +33,9 @@ class Recipe(NamedTuple):
 
 
 def _recipes(
-    operation: Callable[..., Tensor],
-    *severities: tuple[float, ...],
-    lengths: tuple[int, ...] = (),
-    whole: tuple[int, ...] = (),
+    operation: Callable[..., Tensor], *severities: tuple[float, ...], **scaled: tuple[int, ...]
 ) -> tuple[Recipe, ...]:
-    return tuple(Recipe(operation, constants, lengths, whole) for constants in severities)
+    return tuple(Recipe(operation, constants, **scaled) for constants in severities)
 
 
 # name: severities 1 … 5, the constants in the order of the operation's arguments

@@ -10,6 +10,7 @@ from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
 from dissensus.numerics.checks import one_of
 
 FOLDER_VARIABLE = "DISSENSUS_DATA"
+SHARED_NAMES = ("idx",)  # readers whose sets call their files alike
 
 
 def locate(
@@ -29,7 +30,7 @@ def locate(
                 paths = [root / sub / file.name for file in variant.files]
                 if not all(path.is_file() for path in paths):
                     continue
-                if sub == "." and _shares_names(variant) and not all(map(_is, paths, variant.files)):
+                if sub == "." and variant.reader in SHARED_NAMES and not all(map(_is, paths, variant.files)):
                     continue
                 if verify:
                     _check(paths, variant.files)
@@ -41,18 +42,6 @@ def data_folder(folder: str | Path | None) -> Path | None:
     """The folder named by the caller, else by the environment variable DISSENSUS_DATA, else None."""
     chosen = os.environ.get(FOLDER_VARIABLE) if folder is None else folder
     return Path(chosen).expanduser() if chosen else None
-
-
-def _shares_names(variant: Variant) -> bool:
-    names = {file.name for file in variant.files}
-    users = {
-        owner
-        for owner, source in CATALOGUE.items()
-        for others in source.splits.values()
-        for other in others
-        if names & {file.name for file in other.files}
-    }
-    return len(users) > 1
 
 
 def _is(path: Path, file: SourceFile) -> bool:
@@ -87,7 +76,7 @@ def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, 
         for file in variant.files:
             known = "" if file.bytes is None else f"  {file.bytes} bytes  sha256 {file.sha256}"
             lines.append(f"  {file.name}{known}")
-    if any(map(_shares_names, variants)):
+    if any(variant.reader in SHARED_NAMES for variant in variants):
         lines.append(
             "(directly in the folder they are taken only with these checksums, since other sets use the same names)"
         )

@@ -129,8 +129,7 @@ def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         whole = all(type(stride) is int and 0 <= stride < 2**62 for stride in strides)
         if not whole or len(strides) != len(shapes[name]) or not fits(shapes[name], strides):
             raise ValueError(f"impossible strides of {name}")
-    plain: dict[str, Sequence[int]] = {name: rows(shape) for name, shape in shapes.items()}
-    return plain | config["strides"]
+    return {**{name: rows(shape) for name, shape in shapes.items()}, **config["strides"]}
 
 
 def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:

@@ -1,6 +1,7 @@
 """The empty posterior that a config describes, made only where the tensors of the file have the sizes it speaks of."""
 
 import copy
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -107,7 +108,7 @@ def check_structure(network: nn.Module, theirs: list[str]) -> None:
     """Raises where a network has other layers than the saved one."""
     ours, theirs = structure(network), [_in_short(line) for line in theirs]
     if ours != theirs:
-        pairs = zip([*ours, *["(nothing)"] * len(theirs)], [*theirs, *["(nothing)"] * len(ours)], strict=False)
+        pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
         raise ValueError(
             f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built as the saved "
