@@ -8,7 +8,6 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.storage import skeletons
-from dissensus.storage.sealed import Header
 from small_cut import ScaledEnsemble
 
 
@@ -62,7 +61,7 @@ def test_a_cut_network_far_larger_than_its_file_is_not_built():
     with pytest.raises(
         ValueError, match="expected at most 64 times the 12 numbers in the file, got a network of 40003"
     ):
-        skeletons.build_network(saved, None, Header({"a": (3, 4)}, {}, {}, 0), {})
+        skeletons.build_network(saved, None, {"a": (3, 4)})
 
 
 @pytest.mark.parametrize("known", [False, True])

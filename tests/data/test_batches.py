@@ -91,7 +91,7 @@ def test_orders_are_uniform():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="as many inputs as targets"):
         Batches(X, Y[:-1], batch_size=4)
-    with pytest.raises(ValueError, match="batch_size of 1 or more"):
+    with pytest.raises(ValueError, match="batch_size of at least 1"):
         Batches(X, Y, batch_size=0)
     with pytest.raises(ValueError, match="no seed without shuffle"):
         Batches(X, Y, batch_size=4, seed=0)

@@ -15,7 +15,7 @@ from skimage.color import hsv2rgb, rgb2hsv
 from skimage.filters import gaussian
 
 from dissensus.data.corruption.blur import disk
-from dissensus.data.corruption.jpeg import jpeg
+from dissensus.data.corruption.jpeg import jpeg_compression
 from dissensus.data.corruption.linear import box_matrix, gaussian_matrix, zoom_matrix
 from dissensus.data.corruptions import RECIPES, corrupt
 
@@ -154,7 +154,7 @@ def test_jpeg_equals_pillows_encoder_and_decoder_exactly(quality: int, channels:
         file = io.BytesIO()
         pillow(image).save(file, "JPEG", quality=quality)
         theirs.append(np.array(Image.open(file)))
-    decoded = jpeg(torch.from_numpy(images / 255).permute(0, 3, 1, 2), quality) * 255
+    decoded = jpeg_compression(torch.from_numpy(images / 255).permute(0, 3, 1, 2), None, quality) * 255
     np.testing.assert_array_equal(decoded.round().permute(0, 2, 3, 1).squeeze().numpy(), theirs)
 
 
@@ -165,7 +165,7 @@ def pillow(image: np.ndarray) -> Image.Image:
 def test_jpeg_severities_are_the_published_qualities() -> None:
     images = pictures(2)
     for severity, quality in zip(SEVERITIES, (80, 65, 58, 50, 40), strict=True):
-        decoded = jpeg(torch.from_numpy(images / 255).permute(0, 3, 1, 2), quality) * 255
+        decoded = jpeg_compression(torch.from_numpy(images / 255).permute(0, 3, 1, 2), None, quality) * 255
         expected = decoded.round().permute(0, 2, 3, 1).numpy()
         np.testing.assert_array_equal(ours(images, "jpeg_compression", severity), expected)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from dissensus.data.formats import npz_arrays, read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.npy import npz_arrays
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 STRUCT_CODES = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "f4": "f", "f8": "d"}
@@ -76,9 +77,9 @@ def test_idx_of_every_type_comes_back_as_written(tmp_path, code, shape, zipped):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw[:-1], "expected 28 bytes"),
-        (lambda raw: raw + b"\0", "got 29"),
-        (lambda raw: raw[:10], "got 10"),
+        (lambda raw: raw[:-1], "28 bytes for shape"),
+        (lambda raw: raw + b"\0", "it has 29"),
+        (lambda raw: raw[:10], "it has 10"),
         (lambda raw: raw[:3], "expected an IDX file"),
         (lambda raw: b"", "expected an IDX file"),
         (lambda raw: b"\1" + raw[1:], "expected an IDX file"),

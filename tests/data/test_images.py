@@ -130,7 +130,7 @@ def test_the_environment_names_the_folder_and_the_argument_overrules_it(tmp_path
 
 def test_images_and_labels_that_do_not_belong_together_are_refused(tmp_path, pictures):
     write_idx(tmp_path / "mnist", (pictures[0], pictures[1][:5]))
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="one class index an image"):
         mnist("test", folder=tmp_path)
 
 
@@ -178,9 +178,9 @@ def test_label_ten_of_svhn_is_the_digit_zero(tmp_path, ending):
 
 
 def test_unknown_names_and_splits_are_value_errors(tmp_path):
-    with pytest.raises(ValueError, match="expected one of mnist, fashion_mnist"):
+    with pytest.raises(ValueError, match="expected name of mnist, fashion_mnist"):
         image_set("imagenet", "test", folder=tmp_path)
-    with pytest.raises(ValueError, match="expected split 'test' of notmnist, got 'train'"):
+    with pytest.raises(ValueError, match="expected split of notmnist of test, got 'train'"):
         notmnist("train", folder=tmp_path)
 
 
@@ -199,9 +199,9 @@ def test_every_variant_of_the_catalogue_has_a_reader_and_plausible_files():
 def test_image_sets_check_what_they_are_given():
     images, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
     assert len(ImageSet(images, labels, "two", ("a", "b"))) == 2
-    with pytest.raises(TypeError, match="uint8 images and int64 labels"):
+    with pytest.raises(ValueError, match=r"int64 labels .*, got torch.float32"):
         ImageSet(images.float(), labels, "two", ("a", "b"))
-    with pytest.raises(TypeError, match="int64 labels"):
+    with pytest.raises(ValueError, match=r"int64 labels .* and torch.int32"):
         ImageSet(images, labels.int(), "two", ("a", "b"))
     with pytest.raises(ValueError, match="labels \\(N,\\)"):
         ImageSet(images, labels[:1], "two", ("a", "b"))

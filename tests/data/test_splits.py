@@ -55,7 +55,7 @@ def test_a_validation_set_must_leave_both_parts_with_rows(validation):
 
 
 def test_wrong_types_and_label_shapes_are_refused():
-    with pytest.raises(TypeError, match="number of rows or a share"):
+    with pytest.raises(TypeError, match="expected validation as a number"):
         split_indices(10, validation=True)
     with pytest.raises(ValueError, match="labels of shape"):
         split_indices(10, validation=2, labels=torch.zeros(9, dtype=torch.int64))

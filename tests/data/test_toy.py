@@ -163,5 +163,5 @@ def test_three_clusters_are_given_in_quadratic_features():
 
 @pytest.mark.parametrize("make", [*SEEDED, far_ring])
 def test_a_count_of_zero_is_refused(make):
-    with pytest.raises(ValueError, match="above 0, got 0"):
+    with pytest.raises(ValueError, match="of at least 1, got 0"):
         make(0)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dissensus.storage import atomic
-from dissensus.storage.atomic import STRAY_SECONDS, remove_strays, temporary_name, whole, write_whole
+from dissensus.storage.atomic import STRAY_SECONDS, remove_strays, replacing, temporary_name, write_whole
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_threads_that_write_one_file_do_not_meet(tmp_path):
 
 def test_what_killed_writers_left_is_removed_when_the_file_is_written_again(tmp_path, dead):
     left(tmp_path, f".a.{dead}-7-3.tmp", seconds=2 * STRAY_SECONDS)
-    with whole(tmp_path / "a") as temporary:
+    with replacing(tmp_path / "a") as temporary:
         temporary.write_bytes(b"1")
     assert os.listdir(tmp_path) == ["a"]
 

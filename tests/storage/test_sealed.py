@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from dissensus.storage.sealed import CONFIG, TENSORS
 from saved_files import config_of, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-EARLIER = Path(__file__).parents[1] / "folders"  # written by the version before the config stood in the header
 
 
 def mlp(hidden: int = 6) -> torch.nn.Module:

@@ -303,8 +303,8 @@ def test_wrong_types_in_the_config(folder, keys, value):
 @pytest.mark.parametrize(
     ("keys", "value", "text"),
     [
-        ("format", 2, "expected format 1, got 2; load it with the version that wrote it"),
-        ("method", "forde2", "expected a method of .*map.*, got 'forde2'"),
+        ("format", 1, "expected format 2, got 1; load it with the version that wrote it"),
+        ("method", "forde2", "expected method of .*map.*, got 'forde2'"),
         ("arguments.members", 3, r"expected .* of shape \(3, .*got \(2, .*in the file"),
         ("arguments.members", 0, "expected at least one module, got none"),
         ("network.name", None, "expected a network to load into, got none; pass network="),
@@ -347,7 +347,7 @@ def test_wrong_values_in_the_config(folder, keys, value, text):
         (lambda: ds.nets.MLP(4, 3, hidden=()), "expected a network with layer"),
         (
             lambda: mlp().layers,
-            r"expected a network MLP\(\), as was saved, got Sequential\(\); pass a network of that class",
+            r"expected a network with layer 'MLP\(\)', got 'Sequential\(\)'; pass a network of the same class",
         ),
     ],
     ids=["activation", "width", "deeper", "shallower", "the inside"],
@@ -372,7 +372,7 @@ def test_other_ties_are_refused(build, saved, given, tmp_path):
         return network
 
     ds.save(build(make(saved)), tmp_path)
-    with pytest.raises(ValueError, match=r"tied as in the saved one|expected a tensor|expected no tensor"):
+    with pytest.raises(ValueError, match=r"tied as in the saved one|expected (no|a floating-point) tensor"):
         ds.load(tmp_path, make(given))
     ds.load(tmp_path, make(saved))
 

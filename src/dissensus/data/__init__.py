@@ -71,21 +71,15 @@ __all__ = [
     "x_sin_x",
 ]
 
-_LATER = {
-    "images": "ImageSet cifar10 cifar100 fashion_mnist image_set mnist notmnist svhn",
-    "shipped": "digits fashion",
-    "tabular": "CLASSIFICATION_SETS REGRESSION_SETS RegressionSplit TabularSet regression_split uci_classification "
-    "uci_regression",
-    "toy": "cubic cubic_gap donuts far_ring five_blobs gaussian_process quadratic_features three_clusters two_moons x_sin_x",
-}
-_FILE = {name: file for file, names in _LATER.items() for name in names.split()}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_FILE[name]}"), name)
-    return found
+    if name in __all__:
+        for file in ("images", "shipped", "tabular", "toy"):
+            module = import_module(f"{__name__}.{file}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.numerics.checks import whole
+
 
 class Augmentation:
     """(B, C, H, W) -> the same shape: each image cropped from a zero-padded copy, flipped with probability ½, cut out.
@@ -14,16 +16,11 @@ class Augmentation:
     """
 
     def __init__(self, *, padding: int = 4, flip: bool = True, cutout: int = 0, seed: int | None = None) -> None:
-        if padding < 0 or cutout < 0:
-            raise ValueError(
-                f"expected padding and cutout of 0 or more pixels, got {padding} and {cutout}; 0 leaves it out"
-            )
-        self.padding, self.flip, self.cutout, self.seed = padding, flip, cutout, seed
+        self.padding, self.cutout = whole("padding", padding, least=0), whole("cutout", cutout, least=0)
+        self.flip, self.seed = flip, seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.ndim != 4:
-            raise ValueError(f"expected images of shape (B, C, H, W), got {tuple(images.shape)}; add the missing axes")
         batch, _, height, width = images.shape
         rows = torch.arange(height, device=images.device).expand(batch, height)
         columns = torch.arange(width, device=images.device).expand(batch, width)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 
-Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class Batches:
@@ -25,7 +25,7 @@ class Batches:
 
     def __init__(
         self,
-        x: Inputs,
+        x: BatchInputs,
         y: Tensor,
         *,
         batch_size: int,
@@ -39,15 +39,12 @@ class Batches:
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
             raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass matching rows")
-        check_whole("batch_size", batch_size)
-        if batch_size < 1:
-            raise ValueError(f"expected batch_size of 1 or more, got {batch_size}; choose a positive number")
         if seed is not None and not shuffle:
             raise ValueError(
                 f"expected no seed without shuffle, got seed={seed}; pass shuffle=True or leave the seed out"
             )
         self.x, self.y, self.weight = x, y, weight
-        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.batch_size, self.shuffle, self.drop_last = whole("batch_size", batch_size), shuffle, drop_last
         self.augment = augment
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
@@ -99,11 +96,11 @@ class Batches:
             yield batch if self.weight is None else (*batch, _rows(self.weight, rows))
 
 
-def _tensors(x: Inputs) -> list[Tensor]:
+def _tensors(x: BatchInputs) -> list[Tensor]:
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, tuple | list) else [x]
 
 
-def _rows(x: Inputs, rows: Any) -> Any:
+def _rows(x: BatchInputs, rows: Any) -> Any:
     """The rows of every tensor of x."""
     if isinstance(x, dict):
         return {name: _rows(tensor, rows) for name, tensor in x.items()}

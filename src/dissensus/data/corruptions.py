@@ -7,7 +7,7 @@ scaled by S/32; those that count whole pixels (a disk's radius, the reach of gla
 
 from __future__ import annotations
 
-import difflib
+import operator
 import zlib
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.data.corruption import blur, digital, noise, published, spatter, weather
+from dissensus.data.corruption import blur, digital, jpeg, noise, published, spatter, weather
 from dissensus.data.corruption.draws import Draws, image_keys
-from dissensus.data.corruption.levels import fraction
+from dissensus.data.corruption.levels import from_levels
+from dissensus.numerics.checks import number, one_of, whole
 
 
 class Recipe(NamedTuple):
@@ -32,12 +33,9 @@ class Recipe(NamedTuple):
 
 
 def _recipes(
-    operation: Callable[..., Tensor],
-    *severities: tuple[float, ...],
-    lengths: tuple[int, ...] = (),
-    whole: tuple[int, ...] = (),
+    operation: Callable[..., Tensor], *severities: tuple[float, ...], **scaled: tuple[int, ...]
 ) -> tuple[Recipe, ...]:
-    return tuple(Recipe(operation, constants, lengths, whole) for constants in severities)
+    return tuple(Recipe(operation, constants, **scaled) for constants in severities)
 
 
 # name: severities 1 … 5, the constants in the order of the operation's arguments
@@ -77,7 +75,7 @@ _BENCHMARK: dict[str, tuple[Recipe, ...]] = {
         lengths=(0, 1, 2),
     ),
     "pixelate": _recipes(digital.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-    "jpeg_compression": _recipes(digital.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
+    "jpeg_compression": _recipes(jpeg.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
 }
 _EXTRA: dict[str, tuple[Recipe, ...]] = {
     "speckle_noise": _recipes(noise.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
@@ -101,6 +99,7 @@ EXTRA: tuple[str, ...] = tuple(_EXTRA)
 CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
 _SMALLEST_SIDE = 8
+_ROWS_PER_SEVERITY = 10_000  # of the published files
 _CHUNK = 1 << 20  # values worked on at once: bounds memory, and fits a processor's cache better than a whole test set
 
 
@@ -121,26 +120,24 @@ def corrupt(
             on the batch it comes in, nor on any global generator.
         index: (B,) the images' numbers in their data set; 0 … B−1 by default.
     """
-    _check_name(name)
-    _check_severity(severity)
+    one_of("name", name, CORRUPTIONS)
+    number("severity", whole("severity", severity), most=5)
     _check_images(images)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"expected an int as seed, got {type(seed).__name__}; pass e.g. seed=0")
     index = _checked_index(index, images)
     levels = images if images.dtype == torch.uint8 else (images.float() * 255).round().to(torch.uint8)
 
     side = min(images.shape[-2:])
     operation, constants = RECIPES[name][severity - 1].operation, scaled_constants(name, severity, side)
-    keys = image_keys(seed, zlib.crc32(f"{name} {severity}".encode()), index)
+    keys = image_keys(operator.index(seed), zlib.crc32(f"{name} {severity}".encode()), index)
     # float64 as in the published pipeline, whose cut to eight bits falls on exact ties; Apple's devices have none
     dtype = torch.float32 if images.device.type == "mps" else torch.float64
     corrupted = torch.empty_like(levels)
     rows = max(1, _CHUNK // max(1, images[:1].numel()))
     for start in range(0, len(images), rows):
         part = slice(start, start + rows)
-        result = operation(fraction(levels[part].contiguous().to(dtype)), Draws(keys[part], dtype), *constants)
+        result = operation(from_levels(levels[part].contiguous().to(dtype)), Draws(keys[part], dtype), *constants)
         corrupted[part] = (result.clamp(0, 1) * 255).to(torch.uint8)
-    return corrupted if images.dtype == torch.uint8 else fraction(corrupted.to(dtype)).to(images.dtype)
+    return corrupted if images.dtype == torch.uint8 else from_levels(corrupted.to(dtype)).to(images.dtype)
 
 
 def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
@@ -158,40 +155,27 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
 
     The images are mapped from `folder`/`name`.npy, not read into memory. No pickle is ever opened.
     """
-    _check_name(name)
+    one_of("name", name, CORRUPTIONS)
     if severity is not None:
-        _check_severity(severity)
-    return published.read_published(Path(folder), name, severity)
-
-
-def _check_name(name: str) -> None:
-    if name not in CORRUPTIONS:
-        nearest = difflib.get_close_matches(str(name), CORRUPTIONS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"expected one of dissensus.data.corruptions.CORRUPTIONS, got {name!r}; did you mean {nearest!r}?"
-        )
-
-
-def _check_severity(severity: int) -> None:
-    if isinstance(severity, bool) or severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"expected severity 1, 2, 3, 4 or 5, got {severity!r}; 0 would be the clean images themselves")
+        number("severity", whole("severity", severity), most=5)
+    images = published.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
+    labels = published.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
+    rows = (
+        slice(None) if severity is None else slice((severity - 1) * _ROWS_PER_SEVERITY, severity * _ROWS_PER_SEVERITY)
+    )
+    return torch.from_numpy(images[rows]).permute(0, 3, 1, 2), torch.from_numpy(labels[rows]).long()
 
 
 def _check_images(images: Tensor) -> None:
-    if not isinstance(images, Tensor):
-        raise TypeError(f"expected images as a torch.Tensor, got {type(images).__name__}; use torch.as_tensor")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise TypeError(
             f"expected uint8 or floating images, got {images.dtype}; convert levels 0 … 255 with .to(torch.uint8)"
         )
-    if images.ndim != 4 or images.shape[1] not in (1, 3):
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[-2:]) < _SMALLEST_SIDE:
         raise ValueError(
-            f"expected images of shape (B, 1 or 3, H, W), got {tuple(images.shape)}; "
-            "move the channels to axis 1 with permute(0, 3, 1, 2), or add a batch axis with images[None]"
-        )
-    if min(images.shape[-2:]) < _SMALLEST_SIDE:
-        raise ValueError(
-            f"expected images of at least {_SMALLEST_SIDE} pixels a side, got {tuple(images.shape)}; resize them"
+            f"expected images of shape (B, 1 or 3, H, W) and at least {_SMALLEST_SIDE} pixels a side, got "
+            f"{tuple(images.shape)}; move the channels to axis 1 with permute(0, 3, 1, 2), add a batch axis with "
+            "images[None], or resize them"
         )
     if images.is_floating_point() and images.numel():
         low, high = images.min().item(), images.max().item()
@@ -208,12 +192,9 @@ def _checked_index(index: Tensor | Sequence[int] | None, images: Tensor) -> Tens
     if index is None:
         return torch.arange(len(images), device=images.device)
     index = torch.as_tensor(index, device=images.device)
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(
-            f"expected whole numbers as index, got {index.dtype}; pass torch.arange(start, start + {len(images)})"
-        )
-    if index.shape != (len(images),):
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool or index.shape != (len(images),):
         raise ValueError(
-            f"expected index of shape ({len(images)},), got {tuple(index.shape)}; pass one number for each image"
+            f"expected index as whole numbers of shape ({len(images)},), got {index.dtype} of shape {tuple(index.shape)}; "
+            f"pass one number for each image: torch.arange(start, start + {len(images)})"
         )
     return index.to(torch.int64)

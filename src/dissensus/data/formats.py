@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from dissensus.data.bounded import GZIP, inflated, most
-from dissensus.data.mat import mat_arrays
 from dissensus.data.npy import npz_arrays
-from dissensus.data.pickles import Record, plain_pickle
+from dissensus.data.untrusted import GZIP, inflated, matlab_arrays, most, plain_pickle
+from dissensus.numerics.damage import reading
 
-__all__ = ["npz_arrays", "read_cifar_binary", "read_cifar_python", "read_idx", "read_mat", "read_npz"]
+FETCH_AGAIN = "fetch the file again"
 
 # IDX is big-endian; the third byte of the file names the type.
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 CIFAR_SHAPE = (3, 32, 32)
+UINT8 = ("u1", "|u1", b"u1", b"|u1")  # what pickles call it
 
 # All that the CIFAR pickles name. The last is where NumPy 2 keeps the first.
 PICKLE_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
+    "numpy.core.multiarray _reconstruct",
+    "numpy ndarray",
+    "numpy dtype",
+    "numpy._core.multiarray _reconstruct",
 }
 
 
@@ -38,22 +38,17 @@ def read_idx(path: str | Path) -> np.ndarray:
 
     Layout: 0, 0, type, rank; then rank sizes as big-endian uint32; then the values in C order.
     """
-    raw = _unzipped(Path(path))
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in IDX_TYPES or not 0 < raw[3] <= 32:
-        raise ValueError(
-            f"expected an IDX file (bytes 0, 0, type, rank), got {raw[:4]!r} in {path}; check that it is the right file"
-        )
-    dtype, rank = np.dtype(IDX_TYPES[raw[2]]), raw[3]
-    start = 4 + 4 * rank
-    shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
-    expected = start + math.prod(shape) * dtype.itemsize
-    if len(raw) != expected or len(raw) < start:
-        raise ValueError(
-            f"expected {expected} bytes for shape {shape} of {dtype}, got {len(raw)} in {path}; fetch the file again"
-        )
-    if expected == start and math.prod(max(size, 1) for size in shape) >= 2**60:  # no array, even an empty one
-        raise ValueError(f"expected values in {path}, got an empty array {shape}; fetch the file again")
-    return np.frombuffer(raw, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+    raw = Path(path).read_bytes()
+    if raw[:2] == b"\x1f\x8b":  # by content, since downloads are often unpacked but keep their .gz
+        with reading(path, FETCH_AGAIN, kind="a gzip file"):
+            raw = inflated(raw, most(len(raw)), container=GZIP)
+    with reading(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
+        zeros, dtype, rank = raw[:2], np.dtype(IDX_TYPES[raw[2]]), raw[3]
+        shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
+        expected = 4 + 4 * rank + math.prod(shape) * dtype.itemsize
+        if zeros != b"\0\0" or rank == 0 or len(raw) != expected:
+            raise ValueError(f"{expected} bytes for shape {shape} of {dtype}, and it has {len(raw)}")
+        return np.frombuffer(raw, dtype, offset=4 + 4 * rank).reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +67,9 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
 def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     """Images (N, C, H, W) uint8 and labels (N,) int64 of a MATLAB file with X (H, W, C, N) and y (N, 1), as SVHN's."""
-    arrays = mat_arrays(path)
+    raw = Path(path).read_bytes()
+    with reading(path, FETCH_AGAIN, kind="a MATLAB 5 file"):
+        arrays = matlab_arrays(raw)
     if "X" not in arrays or "y" not in arrays or arrays["X"].ndim != 4:
         raise ValueError(
             f"expected X (H, W, C, N) and y in {path}, got {sorted(arrays)}; check that it is the right file"
@@ -104,57 +101,22 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
     labels: the entry to read; "labels" in CIFAR-10, "fine_labels" or "coarse_labels" in CIFAR-100.
     """
     raw = Path(path).read_bytes()
-    try:
+    with reading(path, FETCH_AGAIN, kind="a CIFAR batch for Python at"):
         batch = plain_pickle(raw, PICKLE_NAMES)
-    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
-        _damaged("a CIFAR batch for Python", path, error)
-    if not isinstance(batch, dict):
-        raise ValueError(
-            f"expected a dictionary in {path}, got {type(batch).__name__}; check that this is the right file"
-        )
-    entries = {_text(key): value for key, value in batch.items()}
-    if "data" not in entries or labels not in entries:
-        raise ValueError(
-            f"expected the entries data and {labels} in {path}, got {sorted(entries)}; choose labels= from these"
-        )
-    rows = _pickled_rows(entries["data"], path)
-    return rows.reshape(-1, *CIFAR_SHAPE), _labels(entries[labels], len(rows), path)
-
-
-def _pickled_rows(record: Any, path: str | Path) -> np.ndarray:
-    """(N, 3072) uint8 from the recorded state of a NumPy array: (version, shape, dtype, Fortran order, bytes)."""
-    state = record.state if isinstance(record, Record) else None
-    if isinstance(state, tuple) and len(state) == 5:
-        _, shape, dtype, fortran, raw = state
-        plain = isinstance(shape, tuple) and [type(size) for size in shape] == [int, int]
-        code = (dtype.arguments if isinstance(dtype, Record) else None) or (None,)
-        if (
-            plain
-            and shape[0] >= 0
-            and shape[1] == math.prod(CIFAR_SHAPE)
-            and code[0] in ("u1", "|u1", b"u1", b"|u1")
-            and isinstance(raw, bytes)
-            and len(raw) == math.prod(shape)
-        ):
-            order = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
-            return np.array(order, order="C")
-    raise ValueError(
-        f"expected data of shape (N, {math.prod(CIFAR_SHAPE)}) uint8 in {path}, got something else; fetch it again"
-    )
+        entries = {_text(key): value for key, value in batch.items()}
+        if "data" not in entries or labels not in entries:
+            raise ValueError(
+                f"expected the entries data and {labels} in {path}, got {sorted(entries)}; choose labels= from these"
+            )
+        _, shape, dtype, fortran, content = entries["data"].state  # of a NumPy array; the first is a version
+        rows = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+        if rows.shape[1:] != (math.prod(CIFAR_SHAPE),) or dtype.arguments[0] not in UINT8:
+            raise ValueError(f"data of shape {rows.shape} instead of (N, {math.prod(CIFAR_SHAPE)}) uint8")
+    return np.array(rows, order="C").reshape(-1, *CIFAR_SHAPE), _labels(entries[labels], len(rows), path)
 
 
 def _text(key: Any) -> str:
     return key.decode("latin1") if isinstance(key, bytes) else str(key)
-
-
-def _unzipped(path: Path) -> bytes:
-    raw = path.read_bytes()
-    if raw[:2] != b"\x1f\x8b":  # by content, since downloads are often unpacked but keep their .gz
-        return raw
-    try:
-        return inflated(raw, most(len(raw)), container=GZIP)
-    except ValueError as error:
-        _damaged("a gzip file", path, error)
 
 
 def _images(images: np.ndarray, path: str | Path) -> np.ndarray:
@@ -184,7 +146,3 @@ def _labels(labels: Any, count: int, path: str | Path) -> np.ndarray:
             f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; one class index an image"
         )
     return values.astype(np.int64)
-
-
-def _damaged(kind: str, path: str | Path, error: Exception) -> NoReturn:
-    raise ValueError(f"expected {kind}, got {path}: {error}; fetch the file again") from error

@@ -26,14 +26,11 @@ class ImageSet:
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
-        if images.dtype != torch.uint8 or labels.dtype != torch.int64:
-            raise TypeError(
-                f"expected uint8 images and int64 labels, got {images.dtype} and {labels.dtype}; convert them first"
-            )
-        if images.ndim != 4 or labels.shape != images.shape[:1]:
+        right = images.dtype == torch.uint8 and labels.dtype == torch.int64
+        if not right or images.ndim != 4 or labels.shape != images.shape[:1]:
             raise ValueError(
-                f"expected images (N, C, H, W) and labels (N,), got {tuple(images.shape)} and {tuple(labels.shape)}; "
-                f"pass one class index an image"
+                f"expected {self.name} as uint8 images (N, C, H, W) and int64 labels (N,), got {images.dtype} "
+                f"{tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}; pass one class index an image"
             )
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
             raise ValueError(
@@ -95,11 +92,6 @@ Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,)
 
 def _idx(paths: list[Path]) -> Arrays:
     images, labels = (read_idx(path) for path in paths)
-    if images.dtype != np.uint8 or images.ndim != 3 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"expected uint8 images (N, H, W) in {paths[0]} and N labels in {paths[1]}, "
-            f"got {images.dtype} {images.shape} and {labels.shape}; check that the two files belong together"
-        )
     return images[:, None], labels.astype(np.int64)
 
 

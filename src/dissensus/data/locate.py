@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
+from dissensus.numerics.checks import one_of
 
 FOLDER_VARIABLE = "DISSENSUS_DATA"
+SHARED_NAMES = ("idx",)  # readers whose sets call their files alike
 
 
 def locate(
@@ -19,7 +21,8 @@ def locate(
     verify: compare every checksum. Files lying directly in the folder under a name that several sets use (MNIST,
     Fashion-MNIST and notMNIST do) are told apart by their checksum in any case.
     """
-    variants = _variants(name, split)
+    splits = CATALOGUE[one_of("name", name, CATALOGUE, hint="read other files with dissensus.data.formats")].splits
+    variants = splits[one_of(f"split of {name}", split, splits)]
     root = data_folder(folder)
     if root is not None:
         for variant in variants:
@@ -27,7 +30,7 @@ def locate(
                 paths = [root / sub / file.name for file in variant.files]
                 if not all(path.is_file() for path in paths):
                     continue
-                if sub == "." and _shares_names(variant) and not all(map(_is, paths, variant.files)):
+                if sub == "." and variant.reader in SHARED_NAMES and not all(map(_is, paths, variant.files)):
                     continue
                 if verify:
                     _check(paths, variant.files)
@@ -41,47 +44,18 @@ def data_folder(folder: str | Path | None) -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
-def _variants(name: str, split: str) -> tuple[Variant, ...]:
-    if name not in CATALOGUE:
-        raise ValueError(
-            f"expected one of {', '.join(CATALOGUE)}, got {name!r}; read other files with dissensus.data.formats"
-        )
-    splits = CATALOGUE[name].splits
-    if split not in splits:
-        raise ValueError(
-            f"expected split {' or '.join(map(repr, splits))} of {name}, got {split!r}; choose one that exists"
-        )
-    return splits[split]
-
-
-def _shares_names(variant: Variant) -> bool:
-    names = {file.name for file in variant.files}
-    users = {
-        owner
-        for owner, source in CATALOGUE.items()
-        for others in source.splits.values()
-        for other in others
-        if names & {file.name for file in other.files}
-    }
-    return len(users) > 1
-
-
 def _is(path: Path, file: SourceFile) -> bool:
-    return path.stat().st_size == file.bytes and _sha256(path) == file.sha256
+    return path.stat().st_size == file.bytes and sha256(path) == file.sha256
 
 
 def _check(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
     for path, file in zip(paths, files, strict=True):
-        if file.sha256 is None:
-            raise ValueError(
-                f"expected a file with a published checksum, got {path}, which has none; pass verify=False"
-            )
-        found = _sha256(path)
-        if found != file.sha256:
-            raise ValueError(f"expected {path} with sha256 {file.sha256}, got {found}; fetch the file again")
+        if (found := sha256(path)) != file.sha256:
+            wanted = file.sha256 or "as published, and it has none: pass verify=False"
+            raise ValueError(f"expected {path} with sha256 {wanted}, got {found}; fetch the file again")
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -102,7 +76,7 @@ def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, 
         for file in variant.files:
             known = "" if file.bytes is None else f"  {file.bytes} bytes  sha256 {file.sha256}"
             lines.append(f"  {file.name}{known}")
-    if any(map(_shares_names, variants)):
+    if any(variant.reader in SHARED_NAMES for variant in variants):
         lines.append(
             "(directly in the folder they are taken only with these checksums, since other sets use the same names)"
         )

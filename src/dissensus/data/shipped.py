@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dissensus.data.catalogue import CATALOGUE
-from dissensus.data.formats import npz_arrays
 from dissensus.data.images import ImageSet
+from dissensus.data.npy import npz_arrays
 
 
 def digits() -> tuple[ImageSet, ImageSet]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from dissensus.numerics.checks import number
 
 if TYPE_CHECKING:
     from dissensus.data.images import ImageSet
@@ -50,9 +53,8 @@ def train_validation(
 
 
 def _held_out(count: int, validation: int | float) -> int:
-    if isinstance(validation, bool) or not isinstance(validation, int | float):
-        raise TypeError(f"expected validation as a number of rows or a share, got {validation!r}; pass 1000 or 0.1")
-    held = validation if isinstance(validation, int) else round(validation * count)
+    number("validation", validation)
+    held = int(validation) if isinstance(validation, Integral) else round(validation * count)
     if not 0 < held < count:
         raise ValueError(
             f"expected between 1 and {count - 1} validation rows of {count}, got {held} (validation={validation!r}); "

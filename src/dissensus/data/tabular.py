@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.formats import npz_arrays
 from dissensus.data.locate import FOLDER_VARIABLE, data_folder
-from dissensus.data.standardise import Standardiser, check_rows
+from dissensus.data.npy import npz_arrays
+from dissensus.data.standardise import Standardiser, check_finite_rows
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.damage import reading
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),
@@ -73,10 +75,7 @@ def uci_regression(
     folder: holds UCI_Datasets/NAME/data, NAME/data, NAME or the files themselves; None means the environment variable
     DISSENSUS_DATA.
     """
-    if name not in REGRESSION_SETS:
-        raise ValueError(
-            f"expected one of {', '.join(REGRESSION_SETS)}, got {name!r}; read other folders with read_uci_folder"
-        )
+    one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
     path = regression_folder(name, folder)
     x, y, train, test = read_uci_folder(path, split)
     if x.shape != REGRESSION_SETS[name]:
@@ -98,7 +97,7 @@ def regression_split(
     """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone."""
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"expected x (N, D) and y (N,), got {tuple(x.shape)} and {tuple(y.shape)}; reshape them")
-    check_rows(torch.cat([x.double(), y.double()[:, None]], dim=1), "inputs and targets (the last column)")
+    check_finite_rows(torch.cat([x.double(), y.double()[:, None]], dim=1), "inputs and targets (the last column)")
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
             raise ValueError(
@@ -126,10 +125,7 @@ def uci_classification(
 
     folder: holds uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
     """
-    if name not in CLASSIFICATION_SETS:
-        raise ValueError(
-            f"expected one of {', '.join(CLASSIFICATION_SETS)}, got {name!r}; read other files with read_tabular_npz"
-        )
+    one_of("name", name, CLASSIFICATION_SETS, hint="read other files with read_tabular_npz")
     path = _found(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "with the arrays x, y and class_names")
     table = read_tabular_npz(path, name=name, dtype=dtype)
     rows, features, classes, _ = CLASSIFICATION_SETS[name]
@@ -144,29 +140,17 @@ def uci_classification(
 def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.float32) -> TabularSet:
     """TabularSet of an .npz file with x (N, D), y (N,) class indices and class_names (C,)."""
     arrays = npz_arrays(path)
-    if missing := {"x", "y", "class_names"} - set(arrays):
-        raise ValueError(
-            f"expected the keys x, y and class_names in {path}, got no {', '.join(sorted(missing))}; add them"
-        )
-    x, y, names = arrays["x"], arrays["y"], arrays["class_names"]
-    try:
-        (_,), classes = names.shape, tuple(map(str, names))
-    except Exception as error:  # another shape, or text that is none: NumPy lets a SystemError through
-        raise ValueError(
-            f"expected class_names (C,), got {names.dtype} {names.shape} in {path}; store one name a class"
-        ) from error
-    if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
-        raise ValueError(
-            f"expected numbers x (N, D) and class indices y (N,), got {x.dtype} {x.shape} and {y.dtype} {y.shape} "
-            f"in {path}; convert them first"
-        )
-    if y.size and not 0 <= y.min() <= y.max() < len(classes):
-        raise ValueError(
-            f"expected y from 0 to {len(classes) - 1}, got {y.min()} to {y.max()} in {path}; index class_names"
-        )
+    kind = "numbers x (N, D), class indices y (N,) and class_names (C,) in"
+    with reading(path, "store these three arrays", kind=kind):
+        x, y, names = (arrays[key] for key in ("x", "y", "class_names"))
+        (_,), classes = names.shape, tuple(map(str, names))  # text that is none: NumPy lets a SystemError through
+        if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
+            raise ValueError(f"{x.dtype} {x.shape} and {y.dtype} {y.shape}")
+        if y.size and not 0 <= y.min() <= y.max() < len(classes):
+            raise ValueError(f"y from {y.min()} to {y.max()}, and {len(classes)} names")
     plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
     inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
-    check_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
+    check_finite_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
     return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
 
@@ -176,22 +160,14 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
     data = _numbers(path / "data.txt", rank=2)
     features = _indices(path / "index_features.txt", data.shape[1])
     target = _indices(path / "index_target.txt", data.shape[1])
-    if len(target) != 1 or target[0] in features:
-        raise ValueError(
-            f"expected one target column outside the features, got target {target} in {path}; correct index_*.txt"
-        )
     splits = float(_numbers(path / "n_splits.txt", rank=1).flat[0])
-    if not 0 <= split < splits:
+    if len(target) != 1 or target[0] in features or not 0 <= split < splits:
         raise ValueError(
-            f"expected split from 0 to {splits - 1:g}, got {split}; n_splits.txt in {path} says {splits:g}"
+            f"expected one target column outside the features and split from 0 to {splits - 1:g}, got {target} and {split} "
+            f"in {path}; name another split, or correct index_*.txt"
         )
     train = _indices(path / f"index_train_{split}.txt", len(data))
     test = _indices(path / f"index_test_{split}.txt", len(data))
-    if both := np.intersect1d(train, test).size:
-        raise ValueError(
-            f"expected disjoint train and test rows, got {both} in both of split {split} in {path}; correct the files"
-        )
-    check_rows(torch.from_numpy(data), "inputs and targets", f" of {path / 'data.txt'}")
     return data[:, features], data[:, target[0]], train, test
 
 
@@ -210,21 +186,19 @@ def _found(folder: str | Path | None, places: list[str], beside: str) -> Path:
 
 
 def _numbers(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
-    try:
+    with reading(path, "fetch the file again", kind="a table of numbers in"):
         lines = path.read_text().splitlines()
         if not any(map(str.strip, lines)):
             raise ValueError("it is empty")
         return np.loadtxt(lines, dtype=np.float64, comments=None, ndmin=rank)
-    except ValueError as error:
-        raise ValueError(f"expected a table of numbers, got {path}: {error}; fetch the file again") from error
 
 
 def _indices(path: Path, size: int) -> np.ndarray:
     """(K,) int64 indices below size, each once; written as integers or, in some copies, as floats."""
     values = _numbers(path, rank=1)
-    if values.ndim != 1 or not ((values >= 0) & (values < size) & (values == values.round())).all():
-        raise ValueError(f"expected whole numbers from 0 to {size - 1}, got others in {path}; correct the index file")
-    indices = values.astype(np.int64)
-    if len(np.unique(indices)) != len(indices):
-        raise ValueError(f"expected every index once, got repetitions in {path}; correct the index file")
-    return indices
+    whole = values.ndim == 1 and ((values >= 0) & (values < size) & (values == values.round())).all()
+    if not whole or len(np.unique(values)) != len(values):
+        raise ValueError(
+            f"expected whole numbers from 0 to {size - 1}, every one once, got others in {path}; correct the index file"
+        )
+    return values.astype(np.int64)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from dissensus.data.shipped import regression_points
+from dissensus.numerics.checks import number, whole
 
 
 def two_moons(
     count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """x (count, 2) on two interleaved half circles and y (count,) in {0, 1}; noise: standard deviation of both axes."""
-    _positive(count=count)
+    whole("count", count)
     upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
     lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
     x = torch.cat(
@@ -43,7 +44,7 @@ def five_blobs(
     The set of the repulsive-ensemble papers: 40 points a class to train on and, with another seed, 20 to test on.
     scale multiplies radius and std alike; 0.4 gives the smaller picture in the FoRDE paper.
     """
-    _positive(points=points)
+    whole("points", points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
     centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
     generator = _generator(seed)
@@ -60,7 +61,7 @@ def donuts(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin."""
-    _positive(count=count)
+    whole("count", count)
     y = _classes(count // 2, count - count // 2)
     generator = _generator(seed)
     return _shuffled(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
@@ -76,7 +77,7 @@ def far_ring(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """x (count + centre, 2) far from every blob: points on a wide ring, then points N(0, std²) in its middle."""
-    _positive(count=count)
+    whole("count", count)
     generator = _generator(seed)
     ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
@@ -86,7 +87,7 @@ def x_sin_x(
     points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], nothing between, and y = x sin x + noise · N(0, 1)."""
-    _positive(points=points)
+    whole("points", points)
     generator = _generator(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
     y = x * x.sin() + noise * _normal(x.shape, generator)
@@ -97,7 +98,7 @@ def cubic(
     count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually looked at on [−6, 6]."""
-    _positive(count=count)
+    whole("count", count)
     generator = _generator(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
     y = x**3 + noise * _normal(x.shape, generator)
@@ -111,7 +112,7 @@ def cubic_gap(
 
     The toy of iBNN (Trinh, Kaski & Heinonen 2020): steps of 0.01.
     """
-    _positive(count=count)
+    whole("count", count)
     generator = _generator(seed)
     right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), right])
@@ -134,7 +135,8 @@ def gaussian_process(
 
     k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the same inputs.
     """
-    _positive(count=count, lengthscale=lengthscale)
+    whole("count", count)
+    number("lengthscale", lengthscale, above=0)
     generator = _generator(seed)
     x = _uniform((count, 1), low, high, generator)
     kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
@@ -187,9 +189,3 @@ def _shuffled(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 def _classes(*counts: int) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"expected {name} above 0, got {value}; choose a positive number")

@@ -18,13 +18,13 @@ def write_whole(files: dict[Path, bytes]) -> None:
     """Writes all files under temporary names, then renames them in order: none is ever half-written."""
     with ExitStack() as stack:
         # Closed in reverse order: the first file is entered last, and renamed first.
-        temporary = {path: stack.enter_context(whole(path)) for path in reversed(files)}
+        temporary = {path: stack.enter_context(replacing(path)) for path in reversed(files)}
         for path, content in files.items():
             temporary[path].write_bytes(content)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to, renamed to `path` afterwards, or removed where the writing failed."""
     temporary = temporary_name(path)
     try:

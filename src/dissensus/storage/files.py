@@ -12,12 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
+from dissensus.numerics.damage import reading
 from dissensus.storage.atomic import write_whole
-
-
-def damaged(path: Path, why: object) -> ValueError:
-    """The error for a file that cannot be what it should be."""
-    return ValueError(f"expected a whole {path}, got a damaged one ({why}); delete it and run the command again")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,13 +27,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, error) from error
-    if not isinstance(table, dict):
-        raise damaged(path, f"{type(table).__name__} instead of a table")
-    return table
+    with reading(path):
+        return _table(json.loads(path.read_bytes()))
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
@@ -45,10 +36,8 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    try:
+    with reading(path):
         return tomllib.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:  # not TOML, or not text
-        raise damaged(path, error) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -59,17 +48,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, facts) of a file that `write_tensors` wrote."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            facts = json.loads((file.metadata() or {})["facts"])
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # whatever the parsers underneath raise
-        raise damaged(path, error) from error
-    if not isinstance(facts, dict):
-        raise damaged(path, f"{type(facts).__name__} instead of facts")
-    return tensors, facts
+    with reading(path), safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return tensors, _table(json.loads(file.metadata()["facts"]))
+
+
+def _table(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__} instead of a table")
+    return found
 
 
 def is_number(value: object) -> bool:

@@ -1,24 +1,25 @@
 """Saving and loading posteriors: config.json and posterior.safetensors, files no one can hide code in."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_tensors
 from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.nets import NETS
+from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
+from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.atomic import write_whole
-from dissensus.storage.sealed import CONFIG, FORMAT, TENSORS, Header, damaged, opened, sealed
-from dissensus.storage.skeletons import build, build_parts, kind_of, method_of, structure
-from dissensus.storage.still import keep_still, still
+from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
+from dissensus.storage.skeletons import build, build_parts, class_fields, method_of, structure
 
 
 def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
@@ -40,9 +41,9 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         network = posterior.given()  # with its tensors: a layer's description may read them
     config = {
         "format": FORMAT,
-        **kind_of(posterior),
+        **class_fields(posterior),
         "arguments": posterior.config(),
-        **({"base": {**kind_of(base), "arguments": base.config()}} if base else {}),
+        **({"base": {**class_fields(base), "arguments": base.config()}} if base else {}),
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
         "network": {
             "structure": structure(network),
@@ -53,15 +54,12 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         },
         "tied": ties,
         "strides": strides_of(tensors),
-        **({"still": kept} if (kept := still(posterior)) else {}),
+        "kept": kept_as_is(posterior),
     }
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
-    except OSError as error:
-        raise OSError(f"expected a folder that can be written, got {folder} ({error}); choose another") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
 
 
 def load(
@@ -80,26 +78,18 @@ def load(
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
-    path = Path(folder) / TENSORS
-    with opened(Path(folder)) as (config, header, file):
-        strides = checked_strides(config, header, path)
-        kind = method_of(config, method)
-        template, meaning = build_parts(config, header, path, network, likelihood)
-        posterior = build(kind, config, header, path, template, meaning)
-        file.seek(0)
-        data = file.read()
-    try:
-        tensors = parse_tensors(data)
-    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
-        raise damaged(path, error) from error
+    config, tensors = opened(Path(folder))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    kind = method_of(config, method)
+    # building layers draws numbers that are overwritten
+    with reading(Path(folder) / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
+        strides = saved_strides(config, shapes)
+        posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
+        keep_as_was(posterior, config["kept"])
     if unique_tensors(posterior)[1] != config["tied"]:
-        raise ValueError(
-            "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the "
-            "saved one was"
-        )
-    lying = {name: laid_out(tensor, strides.get(name, rows(tensor.shape))) for name, tensor in tensors.items()}
-    fill(posterior, {**lying, **{name: lying[source] for name, source in config["tied"].items() if source in lying}})
-    keep_still(posterior, config.get("still", {}), path)
+        raise other_ties()
+    lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
+    fill(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
     return posterior.eval()
 
 
@@ -133,40 +123,52 @@ def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(strides) for name, strides in kept.items() if strides != rows(tensors[name].shape)}
 
 
-def checked_strides(config: Mapping[str, Any], header: Header, path: Path) -> dict[str, list[int]]:
-    """The strides in a config."""
-    strides: dict[str, list[int]] = config["strides"]
-    for name, each in strides.items():
-        shape = header.shapes.get(name)
-        whole = isinstance(each, list) and all(type(stride) is int and 0 <= stride < 2**62 for stride in each)
-        if shape is None or not whole or len(each) != len(shape) or not fits(shape, each):
-            raise damaged(path, f"impossible strides of {name}")
-    return strides
+def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sequence[int]]:
+    """Name -> strides of all tensors: those in the config, else those of rows."""
+    for name, strides in config["strides"].items():
+        whole = all(type(stride) is int and 0 <= stride < 2**62 for stride in strides)
+        if not whole or len(strides) != len(shapes[name]) or not fits(shapes[name], strides):
+            raise ValueError(f"impossible strides of {name}")
+    return {**{name: rows(shape) for name, shape in shapes.items()}, **config["strides"]}
+
+
+def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:
+    """What training leaves alone, {"frozen": names of parameters, "eval": of layers in eval mode by hand}, and "loop":
+    particles that run in a loop, since vectorised they would differ in the last bit."""
+    frozen = [name for name, parameter in posterior.named_parameters() if not parameter.requires_grad]
+    loop = [name for name, part in posterior.named_modules() if isinstance(part, Particles) and part.how == "loop"]
+    return {"frozen": frozen, "eval": list(posterior.particles.template.always_eval), "loop": loop}
+
+
+def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
+    """Undoes nothing: what the caller's template has frozen stays so, too. Raises on names that are not there."""
+    template = posterior.particles.template
+    for name in saved["frozen"]:
+        posterior.get_parameter(name).requires_grad_(False)
+    layers = {name: template.get_submodule(name) for name in saved["eval"]}
+    template.always_eval = sorted({*template.always_eval, *layers})
+    groups = {name: part for name, part in posterior.named_modules() if isinstance(part, Particles)}
+    for name in saved["loop"]:
+        groups[name].how = "loop"
+
+
+def other_ties() -> ValueError:
+    return ValueError(
+        "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the saved "
+        "one was"
+    )
 
 
 def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
     expected = posterior.state_dict()
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise ValueError(
-            f"expected a tensor {missing[0]}, got a file without it; load it into the network it was saved from"
-        )
-    if extra := sorted(tensors.keys() - expected.keys()):
-        raise ValueError(
-            f"expected no tensor {extra[0]}, got one in the file; load it into the network it was saved from"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted, found = _described(expected.get(name)), _described(tensors.get(name))
+        if wanted != found:
             raise ValueError(
-                f"expected {name} of shape {tuple(expected[name].shape)}, got {tuple(tensor.shape)} in the file; "
-                "load it into the network it was saved from"
+                f"expected {wanted} as {name}, got {found} in the file; load it into the network it was saved from"
             )
-        if _kind(tensor) != _kind(expected[name]):
-            raise ValueError(
-                f"expected {name} of a type like {expected[name].dtype}, got {tensor.dtype} in the file; load it into the "
-                "network it was saved from"
-            )
-        if name.endswith(".running_var") and bool((tensor < 0).any()):
+        if name.endswith(".running_var") and bool((tensors[name] < 0).any()):
             raise ValueError(
                 f"expected variances of at least 0, got {name} below in the file; save the posterior again"
             )
@@ -177,6 +179,9 @@ def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
                 target.data = tensors[name]
 
 
-def _kind(tensor: Tensor) -> object:
+def _described(tensor: Tensor | None) -> str:
     """What a file may not change: precision is the file's, but a floating-point tensor stays one."""
-    return "floating" if tensor.is_floating_point() else tensor.dtype
+    if tensor is None:
+        return "no tensor"
+    kind = "floating-point" if tensor.is_floating_point() else str(tensor.dtype)
+    return f"a {kind} tensor of shape {tuple(tensor.shape)}"

@@ -1,11 +1,10 @@
 """The empty posterior that a config describes, made only where the tensors of the file have the sizes it speaks of."""
 
 import copy
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
-from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.sealed import Header, damaged
+from dissensus.numerics.checks import one_of
+from dissensus.storage.sealed import SAVE_AGAIN
 
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     each.__name__: each
     for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
@@ -36,18 +36,15 @@ LARGER = 64  # than the tensors of a file: no network that a method has cut was 
 
 
 def build_parts(
-    config: dict[str, Any], header: Header, path: Path, network: nn.Module | None, likelihood: Likelihood | None
+    config: dict[str, Any], shapes: Shapes, network: nn.Module | None, likelihood: Likelihood | None
 ) -> tuple[nn.Module, Likelihood]:
     """(a network of the saved structure, the likelihood): those of the caller, or those that the config describes."""
-    check_counts(config["arguments"], header, foreign="class" in config)
-    with as_damaged(path), same_random_state(torch.device("cpu")):  # building layers draws numbers that are overwritten
-        return (
-            build_network(config["network"], network, header, config["tied"]),
-            likelihood if likelihood is not None else build_likelihood(config["likelihood"]),
-        )
+    check_counts(config["arguments"], shapes, foreign="class" in config)
+    template = build_network(config["network"], network, shapes)
+    return template, likelihood if likelihood is not None else build_likelihood(config["likelihood"])
 
 
-def kind_of(posterior: Posterior) -> dict[str, str]:
+def class_fields(posterior: Posterior) -> dict[str, str]:
     """What a config says of a posterior's class: its name and, where the library has another of that name or none, its own."""
     known = METHODS.get(posterior.name) is type(posterior)
     return {"method": posterior.name} | ({} if known else {"class": type(posterior).__name__})
@@ -56,50 +53,35 @@ def kind_of(posterior: Posterior) -> dict[str, str]:
 def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Posterior]:
     """The class of the posterior that the config describes: the caller's, or one of the library."""
     name = config["method"]
-    if method is not None:
-        if not (isinstance(method, type) and issubclass(method, Posterior)):
-            raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
-        if method.name != name:
-            raise ValueError(
-                f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the class it was saved from"
-            )
-        return method
-    if "class" in config:
+    if method is None:
+        if "class" in config:
+            raise ValueError(f"expected method={config['class']} to load into, got none; pass your class of that name")
+        return METHODS[one_of("method", name, METHODS, hint="pass method= where it is a class of your own")]
+    if not (isinstance(method, type) and issubclass(method, Posterior)):
+        raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
+    if method.name != name:
         raise ValueError(
-            f"expected method={config['class']} to load into, got none; this was saved by a class of one's own: pass it"
+            f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the class it was saved from"
         )
-    if name not in METHODS:
-        raise ValueError(
-            f"expected a method of {', '.join(METHODS)}, got {name!r}; is this file of a newer version? pass method= where "
-            "it is of your own"
-        )
-    return METHODS[name]
+    return method
 
 
 def build(
-    method: type[Posterior],
-    config: dict[str, Any],
-    header: Header,
-    path: Path,
-    network: nn.Module,
-    likelihood: Likelihood,
+    method: type[Posterior], config: dict[str, Any], shapes: Shapes, network: nn.Module, likelihood: Likelihood
 ) -> Posterior:
     """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
-    with as_damaged(path), same_random_state(torch.device("cpu")):
-        if (base := config.get("base")) is None:
-            posterior = method.skeleton(network, config["arguments"], likelihood)
-        else:  # it watched a method that cuts the network
-            cut = method_of(base, None).skeleton(network, base["arguments"], likelihood)
-            posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
-            posterior.base = (cut,)
-        shared = "particles.shared."
-        posterior.particles.share(name.removeprefix(shared) for name in header.shapes if name.startswith(shared))
-        return posterior
+    if (base := config.get("base")) is None:
+        posterior = method.skeleton(network, config["arguments"], likelihood)
+    else:  # it watched a method that cuts the network
+        cut = method_of(base, None).skeleton(network, base["arguments"], likelihood)
+        posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
+        posterior.base = (cut,)
+    shared = "particles.shared."
+    posterior.particles.share(name.removeprefix(shared) for name in shapes if name.startswith(shared))
+    return posterior
 
 
-def build_network(
-    saved: dict[str, Any], network: nn.Module | None, header: Header, tied: Mapping[str, str]
-) -> nn.Module:
+def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Shapes) -> nn.Module:
     """A module of the saved structure: a copy of the caller's, or one of dissensus.nets."""
     if network is not None:
         check_structure(network, saved["structure"])
@@ -107,29 +89,19 @@ def build_network(
         return copy.deepcopy(network, unmade(network))
     if saved["name"] not in NETS:
         raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
-    most = 16 + 4 * (len(header.shapes) + len(tied))  # no network here has more layers for its tensors
     arguments: dict[str, Any] = saved["arguments"]
-    lists = [len(value) for value in arguments.values() if isinstance(value, list)]
-    if max([len(saved["structure"]), *lists]) > most:
-        raise ValueError(f"expected at most {most} layers for the tensors in the file, got more; save it again")
     with torch.device("meta"):  # no memory is taken before sizes are compared with those of the tensors in the file
         sketch = NETS[saved["name"]](**arguments)
     check_structure(sketch, saved["structure"])
-    if saved.get("cut"):  # its tensors have other names and shapes in the file: they are compared by their number
-        wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
-        there = sum(math.prod(shape) for shape in header.shapes.values())
-        if wanted > LARGER * there:
-            raise ValueError(
-                f"expected at most {LARGER} times the {there} numbers in the file, got a network of {wanted}; pass network=, "
-                "built as the saved one was"
-            )
-        return NETS[saved["name"]](**arguments)
-    for name, tensor in sketch.state_dict().items():
-        own, shared = f"particles.own.network.{name}", f"particles.shared.network.{name}"
-        shape = tuple(tensor.shape)
-        found = header.shapes.get(tied.get(own, own), (0,))[1:]
-        if shape not in (found, header.shapes.get(tied.get(shared, shared))):
-            raise ValueError(f"expected a tensor of shape {shape} for {name}, got none in the file; save it again")
+    # What the file's tensors are called and how they are shaped shows when they are filled in; a method that cuts the network
+    # stores others. Here the network must only not be far larger than the file.
+    wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
+    there = sum(math.prod(shape) for shape in shapes.values())
+    if wanted > LARGER * there:
+        raise ValueError(
+            f"expected at most {LARGER} times the {there} numbers in the file, got a network of {wanted}; pass network=, "
+            "built as the saved one was"
+        )
     return NETS[saved["name"]](**arguments)
 
 
@@ -137,19 +109,15 @@ def check_structure(network: nn.Module, theirs: list[str]) -> None:
     """Raises where a network has other layers than the saved one."""
     ours, theirs = structure(network), [_in_short(line) for line in theirs]
     if ours != theirs:
-        pairs = zip([*ours, *["(nothing)"] * len(theirs)], [*theirs, *["(nothing)"] * len(ours)], strict=False)
-        mine, other = next((a, b) for a, b in pairs if a != b)
-        if other.startswith(": ") and mine.startswith(": "):  # the network itself, which has no name
-            raise ValueError(
-                f"expected a network {other[2:]}, as was saved, got {mine[2:]}; pass a network of that class, built as the "
-                "saved one was"
-            )
+        pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
+        mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
         raise ValueError(
-            f"expected a network with layer {other!r}, got {mine!r}; pass a network built as the saved one was"
+            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built as the saved "
+            "one was"
         )
 
 
-def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool = False) -> None:
+def check_counts(arguments: Mapping[str, Any], shapes: Shapes, *, foreign: bool = False) -> None:
     """Raises where arguments count more or fewer rows than the tensors have.
 
     `foreign`: they are those of a method that the library does not have, whose tensors may be others.
@@ -164,39 +132,34 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
         counted = {
             name: (shape, axis)
             for start, axis in places
-            for name, shape in header.shapes.items()
+            for name, shape in shapes.items()
             if name.startswith(start) and (key != "samples" or ".own." in name)
         }
         if not counted and not foreign:
-            raise ValueError(
-                f"expected tensors {places[0][0]}… for {key} = {count}, got none in the file; save it again"
-            )
+            counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that there should be
         if key == "samples":  # a draw may be stored in several parts
             functions, drawn = count * (several if type(several) is int else 1), _drawn_rows(counted)
             if isinstance(sizes := arguments["stored"], list):
                 drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
             if wrong := [rows for rows in drawn.values() if rows != functions]:
                 raise ValueError(
-                    f"expected a draw of {functions} functions, as samples = {count} says, got {wrong[0]} in the file; save "
-                    "the posterior again"
+                    f"expected a draw of {functions} functions, as samples = {count} says, got {wrong[0]} in the file; "
+                    f"{SAVE_AGAIN}"
                 )
             continue
         for name, (shape, axis) in counted.items():
             if shape[axis : axis + 1] != (count,):
                 raise ValueError(
-                    f"expected {name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got {shape} in the file; "
-                    "save the posterior again"
+                    f"expected {name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got "
+                    f"{shape or 'none'} in the file; {SAVE_AGAIN}"
                 )
-    shapes = {"eigenvectors": arguments.get("lengthscales")}
-    if isinstance(points := arguments.get("repel_at"), dict) and isinstance(points.get("tensors"), list):
-        shapes |= {
-            f"points.{i}": each[0] for i, each in enumerate(points["tensors"]) if isinstance(each, list) and each
-        }
-    for name, said in shapes.items():
-        if said is not None and said != list(header.shapes.get(name, ())):
-            raise ValueError(
-                f"expected {name} of shape {said}, got {header.shapes.get(name)} in the file; save the posterior again"
-            )
+    points = arguments.get("repel_at")
+    described = {"eigenvectors": arguments.get("lengthscales")}
+    if isinstance(points, dict) and "tensors" in points:
+        described |= {f"points.{i}": each[0] for i, each in enumerate(points["tensors"])}
+    for name, said in described.items():
+        if said is not None and said != list(shapes.get(name, ())):
+            raise ValueError(f"expected {name} of shape {said}, got {shapes.get(name)} in the file; {SAVE_AGAIN}")
 
 
 def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
@@ -205,17 +168,6 @@ def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[s
     for name, (shape, _) in counted.items():
         rows[name.partition(".own.")[2]] += shape[0] if shape else 0
     return rows
-
-
-@contextmanager
-def as_damaged(path: Path) -> Iterator[None]:
-    """What constructors raise on arguments nobody saved becomes the error for a damaged file."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("expected"):
-            raise
-        raise damaged(path, error) from error
 
 
 def build_likelihood(saved: dict[str, Any]) -> Likelihood:

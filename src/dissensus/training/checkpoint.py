@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.posterior import Posterior
-from dissensus.storage.atomic import whole
+from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import description, misfits, warn_of_overruled, without_misfit_draws
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.loaderstate import loader_state, restore_loader
@@ -51,7 +51,7 @@ def write_checkpoint(
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as temporary:
+        with replacing(path) as temporary:
             torch.save(state, temporary)
     except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError where a folder is missing
         raise OSError(f"expected a checkpoint that can be written, got {path} ({error}); choose another") from error

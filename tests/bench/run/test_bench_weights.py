@@ -82,7 +82,10 @@ def test_shapes_kinds_and_numbers_that_do_not_fit_are_errors(tmp_path):
     name = next(iter(good))
     for value, message in (
         (torch.zeros(3), f"expected {name} of shape"),
-        (torch.zeros(good[name].shape, dtype=torch.int64), f"expected {name} as torch.float32"),
+        (
+            torch.zeros(good[name].shape, dtype=torch.int64),
+            rf"expected {name} of shape .* and torch.float32 in .*got .* and torch.int64",
+        ),
         (torch.full(good[name].shape, torch.nan), f"expected finite numbers in {name}"),
         (torch.full(good[name].shape, 1e300, dtype=torch.float64), f"expected finite numbers in {name}"),
     ):
@@ -183,7 +186,7 @@ def test_every_cut_of_a_file_of_the_old_form_is_one_error(tmp_path):
 
 def test_objects_in_an_npz_are_refused(tmp_path):
     np.savez(tmp_path / "w.npz", a=np.array([Bomb()], dtype=object))
-    with pytest.raises(ValueError, match="expected arrays of numbers"):
+    with pytest.raises(ValueError, match=r"expected an \.npz file of plain arrays"):
         load_weights(net(), tmp_path / "w.npz")
 
 
@@ -191,7 +194,7 @@ def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unp
     monkeypatch.setattr(module, "ROOM", 10_000)
     np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**6))
     assert (tmp_path / "w.npz").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
+    with pytest.raises(ValueError, match=r"it unpacks to 8,\d\d\d,\d\d\d bytes"):
         load_weights(net(), tmp_path / "w.npz")
     torch.save({"a": torch.zeros(10**5)}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
@@ -221,7 +224,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path, suffix):
     whole = path.read_bytes()
     for damaged in (b"", b"nothing", whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"expected a whole {suffix} file of plain tensors, got") as error:
+        with pytest.raises(ValueError, match=rf"expected an? (whole )?{suffix} file of plain \w+ .*, got") as error:
             load_weights(net(), path)
         assert "\n" not in str(error.value)
 
@@ -354,7 +357,5 @@ def test_a_file_whose_parts_would_begin_before_it_is_named(tmp_path, name, at):
     raw = bytearray(path.read_bytes())
     raw[at] = 255  # where the list of parts begins: others are then looked for at a negative place
     path.write_bytes(raw)
-    with pytest.raises(
-        ValueError, match=rf"expected a whole \.\w+ file of plain tensors, got .*{name}.*save state_dict"
-    ):
+    with pytest.raises(ValueError, match=rf"expected an? (whole )?\.\w+ file of plain \w+ .*{name}, got .*; save"):
         load_weights(network, path)

@@ -18,7 +18,7 @@ from dissensus import storage
 from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.run.weights import load_weights, located, sha256
+from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import Make, imported, maker
@@ -30,6 +30,7 @@ from dissensus.core.errors import unknown
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
+from dissensus.data.locate import sha256
 from dissensus.methods import METHODS
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise

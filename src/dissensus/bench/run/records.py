@@ -13,7 +13,8 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
-from dissensus.storage.files import damaged, is_number, read_json, read_tensors, write_json, write_tensors
+from dissensus.numerics.damage import damaged
+from dissensus.storage.files import is_number, read_json, read_tensors, write_json, write_tensors
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
 FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")

@@ -43,8 +43,9 @@ from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameters
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
+from dissensus.numerics.damage import damaged
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.files import damaged, is_number, read_json, read_toml, write_json, write_text
+from dissensus.storage.files import is_number, read_json, read_toml, write_json, write_text
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.training.history import Epoch

@@ -13,7 +13,8 @@ from torch import Tensor
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.storage.files import damaged, write_text
+from dissensus.numerics.damage import damaged
+from dissensus.storage.files import write_text
 
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared

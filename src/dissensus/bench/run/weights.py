@@ -5,9 +5,7 @@ No code of a file is run, nothing is read that is larger than the network asks f
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 import mmap
 import pickletools
 import zipfile
@@ -16,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.lib import format as npy
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from dissensus.core.statistics import statistics_layers
 from dissensus.data.locate import FOLDER_VARIABLE
+from dissensus.data.npy import npz_arrays
+from dissensus.numerics.damage import reading
 
 log = logging.getLogger("dissensus")
 
@@ -63,17 +62,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise ValueError(f"expected weights in a file {', '.join(READERS)}, got {path}; save them as one of these")
     expected = network.state_dict()
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
-    if (size := path.stat().st_size) > limit:
-        raise too_large(path, size, limit)
-    try:
-        state = READERS[path.suffix](path, limit)
-    except Exception as error:  # whatever the parser underneath raises on a damaged file, OSError too
-        if isinstance(error, Refused) or getattr(error, "filename", None) is not None:  # a name: it could not be opened
-            raise
-        raise ValueError(
-            f"expected a whole {path.suffix} file of plain tensors, got {path} ({_line(error)}); save state_dict() again"
-        ) from error
-    state = uncounted(network) | unwrapped(state, expected, path)
+    check_size(path, path.stat().st_size, limit)
+    with reading(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
+        state = uncounted(network) | unwrapped(READERS[path.suffix](path, limit), expected, path)
     check_fits(state, expected, path)
     network.load_state_dict(state)
 
@@ -89,13 +80,12 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
         )
     for name, tensor in state.items():
         wanted = expected[name]
-        if tensor.shape != wanted.shape:
+        like = tensor.is_floating_point() == wanted.is_floating_point() and not tensor.is_complex()
+        if tensor.shape != wanted.shape or not like:
             raise ValueError(
-                f"expected {name} of shape {tuple(wanted.shape)} in {path}, got {tuple(tensor.shape)}; build the network "
-                "with the sizes that it was saved with"
+                f"expected {name} of shape {tuple(wanted.shape)} and {wanted.dtype} in {path}, got {tuple(tensor.shape)} "
+                f"and {tensor.dtype}; build the network with the sizes and types that it was saved with"
             )
-        if tensor.is_floating_point() != wanted.is_floating_point() or tensor.is_complex():
-            raise ValueError(f"expected {name} as {wanted.dtype} in {path}, got {tensor.dtype}; save it in that type")
         if not bool(tensor.to(wanted.dtype).isfinite().all()):
             raise ValueError(f"expected finite numbers in {name} of {path}, got others; save a network that is whole")
 
@@ -119,19 +109,11 @@ def uncounted(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class Refused(ValueError):
-    """The error for a file that could be read but is not, or not only, the state dict of such a network."""
-
-
-def too_large(path: Path, size: int, limit: int) -> Refused:
-    return Refused(
-        f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
-    )
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def check_size(path: Path, size: int, limit: int) -> None:
+    if size > limit:
+        raise ValueError(
+            f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
+        )
 
 
 def _torch(path: Path, limit: int) -> dict[str, Tensor]:
@@ -139,12 +121,12 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
         packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, told as torch.load tells it
     if packed:
         with zipfile.ZipFile(path) as archive:
-            for entry in _entries(archive, path, limit):
+            check_size(path, sum(entry.file_size for entry in archive.infolist()), limit)
+            for entry in archive.infolist():
                 # torch finds its pickle whatever the case, and the first of equals: so all of them are looked at
                 if not entry.filename.lower().endswith("data.pkl"):
                     continue
-                if entry.file_size > PICKLE:
-                    raise too_large(path, entry.file_size, PICKLE)
+                check_size(path, entry.file_size, PICKLE)
                 _check_pickle(archive.open(entry).read(), path)
     else:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -154,47 +136,32 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
             for _ in range(OLD_PICKLES):  # each begins where the last one ended
                 _check_pickle(whole, path)
     loaded = torch.load(path, map_location="cpu", weights_only=True)
-    inner = [key for key in ENTRIES if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping)]
-    if inner:
-        log.info("of the entries %s in %s %s is read", _names(list(map(str, loaded))), path, inner[0])
-        loaded = loaded[inner[0]]
+    entries = f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__
+    for key in ENTRIES:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            log.info("of %s in %s %s is read", entries, path, key)
+            loaded = loaded[key]
+            break
     if not isinstance(loaded, Mapping) or not all(isinstance(each, Tensor) for each in loaded.values()):
-        inside = (
-            f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__
-        )
-        raise Refused(f"expected a state dict of tensors in {path}, got {inside}; save network.state_dict() alone")
+        raise ValueError(f"expected a state dict of tensors in {path}, got {entries}; save network.state_dict() alone")
     return {str(name): tensor for name, tensor in loaded.items()}
 
 
 def _check_pickle(pickled: Any, path: Path) -> None:
     for operation, argument, _ in pickletools.genops(pickled):
-        if "GLOBAL" in operation.name and not _plain(argument):
-            raise Refused(
+        if "GLOBAL" not in operation.name:
+            continue
+        module, _, last = str(argument).partition(" ")
+        if argument not in PICKLED and not (module in ("torch", "torch.cuda") and last.endswith("Storage")):
+            raise ValueError(
                 f"expected a state dict of plain tensors in {path}, got one that asks for "
                 f"{str(argument).replace(' ', '.')}; save network.state_dict() alone"
             )
 
 
-def _plain(name: Any) -> bool:
-    module, _, last = str(name).partition(" ")
-    return name in PICKLED or (module in ("torch", "torch.cuda") and last.endswith("Storage"))
-
-
 def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
-    found = {}
-    with zipfile.ZipFile(path) as archive:
-        for entry in _entries(archive, path, limit):
-            with archive.open(entry) as file:  # the header alone: memory is taken by what it says
-                version = npy.read_magic(file)
-                shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
-            if dtype.kind not in "fiub":
-                raise Refused(f"expected arrays of numbers in {path}, got {dtype} in {entry.filename}; save no others")
-            if (size := math.prod(shape) * dtype.itemsize) > entry.file_size:
-                raise ValueError(f"{entry.filename} says {size:,} bytes and has {entry.file_size:,}")
-            with archive.open(entry) as file:
-                array = npy.read_array(file, allow_pickle=False)
-            found[entry.filename.removesuffix(".npy")] = torch.from_numpy(array.astype(dtype.newbyteorder("=")))
-    return found
+    arrays = npz_arrays(path, limit)
+    return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
 
 
 def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
@@ -202,20 +169,9 @@ def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
-def _entries(archive: zipfile.ZipFile, path: Path, limit: int) -> list[zipfile.ZipInfo]:
-    """The files in an archive, which are not too large when they are unpacked."""
-    if (size := sum(entry.file_size for entry in archive.infolist())) > limit:
-        raise too_large(path, size, limit)
-    return archive.infolist()
-
-
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {

@@ -18,7 +18,7 @@ from dissensus.bench.task.schema import SECTIONS, SEED, TOP, check_tables, check
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
 from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
-from dissensus.storage.files import damaged
+from dissensus.numerics.damage import damaged
 
 SIZES = ("smoke", "short", "paper")
 Settings = dict[str, Any]

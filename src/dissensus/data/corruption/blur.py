@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import fraction, quotient
+from dissensus.data.corruption.levels import from_levels, quotient
 from dissensus.data.corruption.linear import across, smoothed, zoom_matrix
 
 
@@ -64,7 +64,7 @@ def zoom_blur(images: Tensor, draws: Draws, factors: int) -> Tensor:
 def motion_blur(images: Tensor, draws: Draws, radius: float, sigma: float) -> Tensor:
     """(B, C, H, W): a trail in a direction within 45° of the horizontal, rounded to eight bits."""
     angle = 90 * draws.uniform(0) - 45
-    return fraction((trail(images, angle, radius, sigma) * 255).round())
+    return from_levels((trail(images, angle, radius, sigma) * 255).round())
 
 
 def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
@@ -114,4 +114,4 @@ def glass_blur(images: Tensor, draws: Draws, sigma: float, reach: float, rounds:
         source = (row + down).clamp(max=height - 1) * width + (column + right).clamp(max=width - 1)
         source = source.flatten(1)[:, None].expand(-1, images.shape[1], -1)
         blurred = blurred.flatten(2).gather(2, source).view(images.shape)
-    return smoothed(fraction(blurred), sigma)
+    return smoothed(from_levels(blurred), sigma)

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.jpeg import jpeg
-from dissensus.data.corruption.levels import fraction
+from dissensus.data.corruption.levels import from_levels
 from dissensus.data.corruption.linear import across, box_matrix, down, smoothed
 
 
@@ -49,12 +48,7 @@ def pixelate(images: Tensor, draws: Draws, share: float) -> Tensor:
         # columns first, each pass rounded: eight-bit images in between
         levels = _rounded(across(levels, box_matrix(levels.shape[-1], columns)))
         levels = _rounded(down(levels, box_matrix(levels.shape[-2], rows)))
-    return fraction(levels)
-
-
-def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
-    """(B, C, H, W): what JPEG at `quality` leaves of the image."""
-    return jpeg(images, quality)
+    return from_levels(levels)
 
 
 def elastic_transform(images: Tensor, draws: Draws, bend: float, smoothness: float, jolt: float) -> Tensor:

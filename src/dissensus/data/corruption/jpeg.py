@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.levels import fraction
+from dissensus.data.corruption.draws import Draws
+from dissensus.data.corruption.levels import from_levels
 from dissensus.data.corruption.linear import across, down
 
 # ITU-T T.81, tables K.1 and K.2
@@ -28,16 +29,16 @@ _EVEN = "8192 8192 8192 8192   10703 4433 -4433 -10703   8192 -8192 -8192 8192  
 _ODD = "11363 9633 6437 2260   9633 -2259 -11362 -6436   6437 -11362 2261 9633   2260 -6436 9633 -11363"
 
 
-def jpeg(images: Tensor, quality: int) -> Tensor:
+def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
     """(B, C, H, W): the images after JPEG at `quality` 1 … 100; one channel is stored as greyscale."""
     height, width = images.shape[-2:]
     levels = (images * 255).round()
     if levels.shape[1] == 1:
-        return fraction(_coded(levels, _table(_LUMA, quality)))
+        return from_levels(_coded(levels, _table(_LUMA, quality)))
     luma, chroma = _luma_and_chroma(levels)
     luma = _coded(luma, _table(_LUMA, quality))
     chroma = _coded(_halved(chroma), _table(_CHROMA, quality))[..., : (width + 1) // 2]
-    return fraction(_rgb(luma, _doubled(chroma)[..., :height, :width]))
+    return from_levels(_rgb(luma, _doubled(chroma)[..., :height, :width]))
 
 
 def _table(base: str, quality: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def fraction(levels: Tensor) -> Tensor:
+def from_levels(levels: Tensor) -> Tensor:
     """levels / 255, correctly rounded, so that 255 times it, cut, is the level again."""
     return quotient(levels, 255.0)
 

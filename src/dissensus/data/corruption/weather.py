@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus.data.corruption.blur import trail
 from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import fraction
+from dissensus.data.corruption.levels import from_levels
 from dissensus.data.corruption.linear import separable, smoothed, zoom_matrix
 
 LUMA = (0.299, 0.587, 0.114)
@@ -34,9 +34,9 @@ def snow(
     layer = mean + std * draws.normal(0, 1, height, width)  # (B, 1, H, W)
     layer = separable(layer, zoom_matrix(height, flake), zoom_matrix(width, flake))
     layer = torch.where(layer < threshold, 0.0, layer.clamp(0, 1))
-    layer = fraction((layer * 255).floor())
+    layer = from_levels((layer * 255).floor())
     layer = trail(layer, 90 * draws.uniform(1) - 135, radius, sigma)
-    layer = fraction((layer * 255).round())
+    layer = from_levels((layer * 255).round())
     white = torch.maximum(images, 1.5 * grey(images) + 0.5)
     return keep * images + (1 - keep) * white + layer + layer.flip(2, 3)
 
@@ -101,7 +101,7 @@ def ice(draws: Draws, height: int, width: int) -> Tensor:
     patch = smoothed(patch, broad) * (2 * math.sqrt(math.pi) * broad)
     texture = math.sqrt(0.48) * speckle + math.sqrt(0.2) * crystal + math.sqrt(0.12) * patch
     levels = kind[:, :3, None, None] + kind[:, 3, None, None, None] * texture
-    return fraction(levels).clamp(0, 1)
+    return from_levels(levels).clamp(0, 1)
 
 
 def one_sided_gain(sigma: float) -> float:

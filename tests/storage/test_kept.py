@@ -87,7 +87,15 @@ def test_what_the_template_has_frozen_stays_so(tmp_path):
 
 def test_a_file_that_freezes_what_is_not_there_is_damaged(tmp_path):
     ds.save(ds.MAP(with_norm_in_eval()), tmp_path)
-    for still in ({"eval": ["network.7"]}, {"frozen": ["particles.shared.network.9"]}, {"eval": 3}, [], {"eval": [3]}):
-        reseal(tmp_path, {**config_of(tmp_path), "still": still})
+    wrong = (
+        {"eval": ["network.7"]},
+        {"frozen": ["particles.shared.network.9"]},
+        {"eval": 3},
+        {"eval": [3]},
+        {"loop": ["a"]},
+    )
+    kept = config_of(tmp_path)["kept"]
+    for each in (*(kept | other for other in wrong), [], {}):
+        reseal(tmp_path, {**config_of(tmp_path), "kept": each})
         with pytest.raises(ValueError, match="damaged"):
             ds.load(tmp_path, network=network())

@@ -1,0 +1,198 @@
+"""MATLAB 5 files, pickles and compressed bytes of strangers: plain data or an error, in memory that fits the file's size.
+
+Written out here because the usual readers are not safe with them. SciPy's `loadmat` can bring the interpreter down on a
+damaged file. Python's `pickle` runs code; short of that it numbers its memo up to 2³¹ (and takes the memory), and nests what
+it builds so deeply that hashing it ends the process. `gzip` unpacks a small file to gigabytes. What a file promises and does
+not keep may raise anything here: the readers in `formats` turn it into one error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickletools
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FLOOR = 1 << 26  # bytes that any file may unpack to
+RATIO = 200  # times its size that a larger one may; images and tables reach 2 to 20, deflate ends at 1,000
+GZIP, ZLIB = 31, 15  # what zlib calls the two containers
+PARTS = 1000  # of a gzip file
+
+
+def most(size: int) -> int:
+    """How many bytes a compressed file of `size` bytes may unpack to."""
+    return max(FLOOR, RATIO * size)
+
+
+def inflated(raw: bytes | memoryview, limit: int, *, container: int) -> bytes:
+    """The unpacked bytes, at most `limit` of them; a gzip file may have several parts."""
+    parts: list[bytes] = []
+    left, rest = limit, bytes(raw)
+    while rest and len(parts) <= PARTS:
+        stream = zlib.decompressobj(container)
+        parts.append(stream.decompress(rest, left + 1))
+        left -= len(parts[-1])
+        if left < 0 or not stream.eof:
+            much = f"more than {limit} bytes in {len(raw)}, far more than data usually are; unpack it yourself"
+            raise ValueError(much if left < 0 else "it ends too early")
+        rest = stream.unused_data.lstrip(b"\0") if container == GZIP else b""  # tapes pad with zeros
+    if rest:
+        raise ValueError(f"more than {PARTS} parts")
+    return b"".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------- MATLAB 5
+# A file is a header of 128 bytes and then elements: a tag (type and size, 32 bits each) and the data, padded to 8 bytes.
+
+NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+MATRIX, COMPRESSED = 14, 15
+NUMERIC_CLASSES = range(6, 16)  # double, single and the integers; below are cells, structures, text and sparse
+COMPLEX = 0x0800
+
+
+def matlab_arrays(raw: bytes) -> dict[str, np.ndarray]:
+    """Real numeric arrays of a MATLAB 5 file by name, Fortran order; other kinds of variable are passed over."""
+    order = {b"IM": "<", b"MI": ">"}[raw[126:128]]
+    elements = _unpacked(memoryview(raw)[128:], order, most(len(raw)))
+    matrices = (_matrix(content, order) for kind, content in elements if kind == MATRIX)
+    return dict(found for found in matrices if found is not None)
+
+
+def _unpacked(raw: memoryview, order: str, limit: int) -> Iterator[tuple[int, memoryview]]:
+    """The elements of a file, compressed ones opened, to `limit` bytes in all; what is inside those is not compressed again."""
+    for kind, content in _elements(raw, order):
+        if kind == COMPRESSED:
+            inside = inflated(content, limit, container=ZLIB)
+            limit -= len(inside)
+            yield from _elements(memoryview(inside), order)
+        else:
+            yield kind, content
+
+
+def _elements(raw: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+    """Type and data of one element after the other."""
+    position = 0
+    while position < len(raw):
+        (word,) = struct.unpack_from(f"{order}I", raw, position)
+        if word >> 16:  # small element: size and type share a word, up to four bytes of data follow in the same tag
+            kind, size, start, end = word & 0xFFFF, word >> 16, position + 4, position + 8
+        else:
+            kind, (size,) = word, struct.unpack_from(f"{order}I", raw, position + 4)
+            start = position + 8
+            end = start + size if kind == COMPRESSED else start + size + -size % 8
+        if start + size > min(end, len(raw)):
+            raise ValueError(f"an element of {size} bytes does not fit")
+        yield kind, raw[start : start + size]
+        position = end
+
+
+def _matrix(raw: memoryview, order: str) -> tuple[str, np.ndarray] | None:
+    """Name and array of a matrix element: its parts are flags, sizes, name and values, each an element."""
+    (_, flags), (_, sizes), (_, name), *values = itertools.islice(_elements(raw, order), 4)
+    (kind,) = struct.unpack_from(f"{order}I", flags)
+    if kind & 0xFF not in NUMERIC_CLASSES or kind & COMPLEX:
+        return None
+    code, content = values[0]
+    shape = np.frombuffer(sizes, f"{order}i4").tolist()
+    array = np.frombuffer(content, order + NUMBERS[code])
+    if min(shape) < 0 or array.size != math.prod(shape):  # reshape would take −1 for a size to find out
+        raise ValueError(f"a matrix of size {shape} does not fit its {array.size} numbers")
+    return bytes(name).decode("ascii"), array.reshape(shape, order="F").astype(array.dtype.newbyteorder("="))
+
+
+# ---------------------------------------------------------------------------------------------------- pickles
+
+PLAIN = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
+    "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+    "BINBYTES8",
+}  # fmt: skip
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+SHORT_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What a pickle would have built by calling a name: the arguments of the call, and the state given to the result."""
+
+    arguments: Any = None
+    state: Any = None
+
+
+def plain_pickle(raw: bytes, names: set[str]) -> Any:
+    """What a pickle of numbers, text, lists, tuples, dictionaries and records of `names` ("module name") holds.
+
+    A machine of a few instructions: nothing is imported or called for the file, and only text is hashed.
+    """
+    stack: list[Any] = []
+    below: list[list[Any]] = []  # stacks under the marks
+    memo: dict[int, Any] = {}
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(raw):
+        name = opcode.name
+        if name in PLAIN:
+            stack.append(argument.encode("latin1") if "STRING" in name else argument)
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name == "MARK":
+            below.append(stack)
+            stack = []
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append([] if name == "EMPTY_LIST" else {})
+        elif name in SHORT_TUPLES:
+            stack.append(tuple(_taken(stack, SHORT_TUPLES[name])))
+        elif name in ("TUPLE", "LIST", "DICT"):
+            above, stack = stack, below.pop()
+            stack.append(tuple(above) if name == "TUPLE" else above if name == "LIST" else _pairs(above))
+        elif name == "APPEND":
+            (value,) = _taken(stack, 1)
+            stack[-1].append(value)
+        elif name == "APPENDS":
+            above, stack = stack, below.pop()
+            stack[-1].extend(above)
+        elif name == "SETITEM":
+            above = _taken(stack, 2)
+            stack[-1].update(_pairs(above))
+        elif name == "SETITEMS":
+            above, stack = stack, below.pop()
+            stack[-1].update(_pairs(above))
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            asked = argument if name == "GLOBAL" else " ".join(_taken(stack, 2))
+            if asked not in names:
+                raise ValueError(f"the pickle asks for {asked[:80].replace(' ', '.')}, which no CIFAR batch contains")
+            stack.append(Record())
+        elif name == "REDUCE":
+            _, arguments = _taken(stack, 2)
+            stack.append(Record(arguments))
+        elif name == "BUILD":
+            (state,) = _taken(stack, 1)
+            stack[-1].state = state
+        elif name == "STOP":
+            (result,) = stack
+            return result
+        elif name not in ("PROTO", "FRAME"):
+            raise ValueError(f"an instruction {name}, which plain data do not need")
+
+
+def _taken(stack: list[Any], count: int) -> list[Any]:
+    """The last values, off the stack; an IndexError where there are fewer."""
+    return [stack.pop() for _ in range(count)][::-1]
+
+
+def _pairs(values: list[Any]) -> dict[Any, Any]:
+    """A table of keys and values that come in turn; keys are text."""
+    if not all(isinstance(key, str | bytes) for key in values[::2]):
+        raise ValueError("a dictionary whose keys are no text")
+    return dict(zip(values[::2], values[1::2], strict=True))
