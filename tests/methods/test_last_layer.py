@@ -6,7 +6,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
+from dissensus.methods.parts.last_layer import LastLayer, check_outputs, last_layer, watching
 
 
 class Made(nn.Module):

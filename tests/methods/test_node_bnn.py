@@ -10,9 +10,9 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.statistics import statistics_layers
-from dissensus.methods.node_functions import NodeFunctions
-from dissensus.methods.node_latents import for_examples
-from dissensus.methods.node_mixture import cross_entropy, entropy_bound, surrogate_kl
+from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.methods.parts.node_latents import for_examples
+from dissensus.methods.parts.node_mixture import cross_entropy, entropy_bound, surrogate_kl
 from dissensus.surgery.frozen_norm import FrozenNorm
 
 
@@ -271,7 +271,7 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     posterior, (x, _) = build(net, mode="both", bias_latent=True).eval(), tiny.points()
     drawn = posterior.draw()
     live = NodeFunctions(posterior.particles.apart(), posterior.sites, drawn.latents)
-    monkeypatch.setattr("dissensus.methods.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
+    monkeypatch.setattr("dissensus.methods.parts.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
     anew = NodeFunctions.fixed(posterior.particles, posterior.sites, drawn.latents)
     before = drawn(x)
     assert {name.split(".")[0] for name, _ in drawn.drawn.named_buffers()} == (

@@ -13,7 +13,7 @@ from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
-from dissensus.methods.strength import Strength
+from dissensus.methods.parts.strength import Strength
 from dissensus.numerics import kernels, scores
 from dissensus.numerics.annealing import Annealing
 from saved_files import config_of, reseal

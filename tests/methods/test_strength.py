@@ -10,7 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
-from dissensus.methods.strength import Strength
+from dissensus.methods.parts.strength import Strength
 from dissensus.train import mixture_nll
 
 

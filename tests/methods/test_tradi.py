@@ -11,7 +11,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
-from dissensus.methods.kalman import kalman
+from dissensus.methods.parts.kalman import kalman
 
 # ---------------------------------------------------------------------------------------------------- gains
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from dissensus.methods.trajectory import Count, Snapshots, constant_tail, cosine_cycles, spread
+from dissensus.methods.parts.trajectory import Count, Snapshots, constant_tail, cosine_cycles, spread
 
 
 def test_a_count_is_saved_and_read_back():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
+from dissensus.methods.parts.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, converted, watch_reads
 from dissensus.surgery.modulated import Modulated, modulated

@@ -9,7 +9,7 @@ from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.networks import placeholders, stack_members
+from dissensus.methods.parts.networks import placeholders, stack_members
 
 
 class DeepEnsemble(Posterior):

@@ -16,7 +16,7 @@ from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
-from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
+from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.randomness import next_seed
 from dissensus.numerics.tree import Tensors

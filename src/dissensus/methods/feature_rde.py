@@ -16,9 +16,9 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.repulsive import RepulsivePosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors

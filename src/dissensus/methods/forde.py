@@ -12,9 +12,9 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient
-from dissensus.methods.input_gradients import InputGradientPosterior
-from dissensus.methods.networks import stack_members
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.input_gradients import InputGradientPosterior
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales

@@ -15,10 +15,10 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.input_buffers import InputBuffers
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.input_buffers import InputBuffers
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.repulsive import RepulsivePosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.numerics.checks import check_number

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient
-from dissensus.methods.input_gradients import InputGradientPosterior
-from dissensus.methods.networks import stack_members
+from dissensus.methods.parts.input_gradients import InputGradientPosterior
+from dissensus.methods.parts.networks import stack_members
 from dissensus.numerics.checks import check_number
 from dissensus.numerics.kernels import directions, working
 

@@ -8,7 +8,7 @@ from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
+from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
 
 
 class MAP(Posterior):

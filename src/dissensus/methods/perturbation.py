@@ -6,8 +6,8 @@ import torch
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.methods.networks import Networks
-from dissensus.methods.sampling import SamplingPosterior, by_network
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import check_number
 from dissensus.numerics.tree import Tensors
 

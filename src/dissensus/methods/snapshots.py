@@ -12,9 +12,9 @@ from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.trajectory import cosine_cycles
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.trajectory import cosine_cycles
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.tree import Tensors, TensorTree
 

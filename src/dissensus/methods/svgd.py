@@ -14,8 +14,8 @@ from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.repulsive import RepulsivePosterior
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.kernels import squared_distances

@@ -15,8 +15,8 @@ from torch import Tensor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors

@@ -11,7 +11,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
-from dissensus.methods.networks import Networks
+from dissensus.methods.parts.networks import Networks
 
 
 def track(

@@ -11,10 +11,10 @@ import torch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.weights import Weights
-from dissensus.methods.kalman import Drift, WeightFilters
-from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior
+from dissensus.methods.parts.kalman import Drift, WeightFilters
+from dissensus.methods.parts.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.numerics.checks import check_number, check_whole
 from dissensus.numerics.tree import Tensors
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.recording import RecordingPosterior
-from dissensus.methods.trajectory import spread
+from dissensus.methods.parts.recording import RecordingPosterior
+from dissensus.methods.parts.trajectory import spread
 
 LOOKS = 10  # at most, at what would be sampled: a look costs a draw
 

@@ -32,9 +32,9 @@ from dissensus.bench.task.variants import base_name
 from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.methods import MAP, METHODS, MCDropout, track
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.sampling import SamplingPosterior
-from dissensus.methods.trajectory import TAIL
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.sampling import SamplingPosterior
+from dissensus.methods.parts.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 

@@ -15,7 +15,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.methods.repulsive import RepulsivePosterior
+from dissensus.methods.parts.repulsive import RepulsivePosterior
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
-from dissensus.methods.sampling import SamplingPosterior
-from dissensus.methods.trajectory import TAIL, Snapshots, constant_tail
+from dissensus.methods.parts.sampling import SamplingPosterior
+from dissensus.methods.parts.trajectory import TAIL, Snapshots, constant_tail
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 

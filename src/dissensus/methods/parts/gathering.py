@@ -6,8 +6,8 @@ from torch import nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.methods.curvature import Gathered
-from dissensus.methods.last_layer import LastLayer, check_outputs, watching
+from dissensus.methods.parts.curvature import Gathered
+from dissensus.methods.parts.last_layer import LastLayer, check_outputs, watching
 
 
 def gather(gathered: Gathered, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.methods.trajectory import Count
+from dissensus.methods.parts.trajectory import Count
 from dissensus.numerics.flat import Block, state_dtype
 from dissensus.numerics.tree import Tensors, TensorTree
 

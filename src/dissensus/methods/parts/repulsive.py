@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
-from dissensus.methods.networks import placeholders
+from dissensus.methods.parts.networks import placeholders
 from dissensus.numerics.annealing import Annealing
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.core.posterior import Posterior
-from dissensus.methods.node_latents import Complexity
+from dissensus.methods.parts.node_latents import Complexity
 from dissensus.numerics.tree import Tensors
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
-from dissensus.methods.networks import stack_members
-from dissensus.methods.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
-from dissensus.methods.node_settings import Bound, Divergence
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
+from dissensus.methods.parts.node_settings import Bound, Divergence
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.nodes import NodedNetwork, with_nodes
 

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
-from dissensus.methods.kalman import Drift, WeightFilters
-from dissensus.methods.sampling import by_network
+from dissensus.methods.parts.kalman import Drift, WeightFilters
+from dissensus.methods.parts.sampling import by_network
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
