@@ -180,7 +180,7 @@ def check_counts(arguments: Mapping[str, Any], header: Header, *, foreign: bool 
     shapes = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points := arguments.get("repel_at"), dict) and isinstance(points.get("tensors"), list):
         shapes |= {
-            f"points.{i}": each[0] for i, each in enumerate(points["tensors"]) if isinstance(each, list) and each
+            f"repel_at.{i}": each[0] for i, each in enumerate(points["tensors"]) if isinstance(each, list) and each
         }
     for name, said in shapes.items():
         if said is not None and said != list(header.shapes.get(name, ())):
