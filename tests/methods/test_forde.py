@@ -568,7 +568,7 @@ def test_bad_input_is_a_clear_error():
     with pytest.raises(ValueError, match="expected gradient of logit, log_prob, got 'loss'"):
         FoRDE(nets, gradient="loss")
     for repulsion in ("B", -1.0, math.nan):
-        with pytest.raises(ValueError, match='expected repulsion "1/B", "1/N" or a number of at least 0'):
+        with pytest.raises(ValueError, match=r"expected repulsion of (1/B, 1/N|at least 0)"):
             FoRDE(nets, repulsion=repulsion)
     with pytest.raises(ValueError, match='expected data_size with repulsion "1/N", got none'):
         FoRDE(nets, repulsion="1/N")

@@ -703,7 +703,7 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match="expected repel_at of batch, noise, got .*; or pass inputs of your own"):
+    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass inputs of your own"):
         FunctionRDE(nets, data_size=10, repel_at="test")
     with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
         FunctionRDE(nets, data_size=10, repel_at=[1.0])

@@ -17,7 +17,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
 from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import share, whole
 from dissensus.numerics.randomness import next_seed
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
@@ -45,17 +45,10 @@ class MCDropout(Posterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("samples", samples)
-        if rate is not None:
-            check_number("rate", rate)
-        if rate is not None and not 0 < rate < 1:
-            raise ValueError(f"expected a dropout rate between 0 and 1, got {rate}; 0.1 is a usual one")
-        if samples < 1:
-            raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
         particles = one_or_many(networks, likelihood)
         super().__init__(particles, **prior)
-        self.rate = rate
-        self.samples = samples
+        self.rate = rate if rate is None else share("rate", rate, hint="0.1 is a usual one")
+        self.samples = whole("samples", samples)
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
         self.sites = dropout_sites(particles.template.network, rate)
 

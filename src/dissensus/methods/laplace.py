@@ -23,8 +23,7 @@ from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords, prior_of
 from dissensus.methods.parts.curvature import STRUCTURES, Curvature, Gathered, Structure
-from dissensus.methods.parts.gathering import gather
-from dissensus.methods.parts.last_layer import LastLayer, last_layer
+from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import is_finite

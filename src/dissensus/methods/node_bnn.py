@@ -28,9 +28,17 @@ from dissensus.methods.parts.node_checks import (
 )
 from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
 from dissensus.methods.parts.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
-from dissensus.methods.parts.node_latents import Complexity, for_examples, for_functions, kept, with_latents
+from dissensus.methods.parts.node_latents import (
+    Bound,
+    Complexity,
+    Divergence,
+    check_settings,
+    for_examples,
+    for_functions,
+    kept,
+    with_latents,
+)
 from dissensus.methods.parts.node_posterior import LatentPosterior
-from dissensus.methods.parts.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree

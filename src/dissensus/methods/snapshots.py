@@ -15,7 +15,7 @@ from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
 from dissensus.methods.parts.trajectory import cosine_cycles
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 from dissensus.numerics.tree import Tensors, TensorTree
 
 
@@ -61,10 +61,7 @@ class SnapshotEnsemble(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("members", members)
-        if members < 1:
-            raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
-        super().__init__(networks, samples=members, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=whole("members", members), likelihood=likelihood, **prior)
         self.recorder = LastSnapshots(self.recorded, kept=members, start=start, every=every)
 
     def recorded(self) -> Weights:

@@ -17,7 +17,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import number, whole
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
 
@@ -119,12 +119,8 @@ class SWAG(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("rank", rank)
-        check_number("scale", scale)
-        if rank < 1:
-            raise ValueError(f"expected a rank of 1 or more, got {rank}; 20 is a usual number")
-        if not scale >= 0:
-            raise ValueError(f"expected a scale of 0 or more, got {scale}; 0.5 is the paper's, 0 leaves the mean alone")
+        whole("rank", rank)
+        number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.recorder = GaussianRecorder(self.recorded, rank=rank, scale=scale, start=start, every=every)
 

@@ -32,8 +32,6 @@ def track(
         fit(run, loader, epochs=10)
         tradi, swag = run.watchers
     """
-    if not methods:
-        raise ValueError("expected at least one method to watch the run, got none; pass for example [TRADI, SWAG]")
     if odd := [each for each in methods if not callable(each)]:
         raise TypeError(
             f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"

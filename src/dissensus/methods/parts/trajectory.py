@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 
 TAIL = 0.75  # recording starts after this share of a run, where the trajectory has settled
 
@@ -53,13 +53,10 @@ class Snapshots(nn.Module):
 
     def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
         super().__init__()
-        for keyword, value in (("start", start), ("every", every)):
-            if value is not None:
-                check_whole(keyword, value)
-        if start is not None and start < 0:
-            raise ValueError(f"expected start of 0 or more, got {start}; it counts observe calls from 0")
-        if every is not None and every < 1:
-            raise ValueError(f"expected every of 1 or more, got {every}; it counts observe calls between snapshots")
+        if start is not None:
+            whole("start", start, least=0, hint="it counts observe calls from 0")
+        if every is not None:
+            whole("every", every, hint="it counts observe calls between snapshots")
         self.given = (start, every)
         self.wanted = wanted
         self.observed = Count()
@@ -91,7 +88,7 @@ class Snapshots(nn.Module):
         late = done > 0  # what is behind cannot be recorded any more
         if start is None:
             behind = max(math.floor(tail * steps), done if late else 0)
-            first, between = spread(steps, self.wanted, behind=behind)
+            first, between = evenly_spaced(steps, self.wanted, behind=behind)
             start, every = began + (first if every is None else behind), every or between
             forget = True
         else:
@@ -134,12 +131,12 @@ class Snapshots(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
 
-def spread(steps: int, wanted: int, *, tail: float = TAIL, behind: int | None = None) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps, evenly spaced after the share `tail` of a run, ending with its last step.
+def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
+    """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind`, ending with its last step.
 
-    `behind`: the number of steps to leave out instead.
+    `behind` None: what is before the tail.
     """
-    length = max(1, steps - (math.floor(tail * steps) if behind is None else behind))
+    length = max(1, steps - (math.floor(TAIL * steps) if behind is None else behind))
     count = min(wanted, length)
     every = length // count
     return steps - 1 - every * (count - 1), every
