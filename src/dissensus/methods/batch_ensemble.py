@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of, layers_to_cut
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import CONVERTIBLE, watch_reads
@@ -96,7 +96,7 @@ def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
 ) -> tuple[nn.Module, Account]:
     """(a copy of the module with neutral r and s, the account); in the talk's form without the first r and the last s."""
-    network, account, found = layers_to_cut(module, layers)
+    network, found, account = convertible_copy(module, layers=layers)
     names = _called_layers(network, account)
     followed = follow(network, names)
     first, last = ends(names, followed)

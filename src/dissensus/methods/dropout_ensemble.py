@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of, layers_to_cut
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
 from dissensus.numerics.checks import share, whole
 from dissensus.surgery.conversion import watch_reads
 from dissensus.surgery.modulated import features, modulated
@@ -41,7 +41,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         whole("members", members)
         share("keep", keep, hint="it is the share of units kept, 0.9 is a usual one")
         gamma = 1.0 if regime == "auto" else gamma_of(regime, members, keep)
-        network, account, found = layers_to_cut(module)
+        network, found, account = convertible_copy(module)
         followed = follow(network, list(found))
         stems = ends(list(found), followed)[0]
         rest = [name for name in call_order(network, found) if name not in stems]

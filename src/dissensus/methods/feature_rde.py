@@ -178,10 +178,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
     network = stacked.template.network
     known = [name for name, _ in network.named_modules() if name]
     for what, name in (("layer", layer), ("head", head)):
-        if name not in known:
-            raise ValueError(
-                f"expected {what} to be one of {', '.join(known) or 'no submodules'}, got {name!r}; name a submodule"
-            )
+        one_of(what, name, known, hint="name a submodule")
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
         raise ValueError(f"expected a head with parameters to share, got '{head}' without; name the last linear layer")
@@ -202,11 +199,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
             f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
             "train what comes before it"
         )
-    flat = torch.cat(encoders, dim=1)  # (M, P)
-    for i in range(len(flat)):
-        for j in range(i):
-            if torch.equal(flat[i], flat[j]):
-                raise ValueError(
-                    f"expected encoders that start at different weights, got those of members {j} and {i} equal; "
-                    "build each one afresh instead of copying one"
-                )
+    if len(torch.cat(encoders, dim=1).unique(dim=0)) < stacked.members:  # rows (M, P)
+        raise ValueError(
+            "expected encoders that start at different weights, got some equal; build each one afresh instead of copying one"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -15,7 +15,6 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.parts.input_buffers import InputBuffers
 from dissensus.methods.parts.stacked import StackedPosterior
 from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
@@ -155,3 +154,44 @@ class FunctionRDE(StackedPosterior):
         if not isinstance(where := config["repel_at"], str):
             config = config | {"repel_at": InputBuffers.skeleton(where).inputs()}
         return super().skeleton(network, config, likelihood)
+
+
+class InputBuffers(nn.Module):
+    """Copies of inputs, a tensor, a tuple or a dict of tensors, as buffers: they move and are saved with the posterior."""
+
+    def __init__(self, x: Inputs) -> None:
+        super().__init__()
+        self.form = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple | list) else "tensor"
+        self.names = list(x) if isinstance(x, Mapping) else []
+        values = list(x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else [x])
+        if not values or not all(isinstance(value, Tensor) for value in values):
+            wrong = next((value for value in values if not isinstance(value, Tensor)), x)
+            raise TypeError(
+                f"expected inputs as a tensor, tuple or dict of tensors, got {type(wrong).__name__}; pass tensors (n, ...)"
+            )
+        batches.check_finite(x, anywhere=True)
+        for i, value in enumerate(values):
+            if value.ndim == 0 or len(value) == 0:
+                raise ValueError(f"expected inputs (n, ...), got shape {tuple(value.shape)}; pass some rows")
+            self.register_buffer(str(i), value.detach().clone())
+
+    def inputs(self) -> Inputs:
+        """The inputs, as they were given."""
+        return _formed(self.form, self.names, list(self.buffers()))
+
+    def config(self) -> dict[str, Any]:
+        """Form, names, shapes and types, all JSON."""
+        kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in self.buffers()]
+        return {"form": self.form, "names": self.names, "tensors": kinds}
+
+    @classmethod
+    def skeleton(cls, config: dict[str, Any]) -> Self:
+        """Inputs of this form, all zero, to be overwritten by those of a file."""
+        values = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in config["tensors"]]
+        return cls(_formed(config["form"], config["names"], values))
+
+
+def _formed(form: str, names: Sequence[str], values: list[Tensor]) -> Inputs:
+    if form == "dict":
+        return dict(zip(names, values, strict=True))
+    return tuple(values) if form == "tuple" else values[0]

@@ -118,10 +118,10 @@ class EmbeddedPosterior(Posterior):
         return built
 
 
-def layers_to_cut(
-    module: nn.Module, layers: Sequence[str] | None = None
-) -> tuple[nn.Module, Account, dict[str, nn.Module]]:
-    """(a copy of the module, its account, the layers of the copy that may be cut, by name)."""
+def convertible_copy(
+    module: nn.Module, *, layers: Sequence[str] | None = None
+) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+    """(a copy of the module, the layers of the copy that may be cut, by name, its account)."""
     found: dict[str, nn.Module] = {}
 
     def remember(name: str, layer: nn.Module) -> nn.Module:
@@ -129,7 +129,7 @@ def layers_to_cut(
         return layer
 
     network, account = converted(module, remember, layers=layers)
-    return network, account, found
+    return network, found, account
 
 
 def embed(

@@ -11,6 +11,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood, Regression, spread
 from dissensus.methods.parts.curvature import Gathered
+from dissensus.numerics.checks import one_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -62,10 +63,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
     """The layer of that name, or the last linear one that is called with x; an error where outputs are not its own."""
     layers = dict(network.named_modules())
     if name is not None and name not in layers:
-        raise ValueError(
-            f"expected the name of a layer, got {name!r}; those of this network's linear layers are "
-            f"{', '.join(each for each in layers if _linear(layers[each])) or 'none'}"
-        )
+        one_of("layer", name, [each for each in layers if _is_linear(layers[each])])
     called: list[str] = []
 
     def note(each: str) -> None:
@@ -82,24 +80,11 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
     finally:
         for handle in handles:
             handle.remove()
-    if not called:
-        what = "no layer with weights" if name is None else f"'{name}' never"
+    found = called[-1] if called else name or ""
+    if fault := _fault(network, found, called):
         raise ValueError(
-            f"expected a network that ends in a linear layer, got one that calls {what}; let it call one as a module, last, or "
-            "name the one that makes the outputs with layer="
+            f"expected a last layer in whose weights outputs are linear, got {fault}, or name another with layer="
         )
-    found = called[-1]
-    if not _linear(layers[found]):
-        raise ValueError(
-            f"expected an nn.Linear or a 1×1 convolution as the last layer, got '{found}', a {layers[found]}; put a linear "
-            "layer last, or name one with layer="
-        )
-    if called.count(found) > 1:
-        raise ValueError(
-            f"expected a last layer that is called once, got '{found}' called {called.count(found)} times; outputs are then "
-            "not linear in its weights: give the network a last layer of its own"
-        )
-    _check_weights(network, found, layers[found])
     under = f"{found}." if found else ""
     own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
     return LastLayer(found, layers[found], own)
@@ -170,7 +155,7 @@ def _weighing(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
 
 
-def _linear(layer: nn.Module) -> bool:
+def _is_linear(layer: nn.Module) -> bool:
     kind: type[nn.Module]
     for kind in (nn.Linear, *CONVOLUTIONS):
         if isinstance(layer, kind):
@@ -185,16 +170,19 @@ def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
     return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
 
 
-def _check_weights(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Raises where the layer's weights are computed from others, or also somebody else's."""
+def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:
+    """What is wrong with this layer as the last one, and what to do about it."""
+    layer, times = network.get_submodule(name), called.count(name)
+    if times == 0:
+        return f"{f'{name!r} never' if name else 'no layer with weights'} called; call a linear layer as a module, last"
+    if not _is_linear(layer):
+        return f"'{name}', a {layer}; put an nn.Linear or a 1×1 convolution last"
+    if times > 1:
+        return f"'{name}' called {times} times; give the network a last layer of its own"
     if [key for key, _ in layer.named_parameters(recurse=False)] not in (["weight"], ["weight", "bias"]):
-        raise ValueError(
-            f"expected plain weights in the last layer '{name}', got parametrised ones; remove the parametrisation first"
-        )
+        return f"'{name}' with parametrised weights; remove the parametrisation first"
     mine = {id(parameter) for parameter in layer.parameters(recurse=False)}
     for other, parameter in network.named_parameters(remove_duplicate=False):
         if id(parameter) in mine and other.rpartition(".")[0] != name:
-            raise ValueError(
-                f"expected a last layer with weights of its own, got '{name}' tied to {other}; outputs are then not linear in "
-                "them: untie them"
-            )
+            return f"'{name}' tied to {other}; untie them"
+    return None
