@@ -199,7 +199,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
             f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
             "train what comes before it"
         )
-    if len(torch.cat(encoders, dim=1).unique(dim=0)) < stacked.members:  # rows (M, P)
+    if len(torch.unique(torch.cat(encoders, dim=1), dim=0)) < stacked.members:  # of (M, P)
         raise ValueError(
             "expected encoders that start at different weights, got some equal; build each one afresh instead of copying one"
         )

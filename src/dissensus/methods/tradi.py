@@ -71,8 +71,8 @@ class TRADI(RecordingPosterior):
         self.settings: dict[str, Any] = {
             "covariance": one_of("covariance", covariance, get_args(Covariance)),
             "correlation": one_of("correlation", correlation, get_args(Correlation)),
-            "state_noise": _variances("state_noise", state_noise),
-            "measurement_noise": _variances("measurement_noise", measurement_noise, above=0),
+            "state_noise": _filter_noise("state_noise", state_noise),
+            "measurement_noise": _filter_noise("measurement_noise", measurement_noise, above=0),
             "drift": one_of("drift", drift, get_args(Drift)),
             "init": one_of("init", init, get_args(Init)),
             "features": whole("features", features),
@@ -231,7 +231,7 @@ def fan_in(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def _variances(name: str, pair: tuple[float, float], *, above: float = -math.inf) -> list[float]:
+def _filter_noise(name: str, pair: tuple[float, float], *, above: float = -math.inf) -> list[float]:
     """The variances of the mean's and the variance's filter."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -12,10 +12,28 @@ from dissensus.core.attributes import unmade
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
+
+
+class NetworksPosterior(Posterior):
+    """Base class of methods that hold one module, the caller's own, or a stack of several."""
+
+    def __init__(
+        self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
+    ) -> None:
+        super().__init__(one_or_many(networks, likelihood), **prior)
+
+    def config(self) -> dict[str, Any]:
+        return {**described(self.particles), **own_settings(self), **self.prior_config()}
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        networks, settings = rebuilt(network, config, likelihood)
+        return cls(networks, likelihood=likelihood, **settings)
 
 
 def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.Module | None = None) -> Particles:
