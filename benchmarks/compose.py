@@ -27,7 +27,7 @@ import dissensus as ds
 from dissensus.bench.run.provenance import provenance
 from dissensus.core.optimisation import plateau_linear
 from dissensus.evaluation.corrupted import Corruptions
-from dissensus.methods.trajectory import constant_tail
+from dissensus.methods.parts.trajectory import constant_tail
 from dissensus.reporting.spread import holm
 from dissensus.reporting.statistics import SIGNIFICANT
 from dissensus.reporting.tables import p_text

@@ -28,7 +28,7 @@ from dissensus.bench.run.provenance import provenance
 from dissensus.core.optimisation import plateau_linear
 from dissensus.core.posterior import evaluation, refresh
 from dissensus.data.splits import split_indices
-from dissensus.methods.trajectory import constant_tail
+from dissensus.methods.parts.trajectory import constant_tail
 
 HELD_OUT = {"digits": 1000, "mnist": 5000}
 

@@ -9,7 +9,7 @@ import dissensus as ds
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior
-from dissensus.methods.sampling import SamplingPosterior
+from dissensus.methods.parts.sampling import SamplingPosterior
 from dissensus.numerics.tree import TensorTree
 
 

@@ -39,7 +39,7 @@ from dissensus.methods import (
     branch,
     track,
 )
-from dissensus.methods.recording import RecordingPosterior
+from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.predict import predict, predict_batches, summarise

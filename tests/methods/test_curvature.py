@@ -8,8 +8,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods import curvature as curvatures
-from dissensus.methods.curvature import Curvature, Gathered, decomposed
+from dissensus.methods.parts import curvature as curvatures
+from dissensus.methods.parts.curvature import Curvature, Gathered, decomposed
 
 N, D, C = 32, 4, 3
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods import sampling
+from dissensus.methods.parts import sampling
 from dissensus.numerics.randomness import own_generator
 
 METHODS = {

@@ -66,16 +66,16 @@ def test_the_mean_over_many_masks_is_about_the_network():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"keep": 1.0}, "keep between 0 and 1"),
-        ({"keep": "a"}, "keep between 0 and 1, got 'a'"),
-        ({"members": 0}, "at least one member"),
+        ({"keep": 1.0}, "keep above 0 and below 1"),
+        ({"keep": "a"}, "keep as a number, got 'a'"),
+        ({"members": 0}, "members of at least 1"),
         ({"regime": "loud"}, "regime of auto"),
         ({"module": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
         ({"module": nn.ReLU()}, "with a linear or convolutional layer"),
     ],
 )
 def test_bad_input_is_refused(keywords, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         ds.DropoutEnsemble(**({"module": tiny.mlp()} | keywords))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.methods.kalman import WeightFilters, kalman
+from dissensus.methods.parts.kalman import WeightFilters, kalman
 
 
 def gains(steps: int) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.last_layer import LastLayer, check_outputs, last_layer, watching
+from dissensus.methods.parts.last_layer import LastLayer, check_outputs, last_layer, watching
 
 
 class Made(nn.Module):
@@ -97,8 +97,8 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), "calls no layer with weights"),
-        (lambda: Made(lambda net, x: x @ net.head.weight.T, head=linear()), "calls no layer with weights"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Tanh()), "no layer with weights called"),
+        (lambda: Made(lambda net, x: x @ net.head.weight.T, head=linear()), "no layer with weights called"),
         (lambda: nn.Sequential(linear(4, 4), nn.Bilinear(4, 4, 3)), "Bilinear"),
         (lambda: Made(lambda net, x: net.a(net.a(x)), a=linear(4, 4)), "'a' called 2 times"),
     ],
@@ -115,7 +115,7 @@ def test_a_convolution_is_a_linear_layer_where_it_sees_single_points():
     x = torch.randn(2, 2, 5, 6)
     assert last_layer(tiny.segmenter(), x).name == "2"
     for options in ({"kernel_size": 3}, {"kernel_size": 1, "stride": 2}, {"kernel_size": 1, "padding": 1}):
-        with pytest.raises(ValueError, match=r"expected an nn.Linear or a 1×1 convolution as the last layer, got '0'"):
+        with pytest.raises(ValueError, match=r"'0', a Conv2d.*; put an nn.Linear or a 1×1 convolution last"):
             last_layer(nn.Sequential(nn.Conv2d(2, 3, **options)), x)
     with pytest.raises(ValueError, match="1×1 convolution"):
         last_layer(nn.Sequential(nn.Conv2d(2, 4, 1, groups=2)), x)
@@ -125,9 +125,9 @@ def test_a_layer_may_be_named_and_a_wrong_name_is_a_clear_error():
     x = tiny.points()[0]
     network = Made(lambda net, x: net.head(torch.tanh(net.body(x))), body=linear(4, 6), head=linear(6), unused=linear())
     assert last_layer(network, x, "head").name == "head"
-    with pytest.raises(ValueError, match=r"expected the name of a layer, got 'fc'; .* body, head, unused"):
+    with pytest.raises(ValueError, match=r"expected layer of body, head, unused, got 'fc'"):
         last_layer(network, x, "fc")
-    with pytest.raises(ValueError, match="'unused' never"):
+    with pytest.raises(ValueError, match="'unused' never called"):
         last_layer(network, x, "unused")
 
 
@@ -136,7 +136,7 @@ def test_a_layer_that_does_something_else_with_its_weights_is_refused():
         def forward(self, x):
             return nn.functional.linear(nn.functional.normalize(x), nn.functional.normalize(self.weight))
 
-    with pytest.raises(ValueError, match=r"expected an nn.Linear or a 1×1 convolution"):
+    with pytest.raises(ValueError, match=r"put an nn.Linear or a 1×1 convolution last"):
         last_layer(nn.Sequential(Cosine(4, 3).double()), tiny.points()[0])
 
 
@@ -144,10 +144,10 @@ def test_weights_that_are_tied_or_parametrised_are_refused():
     x = tiny.points()[0]
     network = nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4))
     network[2].weight = network[0].weight
-    with pytest.raises(ValueError, match=r"expected a last layer with weights of its own, got '2' tied to 0\.weight"):
+    with pytest.raises(ValueError, match=r"'2' tied to 0\.weight; untie them"):
         last_layer(network, x)
     network = nn.Sequential(nn.utils.parametrizations.weight_norm(linear()))
-    with pytest.raises(ValueError, match=r"expected plain weights in the last layer '0'"):
+    with pytest.raises(ValueError, match=r"'0' with parametrised weights; remove"):
         last_layer(network, x)
 
 

@@ -115,9 +115,9 @@ def test_float32_agrees_with_float64():
 
 def test_bad_input_is_a_clear_error():
     nets = networks(2)
-    with pytest.raises(ValueError, match="expected a strength of at least 0, got -1"):
+    with pytest.raises(ValueError, match="expected strength of at least 0, got -1"):
         LIT(nets, strength=-1)
-    with pytest.raises(ValueError, match='expected gradient "logit" or "log_prob"'):
+    with pytest.raises(ValueError, match="expected gradient of logit, log_prob"):
         LIT(nets, strength=1, gradient="loss")
     with pytest.raises(ValueError, match="expected at least one module, got none"):
         LIT([], strength=1)

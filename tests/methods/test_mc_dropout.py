@@ -223,12 +223,12 @@ def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="expected a dropout rate between 0 and 1"):
+    with pytest.raises(ValueError, match="expected rate above 0 and below 1"):
         ds.MCDropout(tiny.mlp(), rate=rate)
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match="expected at least one sample, got 0"):
+    with pytest.raises(ValueError, match="expected samples of at least 1, got 0"):
         ds.MCDropout(tiny.mlp(0.5), samples=0)
 
 

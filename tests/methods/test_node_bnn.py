@@ -10,9 +10,9 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.statistics import statistics_layers
-from dissensus.methods.node_functions import NodeFunctions
-from dissensus.methods.node_latents import for_examples
-from dissensus.methods.node_mixture import cross_entropy, entropy_bound, surrogate_kl
+from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.methods.parts.node_latents import for_examples
+from dissensus.methods.parts.node_mixture import cross_entropy, entropy_bound, surrogate_kl
 from dissensus.surgery.frozen_norm import FrozenNorm
 
 
@@ -271,7 +271,7 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     posterior, (x, _) = build(net, mode="both", bias_latent=True).eval(), tiny.points()
     drawn = posterior.draw()
     live = NodeFunctions(posterior.particles.apart(), posterior.sites, drawn.latents)
-    monkeypatch.setattr("dissensus.methods.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
+    monkeypatch.setattr("dissensus.methods.parts.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
     anew = NodeFunctions.fixed(posterior.particles, posterior.sites, drawn.latents)
     before = drawn(x)
     assert {name.split(".")[0] for name, _ in drawn.drawn.named_buffers()} == (
@@ -488,13 +488,13 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"samples": 0}, "expected samples of at least 1, got 0"),
         ({"data_size": None}, "expected data_size, got none"),
         ({"data_size": 0}, "expected a positive data_size, got 0"),
-        ({"latent_momentum": 2}, "expected a latent_momentum below 1, got 2"),
+        ({"latent_momentum": 2}, "expected latent_momentum of at least 0 and below 1, got 2"),
         ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
         ({"layers": []}, r"expected a list of names of layers, got \[\]"),
         ({"mode": "inside"}, "expected a mode of in, out, both, got 'inside'"),
-        ({"prior_std": 0.0}, "expected a positive prior_std, got 0.0"),
-        ({"init_std": -0.1}, "expected a positive init_std, got -0.1"),
-        ({"latent_lr": 0.0}, "expected a positive latent_lr, got 0.0"),
+        ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
+        ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
+        ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),
         ({"gamma": -1.0}, "expected gamma of at least 0, got -1.0"),
         ({"gamma": float("nan")}, "expected gamma of at least 0, got nan"),
         ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),

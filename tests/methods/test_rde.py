@@ -13,7 +13,7 @@ from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
-from dissensus.methods.strength import Strength
+from dissensus.methods.parts.strength import Strength
 from dissensus.numerics import kernels, scores
 from dissensus.numerics.annealing import Annealing
 from saved_files import config_of, reseal
@@ -680,7 +680,7 @@ def test_points_and_annealing_are_saved(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain())
-    assert torch.equal(loaded.points.inputs(), points)
+    assert torch.equal(loaded.repel_at.inputs(), points)
     assert loaded.annealing == Annealing("cyclic", steps=7)
     loaded.train()
     posterior.train()
@@ -699,21 +699,21 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=None)
         with pytest.raises(ValueError, match="expected a positive data_size, got 0"):
             method(nets, data_size=0)
-        with pytest.raises(ValueError, match="expected a score of kde, stein, spectral_stein, got 'svgd'"):
+        with pytest.raises(ValueError, match="expected score of kde, stein, spectral_stein, got 'svgd'"):
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match='expected repel_at "batch", "noise" or inputs of your own'):
+    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass inputs of your own"):
         FunctionRDE(nets, data_size=10, repel_at="test")
     with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
     with pytest.raises(ValueError, match=r"expected inputs \(n, ...\), got shape \(0, 4\)"):
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
-    with pytest.raises(ValueError, match="expected a positive noise"):
+    with pytest.raises(ValueError, match="expected noise above 0"):
         FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
     with pytest.raises(ValueError, match="only classes have them"):
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
-    with pytest.raises(ValueError, match='expected outputs "logits" or "probabilities"'):
+    with pytest.raises(ValueError, match="expected outputs of logits, probabilities"):
         FunctionRDE(nets, data_size=10, outputs="softmax")
     with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
         FunctionRDE(nets, data_size=10, prior="gp")
@@ -781,9 +781,7 @@ def test_inputs_to_repel_at_fit_the_network_or_are_a_clear_error():
             FunctionRDE(nets, data_size=12, repel_at=torch.tensor([[0.0, 0.0, 0.0, bad]]))
     narrow = FunctionRDE(nets, data_size=12, repel_at=torch.zeros(7, 3))
     for train in (lambda: narrow.backward(x, y), lambda: ds.fit(narrow, [(x, y)], epochs=1, progress=False)):
-        with pytest.raises(
-            ValueError, match=r"got shape \(7, 3\); pass rows like|that the network can take, got \(7, 3\)"
-        ):
+        with pytest.raises(ValueError, match=r"that the network can take, got \(7, 3\)"):
             train()
     FunctionRDE(nets[:1], data_size=12, repel_at=torch.zeros(7, 3)).backward(x, y)  # alone it repels nowhere
 
@@ -824,9 +822,9 @@ def test_a_layer_behind_the_head_is_a_clear_error():
 
 def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
-    with pytest.raises(ValueError, match="expected layer to be one of 0, 1, 2, got 'features'"):
+    with pytest.raises(ValueError, match="expected layer of 0, 1, 2, got 'features'"):
         FeatureRDE(nets, layer="features", head="2")
-    with pytest.raises(ValueError, match="expected head to be one of 0, 1, 2, got 'classifier'"):
+    with pytest.raises(ValueError, match="expected head of 0, 1, 2, got 'classifier'"):
         FeatureRDE(nets, layer="1", head="classifier")
     with pytest.raises(ValueError, match="expected a head with parameters to share, got '1' without"):
         FeatureRDE(nets, layer="0", head="1")
@@ -834,9 +832,7 @@ def test_bad_layers_and_heads_are_clear_errors():
         FeatureRDE(nets, layer="2", head="2")
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    with pytest.raises(
-        ValueError, match="expected encoders that start at different weights, got those of members 0 and 1"
-    ):
+    with pytest.raises(ValueError, match="expected encoders that start at different weights, got some equal"):
         FeatureRDE(same, layer="1", head="2")
 
     class Tied(nn.Module):

@@ -67,5 +67,5 @@ def test_refresh_leaves_the_members_alone(tmp_path):
 def test_drawing_before_the_first_snapshot_is_refused():
     with pytest.raises(ValueError, match="expected at least one snapshot of the weights, got none"):
         SnapshotEnsemble(tiny.mlp(), members=2).draw()
-    with pytest.raises(ValueError, match="expected at least one member, got 0"):
+    with pytest.raises(ValueError, match="expected members of at least 1, got 0"):
         SnapshotEnsemble(tiny.mlp(), members=0)

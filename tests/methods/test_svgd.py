@@ -288,7 +288,7 @@ def test_bad_input_is_a_clear_error():
         SVGD(nets, data_size=10, annealing="linear")
     with pytest.raises(ValueError, match="expected at least one module, got none"):
         SVGD([], data_size=10)
-    with pytest.raises(ValueError, match='expected space "weight" or "function", got \'feature\''):
+    with pytest.raises(ValueError, match="expected space of weight, function, got 'feature'"):
         SVGD(nets, data_size=10, space="feature")
     with pytest.raises(ValueError, match="expected data_size, got none"):
         SVGD(nets, data_size=None)

@@ -11,7 +11,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
-from dissensus.methods.kalman import kalman
+from dissensus.methods.parts.kalman import kalman
 
 # ---------------------------------------------------------------------------------------------------- gains
 
@@ -560,10 +560,10 @@ def test_a_loader_without_data_is_refused():
         ({"drift": "step"}, "expected drift of gradient, none, got 'step'"),
         ({"init": "zero"}, "expected init of current, he, got 'zero'"),
         ({"samples": 0}, "expected at least one sample, got 0"),
-        ({"features": 0}, "expected at least one random feature, got 0"),
-        ({"bandwidth": -1.0}, "expected a bandwidth of 0 or more, got -1.0"),
-        ({"state_noise": (-1e-4, 1e-4)}, "expected state_noise as two variances"),
-        ({"measurement_noise": (0.0, 10.0)}, "expected measurement_noise as two variances"),
+        ({"features": 0}, "expected features of at least 1, got 0"),
+        ({"bandwidth": -1.0}, "expected bandwidth of at least 0, got -1.0"),
+        ({"state_noise": (-1e-4, 1e-4)}, "expected state_noise of at least 0, got -0.0001"),
+        ({"measurement_noise": (0.0, 10.0)}, "expected measurement_noise above 0 and of at least 0, got 0.0"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(keywords, message):
@@ -572,7 +572,7 @@ def test_arguments_that_make_no_sense_are_refused(keywords, message):
 
 
 def test_one_number_for_two_noises_is_refused():
-    with pytest.raises(TypeError, match=r"expected state_noise as two variances, .* got float; pass two numbers"):
+    with pytest.raises(TypeError, match=r"expected state_noise as two variances, .* got 0.0001; pass two numbers"):
         TRADI(network(), state_noise=1e-4)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from dissensus.methods.trajectory import Count, Snapshots, constant_tail, cosine_cycles, spread
+from dissensus.methods.parts.trajectory import Count, Snapshots, constant_tail, cosine_cycles, evenly_spaced
 
 
 def test_a_count_is_saved_and_read_back():
@@ -23,7 +23,7 @@ def test_a_count_is_saved_and_read_back():
 
 @pytest.mark.parametrize(("steps", "wanted"), [(100, 10), (1000, 40), (97, 7), (8, 40), (1, 3), (3, 1), (4000, 40)])
 def test_snapshots_are_spread_over_the_last_quarter_and_end_with_the_run(steps, wanted):
-    first, every = spread(steps, wanted)
+    first, every = evenly_spaced(steps, wanted)
     times = range(first, steps, every)
     tail = max(1, steps - int(0.75 * steps))
     assert len(times) == min(wanted, tail)
@@ -76,7 +76,7 @@ def test_begin_fills_in_what_was_left_open():
     assert taken(snapshots, 40) == [30, 33, 36, 39]
 
 
-@pytest.mark.parametrize(("start", "every", "message"), [(-1, 1, "start of 0 or more"), (0, 0, "every of 1 or more")])
+@pytest.mark.parametrize(("start", "every", "message"), [(-1, 1, "start of at least 0"), (0, 0, "every of at least 1")])
 def test_times_that_are_none_are_refused(start, every, message):
     with pytest.raises(ValueError, match=message):
         Snapshots(start, every, wanted=3)

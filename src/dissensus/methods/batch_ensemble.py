@@ -9,17 +9,17 @@ last s (`form="talk"`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from torch import Tensor, nn
 
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, converted, watch_reads
+from dissensus.surgery.conversion import CONVERTIBLE, watch_reads
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import ends, follow
@@ -46,29 +46,23 @@ class BatchEnsemble(EmbeddedPosterior):
         *,
         members: int = 4,
         modulation: Modulation | None = None,
-        regime: Regime = "auto",
+        regime: RegimeName | float = "auto",
         form: Literal["wen", "talk"] = "wen",
         modulation_lr: float | None = None,
         layers: Sequence[str] | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_members(members)
+        whole("members", members)
         if not isinstance(modulation, Modulation):
-            given = "none" if modulation is None else repr(modulation)
-            raise (ValueError if modulation is None else TypeError)(
-                f"expected a modulation, got {given}; pass Modulation.sign(), which makes independent members, or "
+            raise TypeError(
+                f"expected a modulation, got {modulation!r}; pass Modulation.sign(), which makes independent members, or "
                 "Modulation.normal(1, 0.1), which keeps most of what a pretrained network knows"
             )
-        if form not in ("wen", "talk"):
-            raise ValueError(
-                f'expected form "wen" or "talk", got {form!r}; the talk\'s lacks the first r and the last s'
-            )
-        if modulation_lr is not None and not (isinstance(modulation_lr, Real) and modulation_lr >= 0):
-            raise ValueError(
-                f"expected a modulation_lr of at least 0, got {modulation_lr!r}; None takes the weights' rate"
-            )
-        gamma = checked_gamma(regime, members, lambda: modulation.collectivity)
+        one_of("form", form, ("wen", "talk"))
+        if modulation_lr is not None:
+            number("modulation_lr", modulation_lr, least=0, hint="None takes the weights' rate")
+        gamma = gamma_of(regime, members, modulation.collectivity)
         network, account = modulated_network(module, form=form, layers=layers)
         sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
         factors = {
@@ -76,11 +70,11 @@ class BatchEnsemble(EmbeddedPosterior):
             for name, one in sizes.items()
         }
         own = own_tensors(network, account)
-        particles = embed(network, factors, own, likelihood or Classification(), members)
+        particles = embed(network, factors, own, likelihood, members)
         super().__init__(particles, factors=list(factors), account=account, **prior)
         self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form
         self.modulation_lr = modulation_lr
-        self.layers = None if layers is None else tuple(layers)
+        self.layers = None if layers is None else list(layers)
 
     @property
     def remedy(self) -> str:
@@ -92,35 +86,18 @@ class BatchEnsemble(EmbeddedPosterior):
             f'and regime="independent"; {expect}'
         )
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "members": self.particles.members,
-            "modulation": self.modulation.config(),
-            "regime": self.regime,
-            "form": self.form,
-            "modulation_lr": self.modulation_lr,
-            "layers": None if self.layers is None else list(self.layers),
-            **self.prior_config(),
-        }
-
     @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> BatchEnsemble:
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         modulation = Modulation.from_config(config["modulation"])
-        return cls(network, likelihood=likelihood, **{**config, "modulation": modulation})
+        return super().skeleton(network, config | {"modulation": modulation}, likelihood)
 
 
 def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
 ) -> tuple[nn.Module, Account]:
     """(a copy of the module with neutral r and s, the account); in the talk's form without the first r and the last s."""
-    found: dict[str, nn.Module] = {}
-
-    def remember(name: str, layer: nn.Module) -> nn.Module:
-        found[name] = layer
-        return layer
-
-    network, account = converted(module, remember, layers=layers)
-    names = _layers(network, account)
+    network, found, account = convertible_copy(module, layers=layers)
+    names = _called_layers(network, account)
     followed = follow(network, names)
     first, last = ends(names, followed)
     for name, layer in found.items():
@@ -140,7 +117,7 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = _layers(network, account)
+    names = _called_layers(network, account)
     own = {id(tensors[name]) for name in {*norms, *statistics}}
     for last in ends(names, follow(network, names))[1]:
         bias = network.get_submodule(last).bias
@@ -150,7 +127,7 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
     return own
 
 
-def _layers(network: nn.Module, account: Account) -> list[str]:
+def _called_layers(network: nn.Module, account: Account) -> list[str]:
     """Linear and convolutional layers, cut or not, but for those that others read and do not call."""
     return [
         name

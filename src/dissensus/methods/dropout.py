@@ -13,17 +13,16 @@ from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
-from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
-from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.methods.parts.networks import Networks, NetworksPosterior
+from dissensus.numerics.checks import share, whole
 from dissensus.numerics.randomness import next_seed
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 
 
-class MCDropout(Posterior):
+class MCDropout(NetworksPosterior):
     """Functions of one network that differ by the units dropped; one mask per drawn function, the same for a whole batch.
 
     `rate=None` switches the network's own dropout modules on. A rate inserts dropout before every linear and
@@ -45,19 +44,11 @@ class MCDropout(Posterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("samples", samples)
-        if rate is not None:
-            check_number("rate", rate)
-        if rate is not None and not 0 < rate < 1:
-            raise ValueError(f"expected a dropout rate between 0 and 1, got {rate}; 0.1 is a usual one")
-        if samples < 1:
-            raise ValueError(f"expected at least one sample, got {samples}; 30 is a usual number")
-        particles = one_or_many(networks, likelihood)
-        super().__init__(particles, **prior)
-        self.rate = rate
-        self.samples = samples
+        super().__init__(networks, likelihood=likelihood, **prior)
+        self.rate = rate if rate is None else share("rate", rate, hint="0.1 is a usual one")
+        self.samples = whole("samples", samples)
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
-        self.sites = dropout_sites(particles.template.network, rate)
+        self.sites = dropout_sites(self.particles.template.network, rate)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.rate is None or not self.training:  # the network's own dropout modules do what they do
@@ -86,14 +77,6 @@ class MCDropout(Posterior):
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: masks of one function do not change them enough to re-estimate.
         self.seed.fill_(next_seed())
-
-    def config(self) -> dict[str, Any]:
-        return {**described(self.particles), "rate": self.rate, "samples": self.samples, **self.prior_config()}
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "MCDropout":
-        networks, settings = rebuilt(network, config, likelihood)
-        return cls(networks, likelihood=likelihood, **settings)
 
 
 class DroppedFunctions(DrawnFunctions):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
-from dissensus.surgery.conversion import converted, watch_reads
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
+from dissensus.numerics.checks import share, whole
+from dissensus.surgery.conversion import watch_reads
 from dissensus.surgery.modulated import features, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order, ends, follow
@@ -34,23 +34,14 @@ class DropoutEnsemble(EmbeddedPosterior):
         *,
         members: int = 4,
         keep: float = 0.9,
-        regime: Regime = "auto",
+        regime: RegimeName | float = "auto",
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_members(members)
-        if not (isinstance(keep, Real) and 0 < keep < 1):
-            raise ValueError(
-                f"expected keep between 0 and 1, got {keep!r}; it is the share of units kept, 0.9 is a usual one"
-            )
-        gamma = 1.0 if regime == "auto" else checked_gamma(regime, members, lambda: keep)
-        found: dict[str, nn.Module] = {}
-
-        def remember(name: str, layer: nn.Module) -> nn.Module:
-            found[name] = layer
-            return layer
-
-        network, account = converted(module, remember)
+        whole("members", members)
+        share("keep", keep, hint="it is the share of units kept, 0.9 is a usual one")
+        gamma = 1.0 if regime == "auto" else gamma_of(regime, members, keep)
+        network, found, account = convertible_copy(module)
         followed = follow(network, list(found))
         stems = ends(list(found), followed)[0]
         rest = [name for name in call_order(network, found) if name not in stems]
@@ -73,10 +64,9 @@ class DropoutEnsemble(EmbeddedPosterior):
             account.converted[name] = f"{what}{watch_reads(name, layer, followed)}"
         buffers = dict(network.named_buffers())
         own = {id(buffers[name]) for name in statistics_names(network)}
-        particles = embed(network, masks, own, likelihood or Classification(), members)
+        particles = embed(network, masks, own, likelihood, members)
         super().__init__(particles, factors=list(masks), account=account, **prior)
-        self.keep: float = keep
-        self.regime, self.gamma = regime, gamma
+        self.keep, self.regime, self.gamma = keep, regime, gamma
 
     @property
     def remedy(self) -> str:
@@ -84,11 +74,3 @@ class DropoutEnsemble(EmbeddedPosterior):
             "masks on shared weights always make a collective: a smaller keep makes members differ more, BatchEnsemble with "
             "Modulation.sign() makes independent ones"
         )
-
-    def config(self) -> dict[str, Any]:
-        settings = {"members": self.particles.members, "keep": self.keep, "regime": self.regime}
-        return {**settings, **self.prior_config()}
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> DropoutEnsemble:
-        return cls(network, likelihood=likelihood, **config)

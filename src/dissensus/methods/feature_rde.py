@@ -16,19 +16,16 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics.annealing import with_gradient_times
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
 from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
 from dissensus.numerics.tree import Tensors
 
-PRIORS = ("cauchy", "gaussian", "none")
 
-
-class FeatureRDE(RepulsivePosterior):
+class FeatureRDE(StackedPosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
     With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal
@@ -65,27 +62,15 @@ class FeatureRDE(RepulsivePosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("projection", projection)
-        check_number("prior_scale", prior_scale)
-        if projection < 1:
-            raise ValueError(f"expected a projection to at least one direction, got {projection}; 5 is the paper's")
-        if feature_prior not in PRIORS:
-            raise ValueError(f"expected feature_prior of {', '.join(PRIORS)}, got {feature_prior!r}; name one of them")
-        if not prior_scale > 0:
-            raise ValueError(f'expected a positive prior_scale, got {prior_scale}; feature_prior="none" leaves it out')
-        if order not in ("largest", "smallest"):
-            raise ValueError(f'expected order "largest" or "smallest", got {order!r}; name one of them')
-        if bandwidth not in ("median", "squared"):
-            raise ValueError(f'expected bandwidth "median" or "squared", got {bandwidth!r}; name one of them')
-        particles = share_head(stack_members(modules, likelihood), layer=layer, head=head)
-        super().__init__(particles, **prior)
-        self.layer = layer
-        self.head = head
-        self.projection = projection
-        self.feature_prior = feature_prior
-        self.prior_scale = prior_scale
-        self.order = order
-        self.bandwidth = bandwidth
+        super().__init__(modules, likelihood=likelihood, **prior)
+        share_head(self.particles, layer=layer, head=head)
+        self.layer, self.head = layer, head
+        self.projection = whole("projection", projection)
+        self.feature_prior = one_of("feature_prior", feature_prior, ("cauchy", "gaussian", "none"))
+        self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" leaves it out')
+        self.order = one_of("order", order, ("largest", "smallest"))
+        self.bandwidth = one_of("bandwidth", bandwidth, ("median", "squared"))
+        self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
@@ -187,29 +172,13 @@ class FeatureRDE(RepulsivePosterior):
             self._feature_shapes[key] = found
         return self._feature_shapes[key]
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "layer": self.layer,
-            "head": self.head,
-            "projection": self.projection,
-            "feature_prior": self.feature_prior,
-            "prior_scale": self.prior_scale,
-            "order": self.order,
-            "bandwidth": self.bandwidth,
-            "repulsion": self.strength.repulsion,
-            "batch_size": self.strength.batch_size,
-        }
 
-
-def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
-    """The members with the parameters of `head` shared, the first member's; its buffers stay each member's own."""
+def share_head(stacked: Particles, *, layer: str, head: str) -> None:
+    """Makes the first member's parameters of `head` those of all; its buffers stay each member's own."""
     network = stacked.template.network
     known = [name for name, _ in network.named_modules() if name]
     for what, name in (("layer", layer), ("head", head)):
-        if name not in known:
-            raise ValueError(
-                f"expected {what} to be one of {', '.join(known) or 'no submodules'}, got {name!r}; name a submodule"
-            )
+        one_of(what, name, known, hint="name a submodule")
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
         raise ValueError(f"expected a head with parameters to share, got '{head}' without; name the last linear layer")
@@ -230,12 +199,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> Particles:
             f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
             "train what comes before it"
         )
-    flat = torch.cat(encoders, dim=1)  # (M, P)
-    for i in range(len(flat)):
-        for j in range(i):
-            if torch.equal(flat[i], flat[j]):
-                raise ValueError(
-                    f"expected encoders that start at different weights, got those of members {j} and {i} equal; "
-                    "build each one afresh instead of copying one"
-                )
-    return stacked
+    if len(torch.unique(torch.cat(encoders, dim=1), dim=0)) < stacked.members:  # of (M, P)
+        raise ValueError(
+            "expected encoders that start at different weights, got some equal; build each one afresh instead of copying one"
+        )

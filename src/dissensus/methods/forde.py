@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import Gradient
-from dissensus.methods.input_gradients import InputGradientPosterior
-from dissensus.methods.networks import stack_members
-from dissensus.methods.strength import Repulsion, Strength
-from dissensus.numerics.checks import check_whole
+from dissensus.core.spaces import Gradient, input_dimension
+from dissensus.methods.parts.input_gradients import InputGradientPosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales
 
@@ -59,15 +58,11 @@ class FoRDE(InputGradientPosterior):
             raise TypeError(
                 f"expected Lengthscales, got {type(lengthscales).__name__}; make them with pca_lengthscales(inputs)"
             )
-        if bandwidth not in BANDWIDTHS:
-            raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
-        check_whole("every", every)
-        if every < 1:
-            raise ValueError(f"expected every of at least 1, got {every}; pass a whole number of steps")
-        super().__init__(stack_members(modules, likelihood), gradient=gradient, examples=examples, **prior)
-        self.bandwidth = bandwidth
+        super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
+        self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
-        self.every = every
+        self.every = whole("every", every)
         self.capturable = every == 1
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
         self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
@@ -98,28 +93,21 @@ class FoRDE(InputGradientPosterior):
         super().before_step(batch)
         self.strength.see(batch.size, training=self.training)
 
-    def check_dimension(self, dimension: int) -> None:
-        super().check_dimension(dimension)
-        if self.eigenvectors is not None and len(self.eigenvectors) != dimension:
+    def check_batch(self, batch: Batch) -> None:
+        super().check_batch(batch)
+        dimension = input_dimension(batch.x)
+        if self.particles.members > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
             raise ValueError(
                 f"expected lengthscales of {dimension} dimensions for these inputs, got {len(self.eigenvectors)}; "
                 "make them from inputs of the same shape: pca_lengthscales(inputs)"
             )
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "lengthscales": None if self.eigenvectors is None else list(self.eigenvectors.shape),
-            "bandwidth": self.bandwidth,
-            "gradient": self.gradient,
-            "repulsion": self.strength.repulsion,
-            "every": self.every,
-            "examples": self.examples,
-            "batch_size": self.strength.batch_size,
-        }
+    def config(self) -> dict[str, Any]:
+        shape = None if self.eigenvectors is None else list(self.eigenvectors.shape)
+        return super().config() | {"lengthscales": shape}
 
     @classmethod
-    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
-        if config["lengthscales"] is None:
-            return config
-        dimension, rank = config["lengthscales"]
-        return config | {"lengthscales": Lengthscales(torch.zeros(dimension, rank), torch.zeros(rank))}
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        if (shape := config["lengthscales"]) is not None:
+            config = config | {"lengthscales": Lengthscales(torch.zeros(shape), torch.zeros(shape[1]))}
+        return super().skeleton(network, config, likelihood)

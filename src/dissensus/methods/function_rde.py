@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,16 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.input_buffers import InputBuffers
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
-from dissensus.numerics.checks import check_number
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class FunctionRDE(RepulsivePosterior):
+class FunctionRDE(StackedPosterior):
     """Members that repel each other by their outputs, so that together they approach the posterior over functions.
 
     With F_i the outputs of member i on the batch,
@@ -62,33 +60,24 @@ class FunctionRDE(RepulsivePosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        scores.check_score(score)
-        if isinstance(repel_at, str) and repel_at not in ("batch", "noise"):
-            raise ValueError(
-                f'expected repel_at "batch", "noise" or inputs of your own, got {repel_at!r}; pass one of them'
-            )
-        points = None if isinstance(repel_at, str) else InputBuffers(repel_at)
-        check_number("noise", noise)
-        if not noise > 0:
-            raise ValueError(f"expected a positive noise, got {noise}; pass a standard deviation")
-        if outputs not in ("logits", "probabilities"):
-            raise ValueError(f'expected outputs "logits" or "probabilities", got {outputs!r}; name one of them')
-        if outputs == "probabilities" and not isinstance(likelihood or Classification(), Classification):
+        super().__init__(modules, likelihood=likelihood, **prior)
+        if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
             raise ValueError(
                 'expected outputs="logits" with this likelihood, got "probabilities"; only classes have them'
             )
-        particles = stack_members(modules, likelihood)
-        super().__init__(particles, **prior)
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior, got none; prior networks are drawn from it")
-        self.score = score
+        self.score = one_of("score", score, scores.MATRICES)
+        self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
-        self.repel_at = repel_at if isinstance(repel_at, str) else "inputs"
-        # Floating-point inputs as the network has its weights.
-        kind = next((parameter.dtype for parameter in particles.parameters() if parameter.is_floating_point()), None)
-        self.points = points if points is None else points.to(kind)
-        self.noise = noise
-        self.outputs = outputs
+        self.repel_at: str | InputBuffers
+        if isinstance(repel_at, str):
+            self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass inputs of your own")
+        else:  # floating-point inputs as the network has its weights
+            kind = next((weight.dtype for weight in self.parameters() if weight.is_floating_point()), None)
+            self.repel_at = InputBuffers(repel_at).to(kind)
+        self.noise = number("noise", noise, above=0, hint="pass a standard deviation")
+        self.outputs = one_of("outputs", outputs, ("logits", "probabilities"))
         self.functional_prior = functional_prior
         self.annealing = annealing_or_constant(annealing)
 
@@ -127,23 +116,12 @@ class FunctionRDE(RepulsivePosterior):
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
-        if self.coupled and self.points is not None:
-            self._check_points(self.points.inputs(), batch.x)
+        if self.coupled and isinstance(self.repel_at, InputBuffers):
+            self.output_shape(self.repel_at.inputs())  # raises where the network does not take them
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         self.strength.see(batch.size, training=self.training)
-
-    def _check_points(self, points: Inputs, x: Inputs) -> None:
-        """Raises where the network does not take the inputs to repel at. Run, since some take images of any size."""
-        try:
-            self.output_shape(points)
-        except (RuntimeError, TypeError) as error:
-            taken, given = (" and ".join(str(tuple(each.shape)) for each in batches.tensors(i)) for i in (x, points))
-            raise ValueError(
-                f"expected inputs to repel at that the network takes as it takes those of a batch, {taken}, got shape "
-                f"{given}; pass rows like the training inputs"
-            ) from error
 
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)
@@ -154,8 +132,8 @@ class FunctionRDE(RepulsivePosterior):
         return self._compared(outputs)
 
     def _elsewhere(self, x: Inputs) -> Inputs:
-        if self.points is not None:
-            return self.points.inputs()
+        if isinstance(self.repel_at, InputBuffers):
+            return self.repel_at.inputs()
 
         def noisy(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -171,20 +149,49 @@ class FunctionRDE(RepulsivePosterior):
         drawn = {name: prior.draw(name.removeprefix(PREFIX), params[name]) for name in names}
         return {name: tensor.detach() for name, tensor in params.items()} | drawn
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "score": self.score,
-            "repel_at": self.repel_at if self.points is None else self.points.config(),
-            "noise": self.noise,
-            "outputs": self.outputs,
-            "functional_prior": self.functional_prior,
-            "annealing": self.annealing.config(),
-            "repulsion": self.strength.repulsion,
-            "batch_size": self.strength.batch_size,
-        }
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        if not isinstance(where := config["repel_at"], str):
+            config = config | {"repel_at": InputBuffers.skeleton(where).inputs()}
+        return super().skeleton(network, config, likelihood)
+
+
+class InputBuffers(nn.Module):
+    """Copies of inputs, a tensor, a tuple or a dict of tensors, as buffers: they move and are saved with the posterior."""
+
+    def __init__(self, x: Inputs) -> None:
+        super().__init__()
+        self.form = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple | list) else "tensor"
+        self.names = list(x) if isinstance(x, Mapping) else []
+        values = list(x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else [x])
+        if not values or not all(isinstance(value, Tensor) for value in values):
+            wrong = next((value for value in values if not isinstance(value, Tensor)), x)
+            raise TypeError(
+                f"expected inputs as a tensor, tuple or dict of tensors, got {type(wrong).__name__}; pass tensors (n, ...)"
+            )
+        batches.check_finite(x, anywhere=True)
+        for i, value in enumerate(values):
+            if value.ndim == 0 or len(value) == 0:
+                raise ValueError(f"expected inputs (n, ...), got shape {tuple(value.shape)}; pass some rows")
+            self.register_buffer(str(i), value.detach().clone())
+
+    def inputs(self) -> Inputs:
+        """The inputs, as they were given."""
+        return _formed(self.form, self.names, list(self.buffers()))
+
+    def config(self) -> dict[str, Any]:
+        """Form, names, shapes and types, all JSON."""
+        kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in self.buffers()]
+        return {"form": self.form, "names": self.names, "tensors": kinds}
 
     @classmethod
-    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
-        where = config["repel_at"]
-        where = where if isinstance(where, str) else InputBuffers.skeleton(where).inputs()
-        return config | {"repel_at": where, "annealing": Annealing(**config["annealing"])}
+    def skeleton(cls, config: dict[str, Any]) -> Self:
+        """Inputs of this form, all zero, to be overwritten by those of a file."""
+        values = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in config["tensors"]]
+        return cls(_formed(config["form"], config["names"], values))
+
+
+def _formed(form: str, names: Sequence[str], values: list[Tensor]) -> Inputs:
+    if form == "dict":
+        return dict(zip(names, values, strict=True))
+    return tuple(values) if form == "tuple" else values[0]

@@ -22,12 +22,11 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.methods.curvature import STRUCTURES, Curvature, Gathered, Structure
-from dissensus.methods.gathering import gather
-from dissensus.methods.last_layer import LastLayer, last_layer
-from dissensus.methods.networks import Networks
-from dissensus.methods.sampling import SamplingPosterior, by_network
-from dissensus.methods.stored_draw import Families
+from dissensus.methods.parts.curvature import STRUCTURES, Curvature, Gathered, Structure
+from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.sampling import SamplingPosterior, by_network
+from dissensus.methods.parts.stored_draw import Families
 from dissensus.numerics.checks import is_finite
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors

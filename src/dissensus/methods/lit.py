@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient
-from dissensus.methods.input_gradients import InputGradientPosterior
-from dissensus.methods.networks import stack_members
-from dissensus.numerics.checks import check_number
+from dissensus.methods.parts.input_gradients import InputGradientPosterior
+from dissensus.numerics.checks import number
 from dissensus.numerics.kernels import directions, working
 
 
@@ -39,11 +38,8 @@ class LIT(InputGradientPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_number("strength", strength)
-        if not strength >= 0:
-            raise ValueError(f"expected a strength of at least 0, got {strength}; 0 is a deep ensemble")
-        super().__init__(stack_members(modules, likelihood), gradient=gradient, examples=examples, **prior)
-        self.strength = strength
+        super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        self.strength = number("strength", strength, least=0, hint="0 is a deep ensemble")
 
     def couple(self, z: Any) -> Any:
         """strength · ∂/∂g_i Σ_{j≠i} mean_b cos²(g_ib, g_jb): the penalty's own gradient, since it is symmetric."""
@@ -51,9 +47,6 @@ class LIT(InputGradientPosterior):
         weight = z["weight"][0] if "weight" in z else None  # (B,)
         force = self.strength * torch.func.grad(lambda gradients: squared_cosines(gradients, weight).sum())(g)
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
-
-    def settings(self) -> dict[str, Any]:
-        return {"strength": self.strength, "gradient": self.gradient, "examples": self.examples}
 
 
 def squared_cosines(gradients: Tensor, weight: Tensor | None = None) -> Tensor:

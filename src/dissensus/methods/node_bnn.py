@@ -19,18 +19,26 @@ from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import evaluation
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.networks import placeholders
-from dissensus.methods.node_checks import (
+from dissensus.methods.parts.networks import placeholders
+from dissensus.methods.parts.node_checks import (
     check_component,
     check_layers,
     warn_of_old_draw,
     warn_of_start,
 )
-from dissensus.methods.node_functions import NodeFunctions, collapsed
-from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
-from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, with_latents
-from dissensus.methods.node_posterior import LatentPosterior
-from dissensus.methods.node_settings import Bound, Divergence, check_settings
+from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
+from dissensus.methods.parts.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
+from dissensus.methods.parts.node_latents import (
+    Bound,
+    Complexity,
+    Divergence,
+    check_settings,
+    for_examples,
+    for_functions,
+    kept,
+    with_latents,
+)
+from dissensus.methods.parts.node_posterior import LatentPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree

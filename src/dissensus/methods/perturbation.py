@@ -6,9 +6,9 @@ import torch
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.methods.networks import Networks
-from dissensus.methods.sampling import SamplingPosterior, by_network
-from dissensus.numerics.checks import check_number
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.sampling import SamplingPosterior, by_network
+from dissensus.numerics.checks import number
 from dissensus.numerics.tree import Tensors
 
 
@@ -31,11 +31,8 @@ class GaussianPerturbation(SamplingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_number("noise", noise)
-        if not noise >= 0:
-            raise ValueError(f"expected noise of 0 or more, got {noise}; it is relative to each tensor's rms")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.noise = noise
+        self.noise = number("noise", noise, least=0, hint="it is relative to each tensor's rms")
 
     def sampled_names(self) -> list[str]:
         norms = norm_parameters(self.network)

@@ -12,18 +12,18 @@ from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.trajectory import cosine_cycles
-from dissensus.numerics.checks import check_whole
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles
+from dissensus.numerics.checks import whole
 from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class LastSnapshots(SnapshotRecorder):
     """The last `kept` snapshots themselves."""
 
-    def __init__(self, source: Callable[[], Weights], *, kept: int, start: int | None, every: int | None) -> None:
-        super().__init__(source, start=start, every=every, wanted=kept, tail=0.0)
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, kept: int) -> None:
+        super().__init__(source, snapshots)
         self.kept = kept
         self.recorded = TensorTree()
         for name, rows in self.weights.rows().items():
@@ -61,11 +61,9 @@ class SnapshotEnsemble(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("members", members)
-        if members < 1:
-            raise ValueError(f"expected at least one member, got {members}; 5 is a usual number")
-        super().__init__(networks, samples=members, likelihood=likelihood, **prior)
-        self.recorder = LastSnapshots(self.recorded, kept=members, start=start, every=every)
+        super().__init__(networks, samples=whole("members", members), likelihood=likelihood, **prior)
+        snapshots = Snapshots(start, every, wanted=members, tail=0.0)
+        self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
 
     def recorded(self) -> Weights:
         """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
@@ -81,4 +79,4 @@ class SnapshotEnsemble(RecordingPosterior):
 
     def config(self) -> dict[str, Any]:
         shared = {key: value for key, value in super().config().items() if key not in ("samples", "stored")}
-        return {"members": self.samples, **shared, **self.recorder.given()}
+        return {"members": self.samples, **shared, **self.recorder.snapshots.given}

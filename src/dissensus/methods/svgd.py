@@ -14,15 +14,15 @@ from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
+from dissensus.methods.parts.stacked import StackedPosterior
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class SVGD(RepulsivePosterior):
+class SVGD(StackedPosterior):
     """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope.
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
@@ -45,11 +45,8 @@ class SVGD(RepulsivePosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        if space not in ("weight", "function"):
-            raise ValueError(f'expected space "weight" or "function", got {space!r}; name one of them')
-        particles = stack_members(modules, likelihood)
-        super().__init__(particles, **prior)
-        self.space = space
+        super().__init__(modules, likelihood=likelihood, **prior)
+        self.space = one_of("space", space, ("weight", "function"))
         if self.acts is not None:
             self.acts = "mix" if space == "weight" else "couple"
         self.annealing = annealing_or_constant(annealing)
@@ -99,10 +96,3 @@ class SVGD(RepulsivePosterior):
         repulsion = scores.apply(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
         v = {"outputs": scores.apply(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v
-
-    def settings(self) -> dict[str, Any]:
-        return {"space": self.space, "annealing": self.annealing.config()}
-
-    @classmethod
-    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return config | {"annealing": Annealing(**config["annealing"])}

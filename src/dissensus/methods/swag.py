@@ -15,9 +15,10 @@ from torch import Tensor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.trajectory import Snapshots
+from dissensus.numerics.checks import number, whole
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
 
@@ -27,8 +28,8 @@ class MeanRecorder(SnapshotRecorder):
 
     mean_vector: Tensor
 
-    def __init__(self, source: Callable[[], Weights], *, start: int | None, every: int | None, wanted: int) -> None:
-        super().__init__(source, start=start, every=every, wanted=wanted)
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
+        super().__init__(source, snapshots)
         self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
 
     def record(self, number: int) -> None:
@@ -57,10 +58,8 @@ class GaussianRecorder(MeanRecorder):
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(
-        self, source: Callable[[], Weights], *, rank: int, scale: float, start: int | None, every: int | None
-    ) -> None:
-        super().__init__(source, start=start, every=every, wanted=2 * rank)
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, scale: float) -> None:
+        super().__init__(source, snapshots)
         self.scale = scale
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
@@ -119,14 +118,11 @@ class SWAG(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("rank", rank)
-        check_number("scale", scale)
-        if rank < 1:
-            raise ValueError(f"expected a rank of 1 or more, got {rank}; 20 is a usual number")
-        if not scale >= 0:
-            raise ValueError(f"expected a scale of 0 or more, got {scale}; 0.5 is the paper's, 0 leaves the mean alone")
+        whole("rank", rank)
+        number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.recorder = GaussianRecorder(self.recorded, rank=rank, scale=scale, start=start, every=every)
+        snapshots = Snapshots(start, every, wanted=2 * rank)
+        self.recorder = GaussianRecorder(self.recorded, snapshots, rank=rank, scale=scale)
 
     @property
     def mean(self) -> Tensors:
@@ -140,7 +136,7 @@ class SWAG(RecordingPosterior):
 
     def config(self) -> dict[str, Any]:
         rank, scale = len(self.recorder.deviations), self.recorder.scale
-        return {**super().config(), **self.recorder.given(), "rank": rank, "scale": scale}
+        return {**super().config(), **self.recorder.snapshots.given, "rank": rank, "scale": scale}
 
 
 class SWA(RecordingPosterior):
@@ -163,7 +159,7 @@ class SWA(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=1, likelihood=likelihood, **prior)
-        self.recorder = MeanRecorder(self.recorded, start=start, every=every, wanted=40)
+        self.recorder = MeanRecorder(self.recorded, Snapshots(start, every, wanted=40))
 
     @property
     def mean(self) -> Tensors:
@@ -171,4 +167,4 @@ class SWA(RecordingPosterior):
         return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
 
     def config(self) -> dict[str, Any]:
-        return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.given()}
+        return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.snapshots.given}

@@ -11,7 +11,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
-from dissensus.methods.networks import Networks
+from dissensus.methods.parts.networks import Networks
 
 
 def track(
@@ -32,8 +32,6 @@ def track(
         fit(run, loader, epochs=10)
         tradi, swag = run.watchers
     """
-    if not methods:
-        raise ValueError("expected at least one method to watch the run, got none; pass for example [TRADI, SWAG]")
     if odd := [each for each in methods if not callable(each)]:
         raise TypeError(
             f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"

@@ -4,21 +4,31 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 """
 
 import logging
-from typing import Any, Unpack
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Unpack, get_args
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
+from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
-from dissensus.methods.kalman import Drift, WeightFilters
-from dissensus.methods.kalman_recorder import Correlation, Covariance, Init, KalmanRecorder
-from dissensus.methods.networks import Networks
-from dissensus.methods.recording import RecordingPosterior
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.methods.parts.kalman import Drift, WeightFilters
+from dissensus.methods.parts.networks import Networks
+from dissensus.methods.parts.recording import RecordingPosterior
+from dissensus.methods.parts.sampling import by_network
+from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
+
+Covariance = Literal["shared", "diagonal", "released"]
+Correlation = Literal["tensor", "layer"]
+Init = Literal["current", "he"]
 
 
 class TRADI(RecordingPosterior):
@@ -38,7 +48,7 @@ class TRADI(RecordingPosterior):
     # With the rate the variance would die, too. Of the tails that were tried on held-out rows of digits and MNIST this one
     # loses least in NLL over all of them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
     floor = 0.1
-    recorder: KalmanRecorder
+    recorder: "KalmanRecorder"
     untrained = (*RecordingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
 
     def __init__(
@@ -57,35 +67,23 @@ class TRADI(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        _check_choice("covariance", covariance, ("shared", "diagonal", "released"))
-        _check_choice("correlation", correlation, ("tensor", "layer"))
-        _check_choice("drift", drift, ("gradient", "none"))
-        _check_choice("init", init, ("current", "he"))
-        _check_variances("state_noise", state_noise, zero=True)
-        _check_variances("measurement_noise", measurement_noise, zero=False)
-        check_whole("features", features)
-        check_number("bandwidth", bandwidth)
-        if features < 1:
-            raise ValueError(f"expected at least one random feature, got {features}; 10 is the paper's number")
-        if not bandwidth >= 0:
-            raise ValueError(f"expected a bandwidth of 0 or more, got {bandwidth}; 1 is the paper's")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        self.settings: dict[str, Any] = {
+            "covariance": one_of("covariance", covariance, get_args(Covariance)),
+            "correlation": one_of("correlation", correlation, get_args(Correlation)),
+            "state_noise": _filter_noise("state_noise", state_noise),
+            "measurement_noise": _filter_noise("measurement_noise", measurement_noise, above=0),
+            "drift": one_of("drift", drift, get_args(Drift)),
+            "init": one_of("init", init, get_args(Init)),
+            "features": whole("features", features),
+            "bandwidth": number("bandwidth", bandwidth, least=0),
+        }
         self._norms = norm_parameters(self.network)
         if not self.recorded().stored:
             raise ValueError(
                 "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
             )
-        self.recorder = KalmanRecorder(
-            self.recorded,
-            covariance=covariance,
-            correlation=correlation,
-            state_noise=(float(state_noise[0]), float(state_noise[1])),
-            measurement_noise=(float(measurement_noise[0]), float(measurement_noise[1])),
-            drift=drift,
-            init=init,
-            features=features,
-            bandwidth=bandwidth,
-        )
+        self.recorder = KalmanRecorder(self.recorded, **self.settings)
 
     def recorded(self) -> Weights:
         """Trained parameters but those of normalisation layers."""
@@ -118,32 +116,125 @@ class TRADI(RecordingPosterior):
         return super().sample(samples, generator)
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "covariance": self.recorder.covariance,
-            "correlation": self.recorder.correlation,
-            "state_noise": list(self.filters.state_noise),
-            "measurement_noise": list(self.filters.measurement_noise),
-            "drift": self.filters.drift,
-            "init": self.recorder.init,
-            "features": self.recorder.features,
-            "bandwidth": self.recorder.bandwidth,
-        }
+        return {**super().config(), **self.settings}
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"expected {name} of {', '.join(choices)}, got {value!r}; pass one of them")
+class KalmanRecorder(Recorder):
+    """Mean μ and variance s of every weight by Kalman filters, elementwise, and samples around μ network by network."""
+
+    def __init__(
+        self,
+        source: Callable[[], Weights],
+        *,
+        covariance: Covariance,
+        correlation: Correlation,
+        init: Init,
+        features: int,
+        bandwidth: float,
+        **filters: Any,
+    ) -> None:
+        super().__init__(source)
+        self.covariance = covariance
+        self.correlation = correlation
+        self.init = init
+        self.features = features
+        self.bandwidth = bandwidth
+        self.filters = WeightFilters(self.weights.stored, **filters)
+        self._start()
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        self._start_here()
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        self._start_here()
+
+    def _start_here(self) -> None:
+        if not self.ready:  # weights may have been loaded into the network since this was built
+            self._start()
+
+    def _start(self) -> None:
+        stored = self.weights.stored
+        if self.init == "current":
+            # Not the paper's start, mean 0 and variance 2/fan_in: the filters take about a thousand steps to forget it.
+            self.filters.start(stored, dict.fromkeys(stored, 0.0))
+        else:
+            zeros = {name: torch.zeros_like(weight) for name, weight in stored.items()}
+            self.filters.start(zeros, {name: 2 / fan for name, fan in fan_in(self.weights.one()).items()})
+
+    def observe(self, optimizer: Optimizer) -> None:
+        self.filters.step(optimizer)
+
+    @property
+    def ready(self) -> bool:
+        return int(self.filters.observed) > 0
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        if not self.ready:
+            raise ValueError(
+                "expected observed steps to sample from, got none; train with fit, or call observe(optimizer) after "
+                "optimizer.step()"
+            )
+        means, variances = self.weights.lifted(self.filters.mean), self.weights.lifted(self.filters.variance)
+        rows = self.weights.rows()
+
+        def around(m: int) -> Tensors:
+            drawn = {}
+            for names in self._correlated():
+                flat = torch.cat([rows[name][m].flatten() for name in names])
+                noise = torch.stack([self._noise(flat, generator) for _ in range(samples)])  # (S, K)
+                parts = torch.split(noise, [rows[name][m].numel() for name in names], dim=1)
+                for name, part in zip(names, parts, strict=True):
+                    deviation = part.view(samples, *rows[name].shape[1:]) * variances[name][m].sqrt()
+                    drawn[name] = (means[name][m] + deviation).to(rows[name].dtype)
+            return drawn
+
+        return by_network(around, self.weights.members)
+
+    def _correlated(self) -> list[list[str]]:
+        """Names of the tensors whose weights are correlated with each other, group by group."""
+        groups: dict[str, list[str]] = {}
+        for name in self.weights.stored:
+            groups.setdefault(name if self.correlation == "tensor" else layer_of(name), []).append(name)
+        return list(groups.values())
+
+    def _noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
+        """(K,) noise of variance 1 with the correlations of these K weights."""
+        like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
+        if self.covariance == "diagonal":
+            return torch.randn(len(weights), **like)
+        # √(2/D) Σ_d cos(w Ω_d + φ_d) m_d with Ω ~ N(0, bandwidth²), φ ~ U[0, 2π), m ~ N(0, 1): over all three its
+        # covariance is exp(−bandwidth² (w_k − w_l)² / 2) where φ is shared by the weights, else the identity.
+        frequencies = self.bandwidth * torch.randn(self.features, **like)
+        rows = len(weights) if self.covariance == "released" else 1
+        phases = 2 * torch.pi * torch.rand(rows, self.features, **like)
+        m = torch.randn(self.features, **like)
+        features = torch.cos(weights.to(like["dtype"])[:, None] * frequencies + phases)  # (K, D)
+        noise: Tensor = (2 / self.features) ** 0.5 * (features @ m)
+        return noise
 
 
-def _check_variances(name: str, pair: tuple[float, float], *, zero: bool) -> None:
-    if not isinstance(pair, tuple | list):
+def layer_of(name: str) -> str:
+    """Name of the layer that a parameter is of; what torch's parametrizations hold apart is one layer again."""
+    layer, found, _ = f".{name}".partition(".parametrizations.")
+    return layer if found else layer.rpartition(".")[0]
+
+
+def fan_in(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Name of a parameter -> number of inputs of its layer; a bias has its layer's."""
+    layers: dict[str, list[int]] = {}
+    for name, parameter in parameters.items():
+        if parameter.ndim > 1:
+            layers.setdefault(name.rpartition(".")[0], []).append(parameter[0].numel())
+    return {
+        name: p[0].numel() if p.ndim > 1 else layers.get(name.rpartition(".")[0], [p.numel()])[0]
+        for name, p in parameters.items()
+    }
+
+
+def _filter_noise(name: str, pair: tuple[float, float], *, above: float = -math.inf) -> list[float]:
+    """The variances of the mean's and the variance's filter."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
-            f"expected {name} as two variances, of the mean's and the variance's filter, got {type(pair).__name__}; pass "
-            "two numbers"
+            f"expected {name} as two variances, of the mean's and the variance's filter, got {pair!r}; pass two numbers"
         )
-    if len(pair) != 2 or not all(value > 0 or (zero and value == 0) for value in pair):
-        raise ValueError(
-            f"expected {name} as two variances, of the mean's and the variance's filter, got {pair}; pass two numbers "
-            f"{'of 0 or more' if zero else 'above 0'}"
-        )
+    return [float(number(name, value, above=above, least=0)) for value in pair]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
@@ -11,16 +11,16 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import weights
-from dissensus.methods.networks import stack_members
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.methods.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class WeightRDE(RepulsivePosterior):
+class WeightRDE(StackedPosterior):
     """Members that repel each other in weight space, so that together they approach the posterior over weights.
 
     The Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:
@@ -46,10 +46,9 @@ class WeightRDE(RepulsivePosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        scores.check_score(score)
-        particles = stack_members(modules, likelihood)
-        super().__init__(particles, **prior)
-        self.score = score
+        one_of("score", score, scores.MATRICES)
+        super().__init__(modules, likelihood=likelihood, **prior)
+        self.score, self.repulsion, self.batch_size = score, repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
@@ -67,15 +66,3 @@ class WeightRDE(RepulsivePosterior):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         self.strength.see(batch.size, training=self.training)
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "score": self.score,
-            "annealing": self.annealing.config(),
-            "repulsion": self.strength.repulsion,
-            "batch_size": self.strength.batch_size,
-        }
-
-    @classmethod
-    def keywords(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return config | {"annealing": Annealing(**config["annealing"])}

@@ -156,7 +156,7 @@ def check_counts(arguments: Mapping[str, Any], shapes: Shapes, *, foreign: bool 
     points = arguments.get("repel_at")
     described = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points, dict) and "tensors" in points:
-        described |= {f"points.{i}": each[0] for i, each in enumerate(points["tensors"])}
+        described |= {f"repel_at.{i}": each[0] for i, each in enumerate(points["tensors"])}
     for name, said in described.items():
         if said is not None and said != list(shapes.get(name, ())):
             raise ValueError(f"expected {name} of shape {said}, got {shapes.get(name)} in the file; {SAVE_AGAIN}")

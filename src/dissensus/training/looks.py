@@ -5,8 +5,8 @@ from typing import Any
 
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.posterior import Posterior, evaluation
-from dissensus.methods.recording import RecordingPosterior
-from dissensus.methods.trajectory import spread
+from dissensus.methods.parts.recording import RecordingPosterior
+from dissensus.methods.parts.trajectory import evenly_spaced
 
 LOOKS = 10  # at most, at what would be sampled: a look costs a draw
 
@@ -16,7 +16,7 @@ def looks(posterior: Posterior, epoch: int, epochs: int) -> bool:
 
     Where functions are drawn for it, at most ten epochs of the last quarter, evenly spaced, the last one among them.
     """
-    first, every = spread(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
+    first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
     return posterior.ready and epoch >= first and (epoch - first) % every == 0
 
 

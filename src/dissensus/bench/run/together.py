@@ -32,9 +32,9 @@ from dissensus.bench.task.variants import base_name
 from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.methods import MAP, METHODS, MCDropout, track
-from dissensus.methods.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.sampling import SamplingPosterior
-from dissensus.methods.trajectory import TAIL
+from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.sampling import SamplingPosterior
+from dissensus.methods.parts.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
@@ -100,9 +100,9 @@ class Watched:
         chosen = []
         for i, watcher in enumerate(self.watchers):
             recorders = [each for each in watcher.recorders if isinstance(each, SnapshotRecorder)]
-            spread = [each for each in recorders if each.snapshots.given[0] is None]
+            spread = [each for each in recorders if each.snapshots.given["start"] is None]
             for recorder in spread:
-                recorder.tail = 0.0
+                recorder.snapshots.tail = 0.0
             mine = self.leader[i] == i and not (spread and tail is None)
             if mine and tail in (None, _tail(type(watcher))):
                 chosen.append(watcher)

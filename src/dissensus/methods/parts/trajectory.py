@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 
 TAIL = 0.75  # recording starts after this share of a run, where the trajectory has settled
 
@@ -44,24 +44,21 @@ class Count(nn.Module):
 class Snapshots(nn.Module):
     """When the trajectory is recorded: after the observe calls start, start + every, …, counted from 0.
 
-    Where one of the two is None, `begin` spreads `wanted` snapshots over the last quarter of the run, the last one on its
-    last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every step. What was
-    laid out is saved with the state: a run that goes on later goes on with it.
+    Where one of the two is None, `begin` spreads `wanted` snapshots over what follows the share `tail` of the run, the last
+    one on its last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every
+    step. What was laid out is saved with the state: a run that goes on later goes on with it.
     """
 
     plan: Tensor
 
-    def __init__(self, start: int | None, every: int | None, wanted: int) -> None:
+    def __init__(self, start: int | None, every: int | None, wanted: int, *, tail: float = TAIL) -> None:
         super().__init__()
-        for keyword, value in (("start", start), ("every", every)):
-            if value is not None:
-                check_whole(keyword, value)
-        if start is not None and start < 0:
-            raise ValueError(f"expected start of 0 or more, got {start}; it counts observe calls from 0")
-        if every is not None and every < 1:
-            raise ValueError(f"expected every of 1 or more, got {every}; it counts observe calls between snapshots")
-        self.given = (start, every)
-        self.wanted = wanted
+        if start is not None:
+            whole("start", start, least=0, hint="it counts observe calls from 0")
+        if every is not None:
+            whole("every", every, hint="it counts observe calls between snapshots")
+        self.given = {"start": start, "every": every}
+        self.wanted, self.tail = wanted, tail
         self.observed = Count()
         self.taken = Count()
         # start, every, and the run they were laid out for: the observe call it began at and its steps, 0 for none
@@ -77,21 +74,21 @@ class Snapshots(nn.Module):
     def every(self) -> int:
         return self._planned()[1]
 
-    def begin(self, steps: int, *, tail: float = TAIL, done: int = 0) -> None:
-        """Lays the snapshots out over what follows the share `tail` of a run of this many steps, `done` of them behind.
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        """Lays the snapshots out over the tail of a run of this many steps, `done` of them behind.
 
         Where more is behind than that share, they are spread over what is left. Told of the same run again, as it is when
         the run is resumed, it changes nothing.
         """
-        start, every = self.given
+        start, every = self.given.values()
         began, before = int(self.observed) - done, self._planned()[2:]
         self._waiting = False
         if [began, steps] == before or 0 < steps <= done:
             return
         late = done > 0  # what is behind cannot be recorded any more
         if start is None:
-            behind = max(math.floor(tail * steps), done if late else 0)
-            first, between = spread(steps, self.wanted, behind=behind)
+            behind = max(math.floor(self.tail * steps), done if late else 0)
+            first, between = evenly_spaced(steps, self.wanted, behind=behind)
             start, every = began + (first if every is None else behind), every or between
             forget = True
         else:
@@ -104,7 +101,7 @@ class Snapshots(nn.Module):
 
     def wait(self) -> None:
         """Records nothing before `begin` where that depends on the length of the run."""
-        self._waiting = None in self.given
+        self._waiting = None in self.given.values()
 
     @property
     def upcoming(self) -> bool:
@@ -134,12 +131,12 @@ class Snapshots(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
 
-def spread(steps: int, wanted: int, *, tail: float = TAIL, behind: int | None = None) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps, evenly spaced after the share `tail` of a run, ending with its last step.
+def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
+    """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind`, ending with its last step.
 
-    `behind`: the number of steps to leave out instead.
+    `behind` None: what is before the tail.
     """
-    length = max(1, steps - (math.floor(tail * steps) if behind is None else behind))
+    length = max(1, steps - (math.floor(TAIL * steps) if behind is None else behind))
     count = min(wanted, length)
     every = length // count
     return steps - 1 - every * (count - 1), every

@@ -12,7 +12,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.core.statistics import statistics_layers
-from dissensus.methods.node_inputs import repeated_inputs
+from dissensus.methods.parts.node_inputs import repeated_inputs
 from dissensus.numerics.randomness import same_random_state
 from dissensus.surgery.nodes import Noded, Site, by_layer, standing, watched, written_into
 

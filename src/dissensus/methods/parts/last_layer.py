@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.likelihood import Likelihood, Regression, spread
+from dissensus.methods.parts.curvature import Gathered
+from dissensus.numerics.checks import one_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -60,10 +63,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
     """The layer of that name, or the last linear one that is called with x; an error where outputs are not its own."""
     layers = dict(network.named_modules())
     if name is not None and name not in layers:
-        raise ValueError(
-            f"expected the name of a layer, got {name!r}; those of this network's linear layers are "
-            f"{', '.join(each for each in layers if _linear(layers[each])) or 'none'}"
-        )
+        one_of("layer", name, [each for each in layers if _is_linear(layers[each])])
     called: list[str] = []
 
     def note(each: str) -> None:
@@ -80,24 +80,11 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
     finally:
         for handle in handles:
             handle.remove()
-    if not called:
-        what = "no layer with weights" if name is None else f"'{name}' never"
+    found = called[-1] if called else name or ""
+    if fault := _fault(network, found, called):
         raise ValueError(
-            f"expected a network that ends in a linear layer, got one that calls {what}; let it call one as a module, last, or "
-            "name the one that makes the outputs with layer="
+            f"expected a last layer in whose weights outputs are linear, got {fault}, or name another with layer="
         )
-    found = called[-1]
-    if not _linear(layers[found]):
-        raise ValueError(
-            f"expected an nn.Linear or a 1×1 convolution as the last layer, got '{found}', a {layers[found]}; put a linear "
-            "layer last, or name one with layer="
-        )
-    if called.count(found) > 1:
-        raise ValueError(
-            f"expected a last layer that is called once, got '{found}' called {called.count(found)} times; outputs are then "
-            "not linear in its weights: give the network a last layer of its own"
-        )
-    _check_weights(network, found, layers[found])
     under = f"{found}." if found else ""
     own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
     return LastLayer(found, layers[found], own)
@@ -119,6 +106,40 @@ def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
         handle.remove()
 
 
+def gather(gathered: Gathered, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
+    """Adds what one batch has to say of one network."""
+    x, y, weight = batch
+    with watching(last) as seen, batches.unchanged(x):
+        outputs = batches.call(network, x)
+    if len(seen) != 1:  # the layer was found with the first batch
+        raise ValueError(
+            f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
+            "outputs are then not linear in its weights: give the network one last layer"
+        )
+    features, made = seen[0]
+    if not bool(outputs.isfinite().all()):
+        raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
+    check_outputs(last, made, outputs)
+    if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
+        raise ValueError(
+            f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, whose axis 1 is not the "
+            "layer's; let a 1×1 convolution make outputs at positions"
+        )
+    counted = likelihood.counted(y)
+    log_prob = likelihood.log_prob(outputs.double(), y)
+    w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
+    if counted is not None:
+        w = w * counted
+    gathered.log_likelihood += (w * log_prob).sum()
+    positions = made.select(last.channels, 0)  # (B, ...)
+    w = w.reshape(*w.shape, *[1] * (positions.ndim - w.ndim)).expand_as(positions)
+    a, u = likelihood.curvature(outputs.double(), y)
+    more = a.shape[outputs.ndim :]  # (C,) of whole Hessians, () of diagonals
+    hessian = last.rows(a.reshape(*made.shape, *more)).reshape(positions.numel(), *more, -1)
+    outer = None if u is None else last.rows(u.reshape(made.shape))
+    gathered.add(last.inputs(features), hessian, outer, w.reshape(-1).double())
+
+
 def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
     """Raises where the network's outputs are not what the layer made, an axis of length one left out or not."""
     same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
@@ -134,7 +155,7 @@ def _weighing(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
 
 
-def _linear(layer: nn.Module) -> bool:
+def _is_linear(layer: nn.Module) -> bool:
     kind: type[nn.Module]
     for kind in (nn.Linear, *CONVOLUTIONS):
         if isinstance(layer, kind):
@@ -149,16 +170,19 @@ def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
     return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
 
 
-def _check_weights(network: nn.Module, name: str, layer: nn.Module) -> None:
-    """Raises where the layer's weights are computed from others, or also somebody else's."""
+def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:
+    """What is wrong with this layer as the last one, and what to do about it."""
+    layer, times = network.get_submodule(name), called.count(name)
+    if times == 0:
+        return f"{f'{name!r} never' if name else 'no layer with weights'} called; call a linear layer as a module, last"
+    if not _is_linear(layer):
+        return f"'{name}', a {layer}; put an nn.Linear or a 1×1 convolution last"
+    if times > 1:
+        return f"'{name}' called {times} times; give the network a last layer of its own"
     if [key for key, _ in layer.named_parameters(recurse=False)] not in (["weight"], ["weight", "bias"]):
-        raise ValueError(
-            f"expected plain weights in the last layer '{name}', got parametrised ones; remove the parametrisation first"
-        )
+        return f"'{name}' with parametrised weights; remove the parametrisation first"
     mine = {id(parameter) for parameter in layer.parameters(recurse=False)}
     for other, parameter in network.named_parameters(remove_duplicate=False):
         if id(parameter) in mine and other.rpartition(".")[0] != name:
-            raise ValueError(
-                f"expected a last layer with weights of its own, got '{name}' tied to {other}; outputs are then not linear in "
-                "them: untie them"
-            )
+            return f"'{name}' tied to {other}; untie them"
+    return None

@@ -8,29 +8,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn, optim
 
 from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.member import Member, check_likelihood, emptied
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.splitting import tensors_of
+from dissensus.methods.parts.networks import own_settings
 from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import folded, plain
+from dissensus.surgery.conversion import converted, folded, plain
 from dissensus.surgery.reads import noting_reads
 
 log = logging.getLogger("dissensus")
 
-Regime = Literal["auto", "independent", "collective"] | float
-REGIMES = ("auto", "independent", "collective")
+RegimeName = Literal["auto", "independent", "collective"]
 # Optimisers, by the name of a class or of one that it derives from, that divide by the gradient's own size or take its sign.
 # fmt: off
 SCALE_FREE = frozenset((
@@ -46,7 +47,7 @@ class EmbeddedPosterior(Posterior):
 
     account: Account
     gamma: float
-    regime: Regime
+    regime: RegimeName | float
     modulation_lr: float | None = None
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
@@ -107,14 +108,38 @@ class EmbeddedPosterior(Posterior):
     def given(self) -> nn.Module:
         return plain(self.particles.member(0))
 
+    def config(self) -> dict[str, Any]:
+        return {"members": self.particles.members, **own_settings(self), **self.prior_config()}
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        constructor: Any = cls  # which takes the network itself, as this class's does not
+        built: Self = constructor(network, likelihood=likelihood, **config)
+        return built
+
+
+def convertible_copy(
+    module: nn.Module, *, layers: Sequence[str] | None = None
+) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+    """(a copy of the module, the layers of the copy that may be cut, by name, its account)."""
+    found: dict[str, nn.Module] = {}
+
+    def remember(name: str, layer: nn.Module) -> nn.Module:
+        found[name] = layer
+        return layer
+
+    network, account = converted(module, remember, layers=layers)
+    return network, found, account
+
 
 def embed(
-    network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood, members: int
+    network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood | None, members: int
 ) -> Particles:
     """M members of a cut network: `factors`, rows (M, n) by name, and the tensors with these ids are own, the rest shared.
 
     Built from one network, not from M copies: of shared tensors there is never more than one.
     """
+    likelihood = likelihood or Classification()
     check_likelihood(likelihood)
     member = Member(network, likelihood)
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
@@ -132,7 +157,7 @@ def embed(
     return particles.train(particles.training)
 
 
-def checked_gamma(regime: Regime, members: int, collectivity: Callable[[], float]) -> float:
+def gamma_of(regime: RegimeName | float, members: int, collectivity: float) -> float:
     """γ of a regime: M, 1, the number, or for "auto" what the collectivity ρ of the modulations asks for.
 
     In the wide limit the members' mean learns with a kernel of at most 1 + (M − 1)ρ times the one of their differences (the
@@ -140,21 +165,9 @@ def checked_gamma(regime: Regime, members: int, collectivity: Callable[[], float
     rate down by that factor, and γ = 1 trains the common mode as one network trains. That is the transition at
     ρ ~ 1/M.
     """
-    if isinstance(regime, bool) or not isinstance(regime, int | float | str):
-        raise TypeError(f"expected a regime as a word or a number, got {regime!r}; pass one of {', '.join(REGIMES)}")
-    if isinstance(regime, str):
-        if regime not in REGIMES:
-            raise ValueError(f"expected a regime of {', '.join(REGIMES)} or a number, got {regime!r}; name one of them")
-        if regime == "auto":
-            return float(members) if (members - 1) * collectivity() <= 1 else 1.0
-        return float(members) if regime == "independent" else 1.0
-    if not 0 < regime < float("inf"):
-        raise ValueError(f"expected a positive number as regime, got {regime}; it is γ: M is independent, 1 collective")
-    return float(regime)
-
-
-def check_members(members: int) -> None:
-    if isinstance(members, bool) or not isinstance(members, int):
-        raise TypeError(f"expected a number of members, got {members!r}; 4 is a usual one")
-    if members < 1:
-        raise ValueError(f"expected at least one member, got {members}; 4 is a usual number")
+    if not isinstance(regime, str):
+        return float(number("regime", regime, above=0, hint="it is γ: M is independent, 1 collective"))
+    one_of("regime", regime, get_args(RegimeName), hint="name one of them, or pass γ as a number")
+    if regime == "auto":
+        return float(members) if (members - 1) * collectivity <= 1 else 1.0
+    return float(members) if regime == "independent" else 1.0

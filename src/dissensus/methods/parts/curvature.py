@@ -86,7 +86,7 @@ class Curvature(nn.Module):
         values, vectors = zip(*map(decomposed, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
         eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
-        return cls(_tensors(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
+        return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
 
     @classmethod
     def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
@@ -94,7 +94,7 @@ class Curvature(nn.Module):
         sides = _sides(structure, classes, features)
         mean = torch.empty(classes, features, dtype=torch.float64)
         vectors = [mean.new_empty(side, side) for side in sides]  # not zeros, which would take memory at once
-        return cls(_tensors(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
+        return cls(_buffers_of(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
 
     def log_marginal_likelihood(self, precision: Tensor) -> Tensor:
         """() log p(y) at a prior precision δ (), differentiable in it."""
@@ -158,7 +158,7 @@ class Curvature(nn.Module):
         return self
 
 
-def _tensors(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
+def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
     """The buffers of a Curvature."""
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     return {

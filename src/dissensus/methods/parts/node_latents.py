@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
-from dissensus.methods.networks import stack_members
-from dissensus.methods.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
-from dissensus.methods.node_settings import Bound, Divergence
+from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.nodes import NodedNetwork, with_nodes
+
+Bound = Literal["joint", "per_layer", "released"]
+Divergence = Literal["mixture", "surrogate"]
+CHOICES = {"bound": get_args(Bound), "divergence": get_args(Divergence), "batch_norm": ("frozen", "trained")}
+
+
+def check_settings(settings: Mapping[str, Any], *, samples: int) -> None:
+    """Raises where a setting of NodeBNN can not be meant."""
+    whole("samples", samples)
+    for keyword in ("components", "train_samples"):
+        whole(keyword, settings[keyword])
+    for keyword, choices in CHOICES.items():
+        one_of(keyword, settings[keyword], choices)
+    number("prior_std", settings["prior_std"], above=0)
+    for keyword in ("init_std", "latent_lr"):
+        if settings[keyword] is not None:
+            number(keyword, settings[keyword], above=0)
+    for keyword in ("gamma", "init_spread"):
+        number(keyword, settings[keyword], least=0)
+    if settings["latent_momentum"] is not None:
+        number("latent_momentum", settings["latent_momentum"], least=0, below=1, hint="0.9 is usual, 0 the paper's")
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ def with_latents(
     ]
     std = settings["prior_std"] if settings["init_std"] is None else settings["init_std"]
     latents = [
-        started(
+        starting_latents(
             each.network.get_submodule(each.sites[0].layer).get_parameter("weight"),
             settings["components"],
             each.latents,
@@ -81,7 +102,7 @@ def with_latents(
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 
 
-def started(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:
+def starting_latents(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:
     """μ ~ N(1, spread²) and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
 
     Below std = 0.05, the smallest of the papers', 0.02 would be wider than what was asked for: there it is 0.4 std.

@@ -1,8 +1,9 @@
 """One network or many: what the first argument of a method may be, and the particles that it becomes."""
 
 import copy
+import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -11,9 +12,28 @@ from dissensus.core.attributes import unmade
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
+
+
+class NetworksPosterior(Posterior):
+    """Base class of methods that hold one module, the caller's own, or a stack of several."""
+
+    def __init__(
+        self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
+    ) -> None:
+        super().__init__(one_or_many(networks, likelihood), **prior)
+
+    def config(self) -> dict[str, Any]:
+        return {**described(self.particles), **own_settings(self), **self.prior_config()}
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        networks, settings = rebuilt(network, config, likelihood)
+        return cls(networks, likelihood=likelihood, **settings)
 
 
 def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.Module | None = None) -> Particles:
@@ -46,6 +66,15 @@ def stack_members(
     check_same_architecture(modules)
     check_distinct_weights(modules)
     return Particles.stack(modules, likelihood or Classification(), latents=latents)
+
+
+def own_settings(posterior: nn.Module) -> dict[str, Any]:
+    """What a file says of a method's own keywords, all JSON: attributes of these names, by their `config` if they have one."""
+    common = {"members", "likelihood", *PriorKeywords.__annotations__}
+    known = inspect.signature(type(posterior)).parameters.values()
+    names = [each.name for each in known if each.kind is each.KEYWORD_ONLY and each.name not in common]
+    values = {name: getattr(posterior, name) for name in names}
+    return {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
 
 
 def described(particles: Particles) -> dict[str, Any]:

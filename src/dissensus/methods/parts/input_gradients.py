@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import member_tensors, state_of
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles
+from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.methods.repulsive import RepulsivePosterior
-from dissensus.numerics.checks import check_whole
+from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 
 
-class InputGradientPosterior(RepulsivePosterior):
+class InputGradientPosterior(StackedPosterior):
     """Base class: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
 
     One forward pass gives loss and gradient; batch norm is in the mode of training, so an example's gradient holds what it
@@ -29,17 +30,17 @@ class InputGradientPosterior(RepulsivePosterior):
     """
 
     def __init__(
-        self, particles: Particles, *, gradient: Gradient, examples: int | None, **prior: Unpack[PriorKeywords]
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        gradient: Gradient,
+        examples: int | None,
+        likelihood: Likelihood | None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
-        if gradient not in ("logit", "log_prob"):
-            raise ValueError(f'expected gradient "logit" or "log_prob", got {gradient!r}; name one of them')
-        if examples is not None:
-            check_whole("examples", examples)
-        if examples is not None and examples < 1:
-            raise ValueError(f"expected to compare at least one example, got {examples}; None takes all of a batch")
-        super().__init__(particles, **prior)
-        self.gradient = gradient
-        self.examples = examples
+        super().__init__(modules, likelihood=likelihood, **prior)
+        self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
+        self.examples = examples if examples is None else whole("examples", examples)
         self._known_to_be_differentiable = False
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
@@ -74,7 +75,7 @@ class InputGradientPosterior(RepulsivePosterior):
     def check_batch(self, batch: Batch) -> None:
         if self.particles.members > 1:  # one member is compared with nobody
             # Before the network is run: many fail on integers in their own words.
-            self.check_dimension(input_dimension(batch.x))
+            check_dimension(input_dimension(batch.x))
         super().check_batch(batch)
 
     def before_step(self, batch: Batch) -> None:
@@ -83,18 +84,19 @@ class InputGradientPosterior(RepulsivePosterior):
             check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 
-    def check_dimension(self, dimension: int) -> None:
-        """Raises where inputs of so many floating-point numbers have no gradients that could be compared."""
-        if dimension == 0:
-            raise ValueError(
-                "expected floating-point inputs to differentiate by, got integers only; "
-                "pass x.float() / 255 of images, or let the network begin after the embedding"
-            )
-        if dimension == 1:
-            raise ValueError(
-                "expected inputs of at least two features, got one: a gradient of one number has only a sign for direction; "
-                "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
-            )
+
+def check_dimension(dimension: int) -> None:
+    """Raises where inputs of so many floating-point numbers have no gradients that could be compared."""
+    if dimension == 0:
+        raise ValueError(
+            "expected floating-point inputs to differentiate by, got integers only; "
+            "pass x.float() / 255 of images, or let the network begin after the embedding"
+        )
+    if dimension == 1:
+        raise ValueError(
+            "expected inputs of at least two features, got one: a gradient of one number has only a sign for direction; "
+            "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
+        )
 
 
 def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_whole, is_finite
+from dissensus.numerics.checks import number, one_of, whole
 
 Repulsion = Literal["1/B", "1/N"] | float
 
@@ -28,14 +28,12 @@ class Strength:
     last: int = 0  # batch seen
 
     def __post_init__(self) -> None:
-        if self.repulsion not in ("1/B", "1/N") and not (is_finite(self.repulsion) and self.repulsion >= 0):
-            raise ValueError(
-                f'expected repulsion "1/B", "1/N" or a number of at least 0, got {self.repulsion!r}; name one of them'
-            )
+        if isinstance(self.repulsion, str):
+            one_of("repulsion", self.repulsion, ("1/B", "1/N"), hint="name one of them, or pass a number")
+        else:
+            number("repulsion", self.repulsion, least=0)
         if self.batch_size is not None:
-            check_whole("batch_size", self.batch_size)
-            if self.batch_size < 1:
-                raise ValueError(f"expected batch_size of at least 1, got {self.batch_size}; pass a whole number")
+            whole("batch_size", self.batch_size)
         if self.repulsion == "1/N" and self.data_size is None:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
@@ -50,18 +48,17 @@ class Strength:
 
         `size`: of the batch, for when none was seen.
         """
-        whole = self._of_whole_batch(size, gathered)
+        strength = self._of_whole_batch(size, gathered)
         if weight is None:
-            return whole
-        weight = weight.to(
-            torch.promote_types(weight.dtype, torch.float32)
-        )  # a sum over a batch is too large for float16
+            return strength
+        # A sum over a batch is too large for float16.
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         total = weight.sum()
         share: Tensor | float = 1.0
         if self.repulsion == "1/B" and self.batch_size is None:
             # A weight of two is two examples; examples that do not count make the batch a partial one.
             share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
-        return whole * share * (total > 0)
+        return strength * share * (total > 0)
 
     def _of_whole_batch(self, size: int, gathered: int) -> float:
         if self.repulsion == "1/N":

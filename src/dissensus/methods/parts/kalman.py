@@ -1,7 +1,7 @@
 """Two scalar Kalman filters per weight, one for its mean and one for its variance, over the steps of an optimiser."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.methods.trajectory import Count
+from dissensus.methods.parts.trajectory import Count
 from dissensus.numerics.flat import Block, state_dtype
 from dissensus.numerics.tree import Tensors, TensorTree
 
@@ -34,8 +34,8 @@ class WeightFilters(nn.Module):
         self,
         weights: Mapping[str, Tensor],
         *,
-        state_noise: tuple[float, float],
-        measurement_noise: tuple[float, float],
+        state_noise: Sequence[float],
+        measurement_noise: Sequence[float],
         drift: Drift,
     ) -> None:
         super().__init__()

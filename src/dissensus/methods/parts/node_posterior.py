@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.methods.node_latents import Complexity
-from dissensus.methods.stored_draw import StoringPosterior
+from dissensus.methods.parts.node_latents import Complexity
+from dissensus.methods.parts.stored_draw import StoringPosterior
 from dissensus.numerics.tree import Tensors
 
 

@@ -21,8 +21,8 @@ from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
 from dissensus.engine.memory import free_bytes, readable
-from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
-from dissensus.methods.stored_draw import Families, StoringPosterior
+from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
+from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors

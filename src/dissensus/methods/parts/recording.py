@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
-from dissensus.methods.sampling import SamplingPosterior
-from dissensus.methods.trajectory import TAIL, Snapshots, constant_tail
+from dissensus.methods.parts.sampling import SamplingPosterior
+from dissensus.methods.parts.trajectory import Snapshots, constant_tail
 from dissensus.numerics.tree import Tensors
 
 
@@ -48,18 +48,11 @@ class RecordingPosterior(SamplingPosterior):
 
 
 class SnapshotRecorder(Recorder):
-    """Base class of recorders that look at the weights now and then; `record` says what is kept of a snapshot.
+    """Base class of recorders that look at the weights now and then; `record` says what is kept of a snapshot."""
 
-    `start`, `every`: which observe calls are snapshots, counted from 0; None spreads `wanted` of them over what follows
-    the share `tail` of the run.
-    """
-
-    def __init__(
-        self, source: Callable[[], Weights], *, start: int | None, every: int | None, wanted: int, tail: float = TAIL
-    ) -> None:
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source)
-        self.snapshots = Snapshots(start, every, wanted=wanted)
-        self.tail = tail
+        self.snapshots = snapshots
 
     @abstractmethod
     def record(self, number: int) -> None:
@@ -74,10 +67,10 @@ class SnapshotRecorder(Recorder):
         return int(self.snapshots.taken) > 0
 
     def begin(self, steps: int, *, done: int = 0) -> None:
-        self.snapshots.begin(steps, tail=self.tail, done=done)
+        self.snapshots.begin(steps, done=done)
 
     def begin_unmeasured(self, epochs: int) -> None:
-        if None not in self.snapshots.given:
+        if None not in self.snapshots.given.values():
             return
         if epochs == 1:
             raise ValueError(
@@ -99,7 +92,3 @@ class SnapshotRecorder(Recorder):
                 f"call {self.snapshots.start}, from 0)"
             )
         return int(self.snapshots.taken)
-
-    def given(self) -> dict[str, Any]:
-        """`start` and `every` as they were given."""
-        return dict(zip(("start", "every"), self.snapshots.given, strict=True))

@@ -1,0 +1,42 @@
+"""What ensembles of whole networks have in common: M stacked members, each with weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
+
+from torch import Tensor, nn
+
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.posterior import Posterior
+from dissensus.core.prior import PriorKeywords
+from dissensus.methods.parts.networks import own_settings, placeholders, stack_members
+from dissensus.numerics.annealing import Annealing
+
+
+class StackedPosterior(Posterior):
+    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
+    ) -> None:
+        super().__init__(stack_members(modules, likelihood), **prior)
+
+    def annealed(self, annealing: Annealing) -> Tensor | float:
+        """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
+        step = self.steps - self.began if annealing.steps is None else self.steps
+        return annealing(step, self.run_length)
+
+    def draw(self) -> DrawnFunctions:
+        return MemberFunctions(self.particles)
+
+    def config(self) -> dict[str, Any]:
+        return {"members": self.particles.members, **self.prior_config(), **own_settings(self)}
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        keywords = {key: value for key, value in config.items() if key != "members"}
+        if "annealing" in keywords:
+            keywords["annealing"] = Annealing(**keywords["annealing"])
+        return cls(placeholders(network, config["members"]), likelihood=likelihood, **keywords)
