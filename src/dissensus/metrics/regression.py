@@ -16,8 +16,13 @@ from dissensus.metrics.checks import fraction, gaussians, member_gaussians, same
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """() root of the mean squared error over all entries."""
+    return squared_errors(mean, y).mean().sqrt()
+
+
+def squared_errors(mean: Tensor, y: Tensor) -> Tensor:
+    """(mean − y)², of the shape of y."""
     mean, y = same_shape(mean=mean, y=y)
-    return (mean - y).square().mean().sqrt()
+    return (mean - y).square()
 
 
 class Gaussian(NamedTuple):
