@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dissensus.metrics.checks import distributions, no_nan
 from dissensus.metrics.diversity import mixture_log_probabilities
+from dissensus.numerics.checks import number
 
 
 def max_probability_score(log_probabilities: Tensor) -> Tensor:
@@ -50,8 +51,7 @@ def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         raise ValueError(
             f"expected logits of shape (N, C) or (N, C, H, W), got {tuple(logits.shape)}; keep the classes"
         )
-    if temperature <= 0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}; the usual value is 1")
+    number("temperature", temperature, above=0, hint="the usual value is 1")
     no_nan(logits, "logits", class_axis=1)
     return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import fraction, gaussians, member_gaussians, same_shape
+from dissensus.metrics.checks import gaussians, member_gaussians, same_shape
+from dissensus.numerics.checks import share
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def pinball_loss(quantile: Tensor, y: Tensor, *, level: float) -> Tensor:
     """() mean of max(level (y − q), (level − 1)(y − q)) for predicted quantiles q of that level."""
     quantile, y = same_shape(quantile=quantile, y=y)
     above = y - quantile
-    return torch.maximum(fraction(level, "level") * above, (level - 1) * above).mean()
+    return torch.maximum(share("level", level) * above, (level - 1) * above).mean()
 
 
 class Unstandardised(NamedTuple):
