@@ -14,7 +14,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
-from dissensus.theory.empirical import full_precision
+from dissensus.theory.empirical import exact_convolutions
 from dissensus.theory.inputs import checked_pair
 from dissensus.theory.jacobians import Function, Params, contract, rows
 
@@ -129,7 +129,7 @@ def posterior_blocks(
         return found
 
     posterior.check_inputs(x1)
-    with evaluation(posterior), full_precision():
+    with evaluation(posterior), exact_convolutions():
         return ensemble_blocks(
             outputs,
             trained,

@@ -12,10 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import one_of
+
 Descent = Literal["flow", "steps"]
 
 
-class Mode:
+class FactorisedKernel:
     """One kernel Θ(X, X), factorised, and Θ(points, X): what descent on X does at the points."""
 
     def __init__(self, train: Tensor, points: Tensor | None = None) -> None:
@@ -44,10 +46,8 @@ class Mode:
 
 def left(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
     """(T, B) share of each component that is left at each time."""
-    if descent == "flow":
+    if one_of("descent", descent, ("flow", "steps")) == "flow":
         return torch.exp(-times[:, None] * s)
-    if descent != "steps":
-        raise ValueError(f"expected descent of flow, steps, got {descent!r}; name one of them")
     if bool((times != times.round()).any()):
         raise ValueError("expected whole numbers of steps, got others; use descent='flow' between them")
     return (1 - s) ** times[:, None]

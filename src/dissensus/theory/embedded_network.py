@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.numerics.checks import one_of, whole
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory.blocks import EnsembleBlocks
-from dissensus.theory.inputs import check_generator, count_of, variance_of
+from dissensus.theory.embedded import laws_of
+from dissensus.theory.inputs import variance_of
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -44,8 +46,8 @@ class EmbeddedNetwork:
         depth: int,
         members: int,
         activation: str = "relu",
-        u: Modulation,
-        v: Modulation,
+        u: Modulation | Sequence[Modulation],
+        v: Modulation | Sequence[Modulation],
         weight_variance: float,
         bias_variance: float = 0.0,
         outputs: int = 1,
@@ -54,19 +56,15 @@ class EmbeddedNetwork:
         device: torch.device | str | None = None,
     ) -> EmbeddedNetwork:
         """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
-        if activation not in FUNCTIONS:
-            raise ValueError(f"expected an activation of {', '.join(FUNCTIONS)}, got {activation!r}; name one of them")
-        for name, law in (("u", u), ("v", v)):
-            if not isinstance(law, Modulation):
-                raise TypeError(f"expected a Modulation as {name}, got {law!r}; pass Modulation.sign(), for example")
-        check_generator(generator)
+        one_of("activation", activation, FUNCTIONS)
         variance_of("weight_variance", weight_variance)
         variance_of("bias_variance", bias_variance)
         hidden = [width] * depth if isinstance(width, int) else list(width)
         if len(hidden) != depth:
             raise ValueError(f"expected one width or {depth}, got {len(hidden)}; give one for each hidden layer")
-        widths = [count_of("widths", each) for each in (inputs, *hidden, outputs)]
-        count_of("members", members)
+        widths = [whole("widths", each) for each in (inputs, *hidden, outputs)]
+        whole("members", members)
+        factors = {"u": laws_of(u, depth, "u"), "v": laws_of(v, depth, "v")}
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)
@@ -77,8 +75,8 @@ class EmbeddedNetwork:
             if l <= depth:
                 if bias_variance > 0:
                     shared[f"bias{l}"] = bias_variance**0.5 * normal(widths[l])
-                own[f"u{l}"] = u.sample((members, widths[l]), generator, dtype=dtype, device=device)
-                own[f"v{l}"] = v.sample((members, widths[l]), generator, dtype=dtype, device=device)
+                for name, laws in factors.items():
+                    own[f"{name}{l}"] = laws[l - 1].sample((members, widths[l]), generator, dtype=dtype, device=device)
         return EmbeddedNetwork(shared, own, activation)
 
     @property

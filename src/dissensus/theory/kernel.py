@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
+from dissensus.numerics.checks import one_of
 from dissensus.theory.activations import activation_of
 from dissensus.theory.budget import check_budget
 from dissensus.theory.covariances import (
@@ -29,7 +30,7 @@ from dissensus.theory.covariances import (
     pooled,
     weighted,
 )
-from dissensus.theory.inputs import check_finite, checked_pair, variance_of
+from dissensus.theory.inputs import check_kernels, checked_pair, variance_of
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
@@ -69,8 +70,7 @@ def kernel(
     W ~ N(0, weight_variance); "standard": W ~ N(0, weight_variance/fan_in), whose tangent kernel grows with the network's own
     widths. `memory`: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
     """
-    if parameterization not in ("ntk", "standard"):
-        raise ValueError(f"expected parameterization of ntk, standard, got {parameterization!r}; name one of them")
+    one_of("parameterization", parameterization, ("ntk", "standard"))
     law = _Law(
         variance_of("weight_variance", weight_variance),
         variance_of("bias_variance", bias_variance),
@@ -91,7 +91,7 @@ def kernel(
     each = 8 * TEMPORARIES * (positions**2 if layout == "pairs" else positions)
     check_budget(each, memory, "covariances of all positions of one pair of inputs", "use smaller images")
     found = _blocks(steps, first, second, law, layout, each, memory)
-    check_finite(found.nngp, found.ntk)
+    check_kernels(found.nngp, found.ntk)
     return found
 
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.conversion import CONVERTIBLE
 from dissensus.surgery.modulated import Modulated
-from dissensus.theory.inputs import check_inputs
+from dissensus.theory.inputs import check_some
 from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import wide_limit
 
@@ -101,7 +102,8 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
     rate = found = None
     if x is not None:
-        check_inputs(x)
+        check_some(x)
+        batches.check_finite(x, anywhere=True)
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
         if y is not None:

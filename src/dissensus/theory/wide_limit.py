@@ -61,7 +61,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
         seen = follow(network, names)
         order = chained(names, seen)
         whole = [name for name in order if name in layers]
-        through = set() if seen is None else passed(network, whole, seen.outputs)
+        through = passed(network, whole, seen)
     known = not any(_foreign(part) for part in parts.values())
     opaque = any(_activates(part) and not isinstance(part, nn.ReLU) for part in parts.values())
     # A forward of one's own may pool without a layer; a sequence cannot.
