@@ -71,11 +71,11 @@ def residuals(
 def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues, eigenvectors); raises where a kernel has negative ones beyond rounding, sets those within it to 0."""
     theta = theta.to(torch.float64)
-    if theta.ndim != 2 or theta.shape[0] != theta.shape[1]:
-        raise ValueError(f"expected a square kernel, got {tuple(theta.shape)}; pass that of inputs with themselves")
-    scale = float(theta.abs().max())
-    if not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * scale):
-        raise ValueError("expected a symmetric kernel, got another; pass that of inputs with themselves")
+    square = theta.ndim == 2 and theta.shape[0] == theta.shape[1]
+    if not square or not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * float(theta.abs().max())):
+        raise ValueError(
+            f"expected a symmetric kernel, got another of shape {tuple(theta.shape)}; pass that of inputs with themselves"
+        )
     values, vectors = torch.linalg.eigh((theta + theta.T) / 2)
     if float(values.min()) < -1e-5 * max(float(values.max()), 0.0) or float(values.max()) < 0:
         raise ValueError(
