@@ -12,7 +12,6 @@ from dissensus import Modulation, theory
 X = torch.randn(5, 4)
 LAW = {"depth": 2, "activation": "relu", "weight_variance": 2.0}
 ONE = Modulation.constant(1.0)
-TIMES = torch.tensor([0.0, 1.0])
 
 
 def small(*layers):
@@ -30,7 +29,6 @@ def small(*layers):
         (lambda: theory.largest_eigenvalue(100, 1000, p=2.0), ValueError, "p of at least -1 and of at most 1, got 2.0"),
         (lambda: theory.largest_eigenvalue(100, 0, p=0.2), ValueError, "width of at least 1, got 0"),
         (lambda: theory.toy_spectrum(4, 10, p=0.1, draws=0), ValueError, "draws of at least 1, got 0"),
-        (lambda: theory.toy_losses(4, 10, [0, 1]), ValueError, r"times \(T,\) of at least 0, got \[0, 1\]"),
         (lambda: theory.random_network(small(), weight_variance="2"), TypeError, "weight_variance as a number, got '2'"),
         (
             lambda: theory.random_network(small(), weight_variance=2.0, parameterization="mup"),

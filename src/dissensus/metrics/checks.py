@@ -56,8 +56,6 @@ def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple
     """The two sets of scores as flat tensors of one dtype; no NaN, and none empty unless `empty`."""
     pair = []
     for name, score in (("score_in", score_in), ("score_ood", score_ood)):
-        if score.is_complex() or score.dtype == torch.bool:
-            raise TypeError(f"expected real numbers in {name}, got {score.dtype}; pass one score per input")
         if score.numel() == 0 and not empty:
             raise ValueError(f"expected at least one score in {name}, got none; ranking needs both kinds of inputs")
         no_nan(score, name)

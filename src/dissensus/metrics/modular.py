@@ -226,8 +226,5 @@ class Gathered(Metric):
 
     def compute(self) -> Any:
         """The function of everything seen."""
-        states = [getattr(self, name) for name in self.names]
-        if not len(states[0]):
-            raise ValueError("expected at least one update, got none; call update with a batch first")
-        joined = [dim_zero_cat(state) for state in states]
+        joined = [dim_zero_cat(getattr(self, name)) for name in self.names]
         return self.function(*(t.movedim(0, self.axis) if t.ndim > self.axis else t for t in joined), **self.settings)

@@ -47,10 +47,6 @@ def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
 
 def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """(N,) or (N, H, W): −T log Σ_c exp(logit_c / T) in float64 (Liu et al., 2020), of logits (N, C, …)."""
-    if logits.ndim < 2:
-        raise ValueError(
-            f"expected logits of shape (N, C) or (N, C, H, W), got {tuple(logits.shape)}; keep the classes"
-        )
     number("temperature", temperature, above=0, hint="the usual value is 1")
     no_nan(logits, "logits", class_axis=1)
     return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)

@@ -94,7 +94,8 @@ class Closed(Activation):
     def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         nodes = list(zip(*(each.tolist() for each in law_nodes(v)), strict=True))
         pairs = [(one, two, of_one * of_two) for one, of_one in nodes for two, of_two in nodes]
-        return Expectations(*self._averaged(a, b, c, pairs)[:2], None)
+        value, slope, _ = self._averaged(a, b, c, pairs)
+        return Expectations(value, slope, None)
 
     def _averaged(self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]) -> list[Tensor]:
         """C, D and Z, averaged over pairs of factors with their weights."""
