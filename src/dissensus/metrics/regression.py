@@ -103,13 +103,13 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
 
 def interval_coverage_values(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     """1 where lower ≤ y ≤ upper, else 0, of the shape of y."""
-    lower, upper, y = _interval(lower=lower, upper=upper, y=y)
+    lower, upper, y = _ordered_ends(lower=lower, upper=upper, y=y)
     return ((lower <= y) & (y <= upper)).double()
 
 
 def mean_interval_width(lower: Tensor, upper: Tensor) -> Tensor:
     """() mean of upper − lower, in the units of y."""
-    lower, upper = _interval(lower=lower, upper=upper)
+    lower, upper = _ordered_ends(lower=lower, upper=upper)
     return (upper - lower).mean()
 
 
@@ -150,7 +150,7 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
     return 2 * std * density + mean * torch.erf(z / math.sqrt(2))  # erf(z/√2) = 2Φ(z) − 1
 
 
-def _interval(**tensors: Tensor) -> list[Tensor]:
+def _ordered_ends(**tensors: Tensor) -> list[Tensor]:
     checked = same_shape(**tensors)
     if (checked[0] > checked[1]).any():
         raise ValueError("expected lower ≤ upper everywhere, got an interval the wrong way round; swap its ends")

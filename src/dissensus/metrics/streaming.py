@@ -43,7 +43,7 @@ class CalibrationBins(NamedTuple):
 
     def ece(self) -> Tensor:
         """() expected calibration error of everything seen."""
-        return ece_from_sums(*_seen(self))
+        return ece_from_sums(*_with_examples(self))
 
 
 class ConfusionCounts(NamedTuple):
@@ -71,7 +71,7 @@ class ConfusionCounts(NamedTuple):
 
     def accuracy(self) -> Tensor:
         """() share of right answers."""
-        return self.matrix.trace() / _seen(self)[0].sum().double()
+        return self.matrix.trace() / _with_examples(self)[0].sum().double()
 
 
 class Bounded(NamedTuple):
@@ -175,7 +175,7 @@ def _leading_bits(score: Tensor, bins: int) -> Tensor:
     return ordered // (2**32 // bins)
 
 
-def _seen(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _with_examples(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The state, not all zero."""
     not_empty(state[0][state[0] > 0])
     return state

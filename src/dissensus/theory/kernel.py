@@ -152,7 +152,7 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
                 f"expected images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten"
             )
         if isinstance(layer, nn.Linear | NTKLinear):
-            units = _linear(layer, units, law, width)
+            units = _behind_linear(layer, units, law, width)
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
             units = _convolution(layer, units, law, width)
@@ -172,7 +172,7 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
     return units
 
 
-def _linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
+def _behind_linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
     if units.layout != "vector" and not units.flattened:
         raise ValueError("expected Flatten between images and a Linear, got none; a Linear acts on the last axis")
     if law.standard and isinstance(layer, NTKLinear):

@@ -103,7 +103,7 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
                 else weights * (gamma / members if name in outputs.shared else 1.0)
                 for name in outputs.at
             }
-            value, vector = _largest(outputs, back, rates, vector)
+            value, vector = _lanczos(outputs, back, rates, vector)
             return value
 
         def rate(value: float) -> float:
@@ -188,7 +188,7 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
     return largest
 
 
-def _largest(
+def _lanczos(
     outputs: Outputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
     """(λ_max of J diag(rates) Jᵀ, about its eigenvector), by power iteration.
