@@ -99,7 +99,9 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         return None
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
     stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
-    return Followed(met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last)
+    return Followed(
+        met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last
+    )
 
 
 def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
