@@ -133,9 +133,9 @@ def test_mcnemar_is_the_exact_binomial_test(b, c):
 def test_wrong_inputs_are_named():
     with pytest.raises(ValueError, match=r"expected tensors of one length above zero, got \[2, 3\]"):
         metrics.bootstrap_interval(torch.mean, torch.zeros(2), torch.zeros(3))
-    with pytest.raises(ValueError, match="expected level strictly between 0 and 1, got 95"):
+    with pytest.raises(ValueError, match="expected level above 0 and below 1, got 95"):
         metrics.bootstrap_mean(torch.zeros(3), level=95)
-    with pytest.raises(ValueError, match="expected resamples to be at least 1"):
+    with pytest.raises(ValueError, match="expected resamples of at least 1"):
         metrics.bootstrap_mean(torch.zeros(3), resamples=0)
     with pytest.raises(ValueError, match="expected correctness of 0 or 1"):
         metrics.mcnemar(torch.tensor([0.5]), torch.tensor([1.0]))

@@ -153,7 +153,7 @@ def test_union_ece_counts_every_ood_answer_as_wrong():
     share = 4 * len(ood) / (4 * len(ood) + len(p))
     repeated = metrics.union_ece(p, y, ood.repeat(4, 1))
     assert metrics.union_ece(p, y, ood, prevalence=share).item() == pytest.approx(repeated.item(), abs=1e-14)
-    with pytest.raises(ValueError, match="prevalence between 0 and 1"):
+    with pytest.raises(ValueError, match="prevalence above 0 and below 1"):
         metrics.union_ece(p, y, ood, prevalence=1.0)
     assert expected == pytest.approx((3 * abs(2 / 3 - 2.9 / 3) + 0.6 + 0.75) / 5)
 
@@ -171,5 +171,5 @@ def test_void_pixels_are_left_out_of_the_ece():
 def test_bins_below_one_are_refused():
     p, y = forecasts(n=4)
     for metric in (metrics.ece, metrics.adaptive_ece, metrics.classwise_ece, metrics.reliability_bins):
-        with pytest.raises(ValueError, match="expected bins to be at least 1, got 0"):
+        with pytest.raises(ValueError, match="expected bins of at least 1, got 0"):
             metric(p, y, bins=0)

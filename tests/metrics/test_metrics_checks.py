@@ -13,13 +13,13 @@ Y = torch.tensor([0, 1, 1])
 @pytest.mark.parametrize(
     ("y", "error", "text"),
     [
-        (torch.tensor([0, 1]), ValueError, r"expected targets of shape \(3,\), got \(2,\)"),
+        (torch.tensor([0, 1]), ValueError, r"expected y of shape \(3,\), got \(2,\)"),
         (torch.eye(2).long()[Y], ValueError, r"got \(3, 2\); pass class indices, not one-hot rows"),
-        (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1, got 2 at row 1"),
+        (torch.tensor([0, 2, 1]), ValueError, "expected class indices from 0 to 1 in y, got 2 at row 1"),
         (
             torch.tensor([0, 1, -1]),
             ValueError,
-            "expected class indices from 0 to 1, got -1 at row 2; pass ignore_index",
+            "expected class indices from 0 to 1 in y, got -1 at row 2; pass ignore_index",
         ),
         (torch.tensor([0.0, 1.0, 1.0]), TypeError, "expected integer class indices in y, got torch.float32"),
         (torch.tensor([True, False, True]), TypeError, "got torch.bool"),
@@ -133,9 +133,9 @@ def test_wrong_regression_inputs_are_named():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 95.0])
 def test_shares_must_lie_between_zero_and_one(value):
-    with pytest.raises(ValueError, match="expected recall strictly between 0 and 1"):
+    with pytest.raises(ValueError, match="expected recall above 0 and below 1"):
         metrics.fpr95(torch.zeros(3), torch.ones(3), recall=value)
-    with pytest.raises(ValueError, match="expected prevalence strictly between 0 and 1"):
+    with pytest.raises(ValueError, match="expected prevalence above 0 and below 1"):
         metrics.aupr_adjusted(torch.zeros(3), torch.ones(3), prevalence=value)
 
 

@@ -77,5 +77,5 @@ def test_pixels_keep_their_places():
 
 
 def test_energy_refuses_a_temperature_of_zero():
-    with pytest.raises(ValueError, match="expected a temperature above 0"):
+    with pytest.raises(ValueError, match="expected temperature above 0"):
         metrics.energy_score(torch.zeros(2, 3), temperature=0.0)

@@ -140,7 +140,7 @@ def test_images_of_one_kind_and_void_ones_may_be_streamed():
 
 
 def test_sizes_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="expected 10 to 24 bits, got 8"):
+    with pytest.raises(ValueError, match="expected bits of at least 10 and of at most 24, got 8"):
         metrics.ScoreHistogram.empty(8)
-    with pytest.raises(ValueError, match="expected bins to be at least 1"):
+    with pytest.raises(ValueError, match="expected bins of at least 1"):
         metrics.CalibrationBins.empty(0)

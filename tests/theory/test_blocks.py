@@ -127,7 +127,7 @@ def test_a_shared_output_bias_would_tie_members_by_exactly_one():
 def test_too_little_memory_is_refused_with_the_size_and_axes_are_checked():
     network = drawn()
     given = partial(theory.ensemble_blocks, network.member, network.shared)
-    with pytest.raises(ValueError, match=r"expected gradients of all members and their kernel within 1000 bytes, got"):
+    with pytest.raises(ValueError, match=r"expected gradients of all members and their kernel within 0.977 KiB, got"):
         given(network.own, X, memory=1000)
     with pytest.raises(ValueError, match=r"one member axis first, got lengths \[2, 3\]"):
         given({**network.own, "u1": network.own["u1"][:2]}, X)

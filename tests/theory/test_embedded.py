@@ -145,9 +145,9 @@ def test_bad_input_is_refused():
         given(x, activation="swish")
     with pytest.raises(ValueError, match=r"expected examples of one shape, got \(3,\) and \(2,\)"):
         given(x, torch.randn(4, 2), activation="relu")
-    with pytest.raises(ValueError, match="expected one Modulation or 2 for u, got 3"):
+    with pytest.raises(ValueError, match="expected one Modulation or 2 for u, got"):
         given(x, activation="relu", u=[ONE] * 3)
-    with pytest.raises(ValueError, match="expected a weight_variance of at least 0, got -1"):
+    with pytest.raises(ValueError, match="expected weight_variance of at least 0, got -1"):
         given(x, activation="relu", weight_variance=-1.0)
     with pytest.raises(ValueError, match="expected a smooth activation"):
         given(x, activation=theory.Smooth(torch.relu))
@@ -155,7 +155,7 @@ def test_bad_input_is_refused():
         given(torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), activation="relu")
     with pytest.raises(ValueError, match="got NaN or infinity in row 0"):
         given(torch.tensor([[1.0, -math.inf], [1.0, 0.0]]), activation="relu")
-    with pytest.raises(ValueError, match="expected a depth of at least 1"):
+    with pytest.raises(ValueError, match="expected depth of at least 1"):
         given(x, activation="relu", depth=0)
     with pytest.raises(ValueError, match="expected trained of both, u, v, none, got 'all'"):
         given(x, activation="relu", trained="all")

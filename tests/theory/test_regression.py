@@ -60,5 +60,5 @@ def test_bad_input_is_refused():
         theory.gp_predict(KERNEL, X, Y[:5], POINTS, noise=0.1)
     with pytest.raises(ValueError, match="expected inputs of width 3, got 2"):
         theory.gp_predict(KERNEL, X[:, :2], Y, POINTS[:, :2], noise=0.1)
-    with pytest.raises(ValueError, match="expected a noise of at least 0, got -1"):
+    with pytest.raises(ValueError, match="expected noise of at least 0, got -1"):
         theory.gp_predict(KERNEL, X, Y, POINTS, noise=-1)

@@ -48,5 +48,5 @@ def test_the_best_size_grows_as_the_cube_root_of_the_width():
         best[width] = sizes[losses.index(min(losses))]
     assert best[100] in (2, 3)
     assert best[1000] in (4, 5, 6)
-    with pytest.raises(ValueError, match="expected a time above 0, got 0"):
+    with pytest.raises(ValueError, match="expected time above 0, got 0"):
         theory.optimal_members(100, 0)

@@ -198,7 +198,8 @@ class RegressionPredictive(Predictive):
 
     def quantile(self, q: float) -> Tensor:
         """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding."""
-        spread = self.variances.sqrt() * abs(_normal_quantile(min(q, 1 - q)))
+        reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
+        spread = self.variances.sqrt() * float(reach)
         # Every member's own quantile lies inside this bracket, so the mixture's does.
         lower, upper = (self._means - spread).amin(0), (self._means + spread).amax(0)
         for _ in range(80 if lower.dtype == torch.float64 else 40):
@@ -257,7 +258,3 @@ def tail_probability(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"expected a level strictly between 0 and 1, got {level}; pass for example 0.9")
     return (1 - level) / 2
-
-
-def _normal_quantile(q: float) -> float:
-    return float(torch.special.ndtri(torch.tensor(q, dtype=torch.float64)))

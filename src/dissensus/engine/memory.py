@@ -13,6 +13,7 @@ from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
 from dissensus.engine.lanes import Lanes
 from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.sizes import readable as readable
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
@@ -100,16 +101,6 @@ def training_memory(
 def prediction_bytes(members: int, inputs: int, outputs: int, *, keep_members: bool, itemsize: int = 4) -> int:
     """Bytes of a prediction's result, with all members or only mean, aleatoric and epistemic."""
     return inputs * itemsize * (members * outputs if keep_members else outputs + 2)
-
-
-def readable(size: int) -> str:
-    """The size in words, such as "1.5 GiB"."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
 
 
 def forget_workspaces() -> None:

@@ -10,110 +10,100 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dissensus.metrics.bootstrap import (
-    Comparison,
-    Interval,
-    McNemar,
-    bootstrap_interval,
-    bootstrap_mean,
-    bootstrap_two_samples,
-    mcnemar,
-    paired_bootstrap,
-    paired_test,
-)
-from dissensus.metrics.calibration import (
-    ReliabilityBins,
-    adaptive_ece,
-    classwise_ece,
-    debiased_ece,
-    debiased_squared_ece,
-    ece,
-    reliability_bins,
-    union_ece,
-)
-from dissensus.metrics.diversity import (
-    EnsembleGain,
-    disagreement,
-    effective_members,
-    effective_members_regression,
-    ensemble_gain,
-    ensemble_gain_of,
-    mixture_log_probabilities,
-    pairwise_kl,
-)
-from dissensus.metrics.ood_scores import (
-    energy_score,
-    entropy_score,
-    max_probability_score,
-    mutual_information_score,
-)
-from dissensus.metrics.proper import (
-    BrierDecomposition,
-    accuracy,
-    accuracy_values,
-    brier,
-    brier_decomposition,
-    brier_values,
-    confusion_matrix,
-    intersection_over_union,
-    miou,
-    nll,
-    nll_values,
-)
-from dissensus.metrics.ranking import (
-    PerImageOOD,
-    PrecisionRecallCurve,
-    RocCurve,
-    aupr,
-    aupr_adjusted,
-    aupr_in,
-    auroc,
-    fpr95,
-    fpr95_in,
-    per_image_ood,
-    precision_recall_curve,
-    roc_curve,
-)
-from dissensus.metrics.regression import (
-    Gaussian,
-    Unstandardised,
-    crps_gaussian,
-    crps_mixture,
-    crps_mixture_values,
-    gaussian_nll,
-    gaussian_nll_values,
-    interval_coverage,
-    interval_coverage_values,
-    mean_interval_width,
-    mixture_nll,
-    mixture_nll_values,
-    moment_match,
-    pinball_loss,
-    rmse,
-    unstandardise,
-)
-from dissensus.metrics.selective import RiskCoverage, aurc, excess_aurc, risk_coverage
-from dissensus.metrics.streaming import Bounded, CalibrationBins, ConfusionCounts, ScoreHistogram
+from dissensus.metrics.bootstrap import Comparison as Comparison
+from dissensus.metrics.bootstrap import Interval as Interval
+from dissensus.metrics.bootstrap import McNemar as McNemar
+from dissensus.metrics.bootstrap import bootstrap_interval as bootstrap_interval
+from dissensus.metrics.bootstrap import bootstrap_mean as bootstrap_mean
+from dissensus.metrics.bootstrap import bootstrap_two_samples as bootstrap_two_samples
+from dissensus.metrics.bootstrap import mcnemar as mcnemar
+from dissensus.metrics.bootstrap import paired_bootstrap as paired_bootstrap
+from dissensus.metrics.bootstrap import paired_test as paired_test
+from dissensus.metrics.calibration import ReliabilityBins as ReliabilityBins
+from dissensus.metrics.calibration import adaptive_ece as adaptive_ece
+from dissensus.metrics.calibration import classwise_ece as classwise_ece
+from dissensus.metrics.calibration import debiased_ece as debiased_ece
+from dissensus.metrics.calibration import debiased_squared_ece as debiased_squared_ece
+from dissensus.metrics.calibration import ece as ece
+from dissensus.metrics.calibration import reliability_bins as reliability_bins
+from dissensus.metrics.calibration import union_ece as union_ece
+from dissensus.metrics.diversity import EnsembleGain as EnsembleGain
+from dissensus.metrics.diversity import disagreement as disagreement
+from dissensus.metrics.diversity import effective_members as effective_members
+from dissensus.metrics.diversity import effective_members_regression as effective_members_regression
+from dissensus.metrics.diversity import ensemble_gain as ensemble_gain
+from dissensus.metrics.diversity import ensemble_gain_of as ensemble_gain_of
+from dissensus.metrics.diversity import mixture_log_probabilities as mixture_log_probabilities
+from dissensus.metrics.diversity import pairwise_kl as pairwise_kl
+from dissensus.metrics.ood_scores import energy_score as energy_score
+from dissensus.metrics.ood_scores import entropy_score as entropy_score
+from dissensus.metrics.ood_scores import max_probability_score as max_probability_score
+from dissensus.metrics.ood_scores import mutual_information_score as mutual_information_score
+from dissensus.metrics.proper import BrierDecomposition as BrierDecomposition
+from dissensus.metrics.proper import accuracy as accuracy
+from dissensus.metrics.proper import accuracy_values as accuracy_values
+from dissensus.metrics.proper import brier as brier
+from dissensus.metrics.proper import brier_decomposition as brier_decomposition
+from dissensus.metrics.proper import brier_values as brier_values
+from dissensus.metrics.proper import confusion_matrix as confusion_matrix
+from dissensus.metrics.proper import intersection_over_union as intersection_over_union
+from dissensus.metrics.proper import miou as miou
+from dissensus.metrics.proper import nll as nll
+from dissensus.metrics.proper import nll_values as nll_values
+from dissensus.metrics.ranking import PerImageOOD as PerImageOOD
+from dissensus.metrics.ranking import PrecisionRecallCurve as PrecisionRecallCurve
+from dissensus.metrics.ranking import RocCurve as RocCurve
+from dissensus.metrics.ranking import aupr as aupr
+from dissensus.metrics.ranking import aupr_adjusted as aupr_adjusted
+from dissensus.metrics.ranking import aupr_in as aupr_in
+from dissensus.metrics.ranking import auroc as auroc
+from dissensus.metrics.ranking import fpr95 as fpr95
+from dissensus.metrics.ranking import fpr95_in as fpr95_in
+from dissensus.metrics.ranking import per_image_ood as per_image_ood
+from dissensus.metrics.ranking import precision_recall_curve as precision_recall_curve
+from dissensus.metrics.ranking import roc_curve as roc_curve
+from dissensus.metrics.regression import Gaussian as Gaussian
+from dissensus.metrics.regression import Unstandardised as Unstandardised
+from dissensus.metrics.regression import crps_gaussian as crps_gaussian
+from dissensus.metrics.regression import crps_mixture as crps_mixture
+from dissensus.metrics.regression import crps_mixture_values as crps_mixture_values
+from dissensus.metrics.regression import gaussian_nll as gaussian_nll
+from dissensus.metrics.regression import gaussian_nll_values as gaussian_nll_values
+from dissensus.metrics.regression import interval_coverage as interval_coverage
+from dissensus.metrics.regression import interval_coverage_values as interval_coverage_values
+from dissensus.metrics.regression import mean_interval_width as mean_interval_width
+from dissensus.metrics.regression import mixture_nll as mixture_nll
+from dissensus.metrics.regression import mixture_nll_values as mixture_nll_values
+from dissensus.metrics.regression import moment_match as moment_match
+from dissensus.metrics.regression import pinball_loss as pinball_loss
+from dissensus.metrics.regression import rmse as rmse
+from dissensus.metrics.regression import unstandardise as unstandardise
+from dissensus.metrics.selective import RiskCoverage as RiskCoverage
+from dissensus.metrics.selective import aurc as aurc
+from dissensus.metrics.selective import excess_aurc as excess_aurc
+from dissensus.metrics.selective import risk_coverage as risk_coverage
+from dissensus.metrics.streaming import Bounded as Bounded
+from dissensus.metrics.streaming import CalibrationBins as CalibrationBins
+from dissensus.metrics.streaming import ConfusionCounts as ConfusionCounts
+from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
 
 if TYPE_CHECKING:
-    from dissensus.metrics.modular import (
-        AUPR,
-        AUROC,
-        CRPS,
-        ECE,
-        FPR95,
-        NLL,
-        RMSE,
-        Accuracy,
-        Brier,
-        Gathered,
-        GaussianNLL,
-        IntervalCoverage,
-        MIoU,
-        MixtureNLL,
-    )
+    from dissensus.metrics.modular import AUPR as AUPR
+    from dissensus.metrics.modular import AUROC as AUROC
+    from dissensus.metrics.modular import CRPS as CRPS
+    from dissensus.metrics.modular import ECE as ECE
+    from dissensus.metrics.modular import FPR95 as FPR95
+    from dissensus.metrics.modular import NLL as NLL
+    from dissensus.metrics.modular import RMSE as RMSE
+    from dissensus.metrics.modular import Accuracy as Accuracy
+    from dissensus.metrics.modular import Brier as Brier
+    from dissensus.metrics.modular import Gathered as Gathered
+    from dissensus.metrics.modular import GaussianNLL as GaussianNLL
+    from dissensus.metrics.modular import IntervalCoverage as IntervalCoverage
+    from dissensus.metrics.modular import MIoU as MIoU
+    from dissensus.metrics.modular import MixtureNLL as MixtureNLL
 
-__all__ = [
+CLASSES = [  # of torchmetrics: imported on first use
     "AUPR",
     "AUROC",
     "CRPS",
@@ -122,95 +112,16 @@ __all__ = [
     "NLL",
     "RMSE",
     "Accuracy",
-    "Bounded",
     "Brier",
-    "BrierDecomposition",
-    "CalibrationBins",
-    "Comparison",
-    "ConfusionCounts",
-    "EnsembleGain",
     "Gathered",
-    "Gaussian",
     "GaussianNLL",
-    "Interval",
     "IntervalCoverage",
     "MIoU",
-    "McNemar",
     "MixtureNLL",
-    "PerImageOOD",
-    "PrecisionRecallCurve",
-    "ReliabilityBins",
-    "RiskCoverage",
-    "RocCurve",
-    "ScoreHistogram",
-    "Unstandardised",
-    "accuracy",
-    "accuracy_values",
-    "adaptive_ece",
-    "aupr",
-    "aupr_adjusted",
-    "aupr_in",
-    "aurc",
-    "auroc",
-    "bootstrap_interval",
-    "bootstrap_mean",
-    "bootstrap_two_samples",
-    "brier",
-    "brier_decomposition",
-    "brier_values",
-    "classwise_ece",
-    "confusion_matrix",
-    "crps_gaussian",
-    "crps_mixture",
-    "crps_mixture_values",
-    "debiased_ece",
-    "debiased_squared_ece",
-    "disagreement",
-    "ece",
-    "effective_members",
-    "effective_members_regression",
-    "energy_score",
-    "ensemble_gain",
-    "ensemble_gain_of",
-    "entropy_score",
-    "excess_aurc",
-    "fpr95",
-    "fpr95_in",
-    "gaussian_nll",
-    "gaussian_nll_values",
-    "intersection_over_union",
-    "interval_coverage",
-    "interval_coverage_values",
-    "max_probability_score",
-    "mcnemar",
-    "mean_interval_width",
-    "miou",
-    "mixture_log_probabilities",
-    "mixture_nll",
-    "mixture_nll_values",
-    "moment_match",
-    "mutual_information_score",
-    "nll",
-    "nll_values",
-    "paired_bootstrap",
-    "paired_test",
-    "pairwise_kl",
-    "per_image_ood",
-    "pinball_loss",
-    "precision_recall_curve",
-    "reliability_bins",
-    "risk_coverage",
-    "rmse",
-    "roc_curve",
-    "union_ece",
-    "unstandardise",
 ]
-
-
-# The torchmetrics classes: the names that the imports above did not bind.
-CLASSES = frozenset(__all__) - frozenset(globals())
-if sys.modules.get("torchmetrics") is None and importlib.util.find_spec("torchmetrics") is None:
-    __all__ = [name for name in __all__ if name not in CLASSES]  # or `import *` would fail
+__all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
+if sys.modules.get("torchmetrics") is not None or importlib.util.find_spec("torchmetrics") is not None:
+    __all__ += CLASSES  # else `import *` would fail
 
 
 def __getattr__(name: str) -> Any:

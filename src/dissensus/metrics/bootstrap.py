@@ -12,14 +12,15 @@ several seeds counts both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import fraction, positive_count, same_shape
+from dissensus.metrics.checks import same_shape
 from dissensus.metrics.student import student_quantile, student_tail
+from dissensus.numerics.checks import share, whole
 
 ROUNDING = 1e-12  # of a number's size: what varies by less does not vary
 _CHUNK = 2**21  # draws held at once by the vectorised versions: 32 MB with their counts
@@ -40,9 +41,8 @@ def bootstrap_interval(
 
     For a metric that is a mean of per-example values, `bootstrap_mean` gives the same much faster.
     """
-    n = _examples(tensors)
-    draws = [metric(*(t[i.to(t.device)] for t in tensors)) for i in _resample(n, resamples, seed)]
-    return _interval(metric(*tensors), torch.stack(draws), level)
+    draws = _draws(metric, tensors, resamples, seed)
+    return _interval(metric(*tensors), draws, level)
 
 
 def bootstrap_two_samples(
@@ -57,7 +57,7 @@ def bootstrap_two_samples(
     """Interval of metric(first, second) for two separate samples, each resampled by itself: `auroc` and its like."""
     generator = torch.Generator().manual_seed(seed)
     draws = []
-    for _ in range(positive_count(resamples, "resamples")):
+    for _ in range(whole("resamples", resamples)):
         pair = [t[torch.randint(_examples([t]), (len(t),), generator=generator).to(t.device)] for t in (first, second)]
         draws.append(metric(*pair))
     return _interval(metric(first, second), torch.stack(draws), level)
@@ -92,11 +92,13 @@ def paired_bootstrap(
     With v the variance of the resampled differences d*, d / √(v n/(n − 1)) is taken for Student's t with n − 1 degrees of
     freedom: for a mean that is the paired t-test, but for the error of so many resamples.
     """
-    n = _examples([*first, *second])
-    draws = []
-    for i in _resample(n, resamples, seed):
-        draws.append(metric(*(t[i.to(t.device)] for t in first)) - metric(*(t[i.to(t.device)] for t in second)))
-    return comparison(metric(*first) - metric(*second), torch.stack(draws), level, examples=n)
+
+    def difference(*tensors: Tensor) -> Tensor:
+        return metric(*tensors[: len(first)]) - metric(*tensors[len(first) :])
+
+    both = [*first, *second]
+    draws = _draws(difference, both, resamples, seed)
+    return comparison(difference(*both), draws, level, examples=len(both[0]))
 
 
 def paired_test(
@@ -141,11 +143,11 @@ def _examples(tensors: Sequence[Tensor]) -> int:
     return lengths.pop()
 
 
-def _resample(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
-    """(N,) indices, `resamples` times."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(positive_count(resamples, "resamples")):
-        yield torch.randint(n, (n,), generator=generator)
+def _draws(metric: Callable[..., Tensor], tensors: Sequence[Tensor], resamples: int, seed: int) -> Tensor:
+    """(R,) the metric of resampled examples, the same ones in every tensor."""
+    generator, n = torch.Generator().manual_seed(seed), _examples(tensors)
+    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(whole("resamples", resamples)))
+    return torch.stack([metric(*(t[i.to(t.device)] for t in tensors)) for i in drawn])
 
 
 def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tensor:
@@ -156,10 +158,10 @@ def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tenso
 
 
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
-    """(R,) means of resampled values (N,): the draws of `_resample`, many at a time."""
+    """(R,) means of resampled values (N,): the draws of `_draws`, many at a time."""
     generator = torch.Generator().manual_seed(seed)
     values = values.flatten()
-    n, left, means = len(values), positive_count(resamples, "resamples"), []
+    n, left, means = len(values), whole("resamples", resamples), []
     while left > 0:
         rows = min(left, max(1, _CHUNK // n))
         means.append(resample_counts(n, rows, generator).to(values.device) @ values / n)
@@ -168,7 +170,7 @@ def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
 
 
 def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
-    tail = (1 - fraction(level, "level")) / 2
+    tail = (1 - share("level", level)) / 2
     if draws.max() == draws.min():
         return Interval(float(estimate), math.nan, math.nan)
     lower, upper = torch.quantile(draws.double(), draws.new_tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
@@ -178,7 +180,7 @@ def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
 def comparison(difference: Tensor, draws: Tensor, level: float = 0.95, *, examples: int) -> Comparison:
     """What the differences (R,) on resamples of so many examples say of the one on the data, as `paired_bootstrap` tells."""
     d, error = float(difference), float(draws.double().std(correction=min(1, len(draws) - 1)))
-    quantile = student_quantile(fraction(level, "level"), max(examples - 1, 1))
+    quantile = student_quantile(share("level", level), max(examples - 1, 1))
     if examples < 2 or error <= ROUNDING * abs(d):
         return Comparison(d, math.nan, math.nan, math.nan)
     error *= math.sqrt(examples / (examples - 1))

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import distributions, labelled, not_empty, positive_count
+from dissensus.metrics.checks import distributions, labelled, not_empty
 from dissensus.metrics.weights import group_sums, weighted
+from dissensus.numerics.checks import share, whole
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
@@ -36,7 +37,7 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
     accuracy = correct.new_zeros(len(distinct)).index_add(0, group, correct) / count
     group = group.sort().values  # ascending confidence
     gap: Tensor = accuracy[group] - distinct[group].double()
-    index = torch.arange(len(gap), device=gap.device) * positive_count(bins, "bins") // len(gap)
+    index = torch.arange(len(gap), device=gap.device) * whole("bins", bins) // len(gap)
     return gap.new_zeros(bins).index_add(0, index, gap).abs().sum() / len(gap)
 
 
@@ -45,7 +46,7 @@ def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_in
     rows, labels = labelled(probabilities, y, ignore_index)
     not_empty(labels)
     n, classes = rows.shape
-    index = confidence_bin(rows, positive_count(bins, "bins")) + bins * torch.arange(classes, device=rows.device)
+    index = confidence_bin(rows, whole("bins", bins)) + bins * torch.arange(classes, device=rows.device)
     gap = rows.double() - torch.nn.functional.one_hot(labels, classes)
     return gap.new_zeros(classes * bins).index_add(0, index.flatten(), gap.flatten()).abs().sum() / (n * classes)
 
@@ -88,11 +89,9 @@ def union_ece(
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     ood = not_empty(distributions(ood_probabilities, class_axis=1, log=False)).amax(1).to(confidence.dtype)
-    share = len(ood) / (len(ood) + len(confidence)) if prevalence is None else prevalence
-    if not 0 < share < 1:
-        raise ValueError(f"expected a prevalence between 0 and 1, got {share}; it is the share of OOD inputs")
+    part = len(ood) / (len(ood) + len(confidence)) if prevalence is None else share("prevalence", prevalence)
     inside, outside = bin_sums(confidence, correct, bins), bin_sums(ood, ood.new_zeros(len(ood)), bins)
-    mixed = ((1 - share) * i / len(confidence) + share * o / len(ood) for i, o in zip(inside, outside, strict=True))
+    mixed = ((1 - part) * i / len(confidence) + part * o / len(ood) for i, o in zip(inside, outside, strict=True))
     return ece_from_sums(*mixed)
 
 
@@ -131,7 +130,7 @@ def bin_sums(
 
     weights (..., n): how often each example counts; None counts each once, and the first axes are then not there.
     """
-    index = confidence_bin(confidence, positive_count(bins, "bins"))
+    index = confidence_bin(confidence, whole("bins", bins))
     sums = confidence.double(), correct.double()
     if weights is None:
         count = torch.bincount(index, minlength=bins)

@@ -11,22 +11,17 @@ TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
 
 
 def labelled(
-    probabilities: Tensor, y: Tensor, ignore_index: int | None = None, *, log: bool = False
+    values: Tensor, y: Tensor, ignore_index: int | None = None, *, class_axis: int = 1, log: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows (n, C) in the given dtype and labels (n,), void places left out (n = 0 when everything is void).
 
-    probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
+    Values are probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
+    Members (M, N, C, ...), for class_axis 2, give rows (M, n, C).
     """
-    rows = distributions(probabilities, class_axis=1, log=log)
-    labels, keep = _labels(y, (probabilities.shape[0], *probabilities.shape[2:]), rows.shape[-1], ignore_index)
-    return (rows, labels) if keep is None else (rows[keep], labels[keep])
-
-
-def labelled_members(log_probabilities: Tensor, y: Tensor, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rows (M, n, C) in the given dtype and labels (n,), void places left out."""
-    rows = distributions(log_probabilities, class_axis=2, log=True)
-    labels, keep = _labels(y, (log_probabilities.shape[1], *log_probabilities.shape[3:]), rows.shape[-1], ignore_index)
-    return (rows, labels) if keep is None else (rows[:, keep], labels[keep])
+    rows = distributions(values, class_axis=class_axis, log=log)
+    shape = (values.shape[class_axis - 1], *values.shape[class_axis + 1 :])
+    labels, keep = class_indices("y", y, shape, rows.shape[-1], ignore_index)
+    return (rows, labels) if keep is None else (rows[..., keep, :], labels[keep])
 
 
 def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
@@ -61,8 +56,6 @@ def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple
     """The two sets of scores as flat tensors of one dtype; no NaN, and none empty unless `empty`."""
     pair = []
     for name, score in (("score_in", score_in), ("score_ood", score_ood)):
-        if score.is_complex() or score.dtype == torch.bool:
-            raise TypeError(f"expected real numbers in {name}, got {score.dtype}; pass one score per input")
         if score.numel() == 0 and not empty:
             raise ValueError(f"expected at least one score in {name}, got none; ranking needs both kinds of inputs")
         no_nan(score, name)
@@ -103,27 +96,17 @@ def member_gaussians(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Means and variances (M, *shape) and targets of that shape, in float64."""
     means, variances = gaussians(means, variances, zero=zero)
+    return means, variances, targets_of(means, y)
+
+
+def targets_of(means: Tensor, y: Tensor) -> Tensor:
+    """Targets of the shape that members' means (M, *shape) have, in float64."""
     if means.ndim == 0 or means.shape[1:] != y.shape:
         raise ValueError(
             f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
             "put the members on the first axis"
         )
-    no_nan(y, "y")
-    return means, variances, y.detach().double()
-
-
-def fraction(value: float, name: str) -> float:
-    """The value, strictly between zero and one."""
-    if not 0.0 < value < 1.0:
-        raise ValueError(f"expected {name} strictly between 0 and 1, got {value}; pass a share such as 0.9")
-    return value
-
-
-def positive_count(value: int, name: str) -> int:
-    """The value, at least one."""
-    if value < 1:
-        raise ValueError(f"expected {name} to be at least 1, got {value}; pass a positive whole number")
-    return value
+    return same_shape(y=y)[0]
 
 
 def mean(values: Tensor) -> Tensor:
@@ -146,14 +129,16 @@ def no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
         raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; look for a diverged network")
 
 
-def _labels(y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
+def class_indices(
+    name: str, y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Flat labels, and the mask of places that are not void (None when ignore_index is)."""
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise TypeError(f"expected integer class indices in y, got {y.dtype}; pass y.long()")
     if tuple(y.shape) != tuple(shape):
         raise ValueError(
-            f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; pass class indices, not one-hot rows"
+            f"expected {name} of shape {tuple(shape)}, got {tuple(y.shape)}; pass class indices, not one-hot rows"
         )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise TypeError(f"expected integer class indices in {name}, got {y.dtype}; pass {name}.long()")
     labels = y.detach().long()
     keep = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     bad = keep & ((labels < 0) | (labels >= classes))
@@ -161,7 +146,8 @@ def _labels(y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | N
         place = _first(bad)
         remedy = "pass ignore_index if it marks void" if ignore_index is None else f"only {ignore_index} marks void"
         raise ValueError(
-            f"expected class indices from 0 to {classes - 1}, got {labels[place].item()} at {_name(place)}; {remedy}"
+            f"expected class indices from 0 to {classes - 1} in {name}, got {labels[place].item()} at {_name(place)}; "
+            f"{remedy}"
         )
     return labels.flatten(), None if ignore_index is None else keep.flatten()
 

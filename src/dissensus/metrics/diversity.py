@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import distributions, labelled_members, mean, no_nan, not_empty, same_shape
+from dissensus.metrics.checks import distributions, labelled, mean, no_nan, not_empty, targets_of
 
 
 def mixture_log_probabilities(members: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class EnsembleGain(NamedTuple):
 
 def ensemble_gain(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> EnsembleGain:
     """EnsembleGain of () parts, in nats, of members (M, N, C, …) and class indices y."""
-    rows, labels = labelled_members(members, y, ignore_index)
+    rows, labels = labelled(members, y, ignore_index, class_axis=2, log=True)
     index = not_empty(labels).expand(len(rows), -1).unsqueeze(2)
     return ensemble_gain_of(rows.gather(2, index).squeeze(2))
 
@@ -76,7 +76,7 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
 
     The form M / (1 + (M − 1) ρ) for correlated errors is Tumer and Ghosh's (1996).
     """
-    rows, labels = labelled_members(members, y, ignore_index)
+    rows, labels = labelled(members, y, ignore_index, class_axis=2, log=True)
     classes, group, count = torch.unique(not_empty(labels), return_inverse=True, return_counts=True)
     p = rows.double().exp()  # (M, n, C)
     class_mean = p.new_zeros(p.shape[0], len(classes), p.shape[2]).index_add(1, group, p) / count.unsqueeze(1)
@@ -90,12 +90,7 @@ def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
     classes is least squares on one-hot labels.
     """
     no_nan(means, "means")
-    if means.shape[1:] != y.shape:
-        raise ValueError(
-            f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
-            "put the members on the first axis"
-        )
-    (targets,) = same_shape(y=y)
+    targets = targets_of(means, y)
     n = len(targets)
     outputs = means.detach().double().reshape(len(means), n, -1)  # (M, N, D)
     design = torch.cat([targets.new_ones(n, 1), targets.reshape(n, -1)], dim=1)  # (N, 1 + D)

@@ -7,8 +7,9 @@ the classes: torchmetrics takes seconds to import, and is an extra (pip install 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +20,85 @@ from dissensus.metrics import checks, proper, regression, streaming
 
 
 class _Sums(Metric):
-    """Base: float64 or integer states that start at zero and are summed over processes."""
+    """Base: states are the tensors of a tuple of sums, added over processes; `number` is what is read of them.
+
+    Where `values` is a plain function of per-example values, `update` takes its tensors and adds the values up.
+    """
 
     full_state_update = False
     is_differentiable = False
+    update: Callable[..., None]
+    _number: ClassVar[Callable[[Any], Tensor]]
 
-    def add_sum(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
-        self.add_state(name, torch.zeros(shape, dtype=dtype), dist_reduce_fx="sum")
+    def __init_subclass__(
+        cls,
+        *,
+        number: Callable[[Any], Tensor] | None = None,
+        values: Callable[..., Tensor] | None = None,
+        higher_is_better: bool | None = False,
+    ) -> None:
+        super().__init_subclass__()
+        cls.higher_is_better = higher_is_better
+        if number is not None:
+            cls._number = staticmethod(number)
+        if values is not None:
+            cls.update = _adding(values)
 
-
-class _MeanOfValues(_Sums):
-    """Base: mean of per-example values."""
-
-    total: Tensor
-    count: Tensor
-    higher_is_better: bool | None = False
-
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, empty: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_sum("total")
-        self.add_sum("count", dtype=torch.int64)
+        self._kind = type(empty)
+        for name, zeros in empty._asdict().items():
+            self.add_state(name, zeros, dist_reduce_fx="sum")
 
-    def add(self, values: Tensor) -> None:
-        self.total += values.sum()
-        self.count += values.numel()
+    @property
+    def state(self) -> Any:
+        """The sums seen by this process."""
+        return self._kind(*(getattr(self, name) for name in self._kind._fields))
+
+    @state.setter
+    def state(self, new: Any) -> None:
+        for name, tensor in new._asdict().items():
+            setattr(self, name, tensor)
 
     def compute(self) -> Tensor:
-        """() mean of everything seen."""
+        """() of everything seen."""
+        return type(self)._number(self.state)
+
+
+class _Mean(NamedTuple):
+    """Sum and number of per-example values."""
+
+    total: Tensor
+    count: Tensor  # type: ignore[assignment]  # tuple.count goes
+
+    def mean(self) -> Tensor:
         return self.total / checks.not_empty(self.count[self.count > 0]).squeeze()
+
+    def root(self) -> Tensor:
+        return self.mean().sqrt()
+
+
+def _adding(values: Callable[..., Tensor]) -> Callable[..., None]:
+    """An `update` that takes the function's tensors; the metric's attributes are the function's keywords."""
+    taken = inspect.signature(values).parameters.values()
+    settings = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]
+
+    def update(self: _Sums, *tensors: Tensor, **named: Tensor) -> None:
+        found = values(*tensors, **named, **{name: getattr(self, name) for name in settings})
+        self.state = _Mean(self.state.total + found.sum(), self.state.count + found.numel())
+
+    # A MetricCollection hands each metric those keywords that the signature of its `update` names.
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    tensors = [each for each in taken if each.name not in settings]
+    update.__signature__ = inspect.Signature([me, *tensors])  # type: ignore[attr-defined]
+    return update
+
+
+class _MeanOfValues(_Sums, number=_Mean.mean):
+    """Base: mean of per-example values."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(_Mean(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)), **kwargs)
 
 
 class _ClassMean(_MeanOfValues):
@@ -57,158 +109,85 @@ class _ClassMean(_MeanOfValues):
         self.ignore_index = ignore_index
 
 
-class Accuracy(_ClassMean):
+class Accuracy(_ClassMean, values=proper.accuracy_values, higher_is_better=True):
     """() `accuracy` of everything seen."""
 
-    higher_is_better = True
 
-    def update(self, probabilities: Tensor, y: Tensor) -> None:
-        self.add(proper.accuracy_values(probabilities, y, ignore_index=self.ignore_index))
-
-
-class NLL(_ClassMean):
+class NLL(_ClassMean, values=proper.nll_values):
     """() `nll` of everything seen."""
 
-    def update(self, log_probabilities: Tensor, y: Tensor) -> None:
-        self.add(proper.nll_values(log_probabilities, y, ignore_index=self.ignore_index))
 
-
-class Brier(_ClassMean):
+class Brier(_ClassMean, values=proper.brier_values):
     """() `brier` of everything seen."""
 
-    def update(self, probabilities: Tensor, y: Tensor) -> None:
-        self.add(proper.brier_values(probabilities, y, ignore_index=self.ignore_index))
+
+class RMSE(_MeanOfValues, values=regression.squared_errors, number=_Mean.root):
+    """() `rmse` of everything seen."""
 
 
-class ECE(_Sums):
+class GaussianNLL(_MeanOfValues, values=regression.gaussian_nll_values):
+    """() `gaussian_nll` of everything seen."""
+
+
+class MixtureNLL(_MeanOfValues, values=regression.mixture_nll_values):
+    """() `mixture_nll` of everything seen."""
+
+
+class CRPS(_MeanOfValues, values=regression.crps_mixture_values):
+    """() `crps_mixture` of everything seen."""
+
+
+class IntervalCoverage(_MeanOfValues, values=regression.interval_coverage_values, higher_is_better=None):
+    """() `interval_coverage` of everything seen; best at the interval's level."""
+
+
+class ECE(_Sums, number=streaming.CalibrationBins.ece):
     """() `ece` of everything seen."""
 
-    higher_is_better = False
-    counts: Tensor
-    confidence: Tensor
-    correct: Tensor
-
     def __init__(self, *, bins: int = 15, ignore_index: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(streaming.CalibrationBins.empty(bins), **kwargs)
         self.ignore_index = ignore_index
-        self.add_sum("counts", bins, dtype=torch.int64)
-        self.add_sum("confidence", bins)
-        self.add_sum("correct", bins)
 
     def update(self, probabilities: Tensor, y: Tensor) -> None:
-        state = streaming.CalibrationBins(self.counts, self.confidence, self.correct)
-        self.counts, self.confidence, self.correct = state.update(probabilities, y, ignore_index=self.ignore_index)
-
-    def compute(self) -> Tensor:
-        return streaming.CalibrationBins(self.counts, self.confidence, self.correct).ece()
+        self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
 
 
-class MIoU(_Sums):
+class MIoU(_Sums, number=streaming.ConfusionCounts.miou, higher_is_better=True):
     """() `miou` of everything seen."""
 
-    higher_is_better = True
-    matrix: Tensor
-
     def __init__(self, *, classes: int, ignore_index: int | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(streaming.ConfusionCounts.empty(classes), **kwargs)
         self.ignore_index = ignore_index
-        self.add_sum("matrix", classes, classes, dtype=torch.int64)
 
     def update(self, probabilities: Tensor, y: Tensor) -> None:
-        state = streaming.ConfusionCounts(self.matrix).update(probabilities, y, ignore_index=self.ignore_index)
-        self.matrix = state.matrix
-
-    def compute(self) -> Tensor:
-        return streaming.ConfusionCounts(self.matrix).miou()
+        self.state = self.state.update(probabilities, y, ignore_index=self.ignore_index)
 
 
 class _Ranking(_Sums):
     """Base: a histogram of scores."""
 
-    in_counts: Tensor
-    ood_counts: Tensor
-
     def __init__(self, *, bits: int = 18, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        bins = len(streaming.ScoreHistogram.empty(bits).in_counts)
-        self.add_sum("in_counts", bins, dtype=torch.int64)
-        self.add_sum("ood_counts", bins, dtype=torch.int64)
+        super().__init__(streaming.ScoreHistogram.empty(bits), **kwargs)
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> None:
-        self.in_counts, self.ood_counts = self.histogram.update(score_in, score_ood)
+        self.state = self.state.update(score_in, score_ood)
 
     @property
     def histogram(self) -> streaming.ScoreHistogram:
         """ScoreHistogram seen by this process; its metrics carry bounds."""
-        return streaming.ScoreHistogram(self.in_counts, self.ood_counts)
+        return streaming.ScoreHistogram(*self.state)
 
 
-class AUROC(_Ranking):
+class AUROC(_Ranking, number=lambda histogram: histogram.auroc().value, higher_is_better=True):
     """() binned `auroc` of everything seen."""
 
-    higher_is_better = True
 
-    def compute(self) -> Tensor:
-        return self.histogram.auroc().value
-
-
-class AUPR(_Ranking):
+class AUPR(_Ranking, number=lambda histogram: histogram.aupr().value, higher_is_better=True):
     """() binned `aupr` of everything seen."""
 
-    higher_is_better = True
 
-    def compute(self) -> Tensor:
-        return self.histogram.aupr().value
-
-
-class FPR95(_Ranking):
+class FPR95(_Ranking, number=lambda histogram: histogram.fpr95().value):
     """() binned `fpr95` of everything seen."""
-
-    higher_is_better = False
-
-    def compute(self) -> Tensor:
-        return self.histogram.fpr95().value
-
-
-class RMSE(_MeanOfValues):
-    """() `rmse` of everything seen."""
-
-    def update(self, mean: Tensor, y: Tensor) -> None:
-        mean, y = checks.same_shape(mean=mean, y=y)
-        self.add((mean - y).square())
-
-    def compute(self) -> Tensor:
-        return super().compute().sqrt()
-
-
-class GaussianNLL(_MeanOfValues):
-    """() `gaussian_nll` of everything seen."""
-
-    def update(self, mean: Tensor, variance: Tensor, y: Tensor) -> None:
-        self.add(regression.gaussian_nll_values(mean, variance, y))
-
-
-class MixtureNLL(_MeanOfValues):
-    """() `mixture_nll` of everything seen."""
-
-    def update(self, means: Tensor, variances: Tensor, y: Tensor) -> None:
-        self.add(regression.mixture_nll_values(means, variances, y))
-
-
-class CRPS(_MeanOfValues):
-    """() `crps_mixture` of everything seen."""
-
-    def update(self, means: Tensor, variances: Tensor, y: Tensor) -> None:
-        self.add(regression.crps_mixture_values(means, variances, y))
-
-
-class IntervalCoverage(_MeanOfValues):
-    """() `interval_coverage` of everything seen."""
-
-    higher_is_better = None  # best at the interval's level
-
-    def update(self, lower: Tensor, upper: Tensor, y: Tensor) -> None:
-        self.add(regression.interval_coverage_values(lower, upper, y))
 
 
 class Gathered(Metric):
@@ -247,8 +226,5 @@ class Gathered(Metric):
 
     def compute(self) -> Any:
         """The function of everything seen."""
-        states = [getattr(self, name) for name in self.names]
-        if not len(states[0]):
-            raise ValueError("expected at least one update, got none; call update with a batch first")
-        joined = [dim_zero_cat(state) for state in states]
+        joined = [dim_zero_cat(getattr(self, name)) for name in self.names]
         return self.function(*(t.movedim(0, self.axis) if t.ndim > self.axis else t for t in joined), **self.settings)

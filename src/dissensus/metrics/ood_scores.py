@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dissensus.metrics.checks import distributions, no_nan
 from dissensus.metrics.diversity import mixture_log_probabilities
+from dissensus.numerics.checks import number
 
 
 def max_probability_score(log_probabilities: Tensor) -> Tensor:
@@ -46,12 +47,7 @@ def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
 
 def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """(N,) or (N, H, W): −T log Σ_c exp(logit_c / T) in float64 (Liu et al., 2020), of logits (N, C, …)."""
-    if logits.ndim < 2:
-        raise ValueError(
-            f"expected logits of shape (N, C) or (N, C, H, W), got {tuple(logits.shape)}; keep the classes"
-        )
-    if temperature <= 0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}; the usual value is 1")
+    number("temperature", temperature, above=0, hint="the usual value is 1")
     no_nan(logits, "logits", class_axis=1)
     return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)
 

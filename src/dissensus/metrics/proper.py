@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.calibration import confidence_bin
-from dissensus.metrics.checks import labelled, mean, not_empty
+from dissensus.metrics.checks import class_indices, labelled, mean, not_empty
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
@@ -121,23 +121,13 @@ def mean_of_present(values: Tensor) -> Tensor:
 
 def confusion_matrix(prediction: Tensor, y: Tensor, *, classes: int, ignore_index: int | None = None) -> Tensor:
     """(C, C) counts: row = true class, column = predicted class; prediction and y are class indices of one shape."""
-    if prediction.shape != y.shape:
-        raise ValueError(
-            f"expected predictions of shape {tuple(y.shape)}, got {tuple(prediction.shape)}; "
-            "pass predicted class indices, not probabilities"
-        )
-    for name, indices in (("prediction", prediction), ("y", y)):
-        if indices.is_floating_point() or indices.dtype == torch.bool:
-            raise TypeError(f"expected integer class indices in {name}, got {indices.dtype}; pass {name}.long()")
-    keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
-    prediction, y = prediction[keep].long(), y[keep].long()
-    for name, indices in (("prediction", prediction), ("y", y)):
-        if ((indices < 0) | (indices >= classes)).any():
-            raise ValueError(
-                f"expected class indices from 0 to {classes - 1} in {name}, "
-                f"got {indices.min().item()} to {indices.max().item()}; pass ignore_index if one marks void"
-            )
-    return _confusion(prediction, y, classes)
+    if ignore_index is not None and prediction.shape == y.shape:
+        prediction = prediction.where(y != ignore_index, 0)  # whatever is predicted at a void place
+    predicted, _ = class_indices("prediction", prediction, y.shape, classes)
+    labels, keep = class_indices("y", y, y.shape, classes, ignore_index)
+    return (
+        _confusion(predicted, labels, classes) if keep is None else _confusion(predicted[keep], labels[keep], classes)
+    )
 
 
 def _confusion(prediction: Tensor, y: Tensor, classes: int) -> Tensor:

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import fraction
 from dissensus.metrics.weights import group_sums, weighted
+from dissensus.numerics.checks import one_of, share
 
 Rule = Literal["at_least", "nearest"]
-Weights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
+PairOfWeights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
 
 
 class RankedCounts(NamedTuple):
@@ -41,7 +41,7 @@ class RankedCounts(NamedTuple):
         else:
             # precision = π·TPR / (π·TPR + (1 − π)·FPR)
             false, true = self.rates()
-            false, true = (1 - prevalence) * false, fraction(prevalence, "prevalence") * true
+            false, true = (1 - prevalence) * false, share("prevalence", prevalence) * true
         # an empty bin above the first score has flagged nothing; it adds no recall, so any finite value will do
         return torch.where(true > 0, true / (true + false), 0.0)
 
@@ -63,20 +63,22 @@ class RankedCounts(NamedTuple):
         below, as in the released anomaly-segmentation code; of several thresholds with that recall the lowest, unless
         the recall is full, and then the highest.
         """
+        one_of("rule", rule, ("at_least", "nearest"))
+        share("recall", recall)
         fpr, reached = self.rates()
         if rule == "at_least":
-            place = (reached < fraction(recall, "recall")).sum(-1, keepdim=True)
-        elif rule == "nearest":
+            place = (reached < recall).sum(-1, keepdim=True)
+        else:
             # Thresholds below the first one with full recall only add false positives, and are not looked at.
             beyond = (reached >= 1).cumsum(-1) > 1
-            distance = (reached - fraction(recall, "recall")).abs().masked_fill(beyond, torch.inf)
+            distance = (reached - recall).abs().masked_fill(beyond, torch.inf)
             place = reached.shape[-1] - 1 - distance.flip(-1).argmin(-1, keepdim=True)
-        else:
-            raise ValueError(f'expected rule "at_least" or "nearest", got {rule!r}; choose one of the two')
         return fpr.gather(-1, place).squeeze(-1)
 
 
-def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None = None) -> tuple[Tensor, RankedCounts]:
+def ranked_counts(
+    score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None
+) -> tuple[Tensor, RankedCounts]:
     """(K,) distinct scores, highest first, and the RankedCounts at them, of two flat tensors of one dtype.
 
     weights: how often each input counts; None counts each once.

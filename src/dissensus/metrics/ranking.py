@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.checks import no_nan, scores
-from dissensus.metrics.ranked_counts import RankedCounts, Rule, Weights, ranked_counts
+from dissensus.metrics.ranked_counts import PairOfWeights, RankedCounts, Rule, ranked_counts
 
 
-def auroc(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
     """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal)."""
     return _counts(score_in, score_ood, weights).auroc()
 
 
-def aupr(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
     """() or (...) average precision with OOD positive; chance level is the share of OOD in the data."""
     return _counts(score_in, score_ood, weights).aupr()
 
 
-def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: Weights | None = None) -> Tensor:
+def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
     """() or (...) average precision with in-distribution positive, found by low scores."""
     return _counts(score_in, score_ood, weights).swapped().aupr()
 
 
 def aupr_adjusted(
-    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: Weights | None = None
+    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: PairOfWeights | None = None
 ) -> Tensor:
     """() or (...) average precision with OOD positive as it would be if OOD were a share `prevalence` of the data.
 
@@ -50,7 +50,7 @@ def fpr95(
     *,
     recall: float = 0.95,
     rule: Rule = "at_least",
-    weights: Weights | None = None,
+    weights: PairOfWeights | None = None,
 ) -> Tensor:
     """() or (...) share of in-distribution inputs flagged when 95 % of OOD inputs are.
 
@@ -66,7 +66,7 @@ def fpr95_in(
     *,
     recall: float = 0.95,
     rule: Rule = "at_least",
-    weights: Weights | None = None,
+    weights: PairOfWeights | None = None,
 ) -> Tensor:
     """() or (...) share of OOD inputs accepted when 95 % of in-distribution inputs are; rules as in `fpr95`."""
     return _counts(score_in, score_ood, weights).swapped().fpr(recall, rule)
@@ -146,7 +146,7 @@ def per_image_ood(
     return PerImageOOD(means[0], means[1], means[2], len(results))
 
 
-def _counts(score_in: Tensor, score_ood: Tensor, weights: Weights | None = None) -> RankedCounts:
+def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None) -> RankedCounts:
     return ranked_counts(*scores(score_in, score_ood), weights)[1]
 
 

@@ -11,13 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import fraction, gaussians, member_gaussians, same_shape
+from dissensus.metrics.checks import gaussians, member_gaussians, same_shape
+from dissensus.numerics.checks import share
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """() root of the mean squared error over all entries."""
+    return squared_errors(mean, y).mean().sqrt()
+
+
+def squared_errors(mean: Tensor, y: Tensor) -> Tensor:
+    """(mean − y)², of the shape of y."""
     mean, y = same_shape(mean=mean, y=y)
-    return (mean - y).square().mean().sqrt()
+    return (mean - y).square()
 
 
 class Gaussian(NamedTuple):
@@ -97,13 +103,13 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
 
 def interval_coverage_values(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     """1 where lower ≤ y ≤ upper, else 0, of the shape of y."""
-    lower, upper, y = _interval(lower=lower, upper=upper, y=y)
+    lower, upper, y = _ordered_ends(lower=lower, upper=upper, y=y)
     return ((lower <= y) & (y <= upper)).double()
 
 
 def mean_interval_width(lower: Tensor, upper: Tensor) -> Tensor:
     """() mean of upper − lower, in the units of y."""
-    lower, upper = _interval(lower=lower, upper=upper)
+    lower, upper = _ordered_ends(lower=lower, upper=upper)
     return (upper - lower).mean()
 
 
@@ -111,7 +117,7 @@ def pinball_loss(quantile: Tensor, y: Tensor, *, level: float) -> Tensor:
     """() mean of max(level (y − q), (level − 1)(y − q)) for predicted quantiles q of that level."""
     quantile, y = same_shape(quantile=quantile, y=y)
     above = y - quantile
-    return torch.maximum(fraction(level, "level") * above, (level - 1) * above).mean()
+    return torch.maximum(share("level", level) * above, (level - 1) * above).mean()
 
 
 class Unstandardised(NamedTuple):
@@ -144,7 +150,7 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
     return 2 * std * density + mean * torch.erf(z / math.sqrt(2))  # erf(z/√2) = 2Φ(z) − 1
 
 
-def _interval(**tensors: Tensor) -> list[Tensor]:
+def _ordered_ends(**tensors: Tensor) -> list[Tensor]:
     checked = same_shape(**tensors)
     if (checked[0] > checked[1]).any():
         raise ValueError("expected lower ≤ upper everywhere, got an interval the wrong way round; swap its ends")

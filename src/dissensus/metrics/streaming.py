@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
-from dissensus.metrics.checks import fraction, labelled, not_empty, positive_count, scores
+from dissensus.metrics.checks import labelled, not_empty, scores
 from dissensus.metrics.proper import confusion_matrix, intersection_over_union, mean_of_present
 from dissensus.metrics.ranked_counts import RankedCounts
+from dissensus.numerics.checks import number, whole
 
 
 class CalibrationBins(NamedTuple):
@@ -27,7 +28,7 @@ class CalibrationBins(NamedTuple):
     @classmethod
     def empty(cls, bins: int = 15, device: torch.device | str | None = None) -> CalibrationBins:
         """CalibrationBins that hold nothing yet."""
-        zeros = torch.zeros(positive_count(bins, "bins"), dtype=torch.float64, device=device)
+        zeros = torch.zeros(whole("bins", bins), dtype=torch.float64, device=device)
         return cls(zeros.long(), zeros, zeros)
 
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> CalibrationBins:
@@ -42,7 +43,7 @@ class CalibrationBins(NamedTuple):
 
     def ece(self) -> Tensor:
         """() expected calibration error of everything seen."""
-        return ece_from_sums(*_seen(self))
+        return ece_from_sums(*_with_examples(self))
 
 
 class ConfusionCounts(NamedTuple):
@@ -70,7 +71,7 @@ class ConfusionCounts(NamedTuple):
 
     def accuracy(self) -> Tensor:
         """() share of right answers."""
-        return self.matrix.trace() / _seen(self)[0].sum().double()
+        return self.matrix.trace() / _with_examples(self)[0].sum().double()
 
 
 class Bounded(NamedTuple):
@@ -96,9 +97,9 @@ class ScoreHistogram(NamedTuple):
     @classmethod
     def empty(cls, bits: int = 18, device: torch.device | str | None = None) -> ScoreHistogram:
         """ScoreHistogram that holds nothing yet."""
-        if not 10 <= bits <= 24:
-            raise ValueError(f"expected 10 to 24 bits, got {bits}; 18 is a good start")
-        zeros = torch.zeros(2**bits, dtype=torch.int64, device=device)
+        zeros = torch.zeros(
+            2 ** number("bits", bits, least=10, most=24, hint="18 is a good start"), dtype=torch.int64, device=device
+        )
         return cls(zeros, zeros)
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> ScoreHistogram:
@@ -162,7 +163,7 @@ def _aupr(counts: RankedCounts) -> Bounded:
 def _fpr(counts: RankedCounts, recall: float) -> Bounded:
     """The threshold lies somewhere in the bin where the recall is reached: none or all of its negatives are flagged."""
     value = counts.fpr(recall)
-    k = (counts.rates()[1] < fraction(recall, "recall")).sum()
+    k = (counts.rates()[1] < recall).sum()
     return Bounded(value, value - counts.in_counts[k] / counts.in_counts.sum().double(), value)
 
 
@@ -174,7 +175,7 @@ def _leading_bits(score: Tensor, bins: int) -> Tensor:
     return ordered // (2**32 // bins)
 
 
-def _seen(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _with_examples(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The state, not all zero."""
     not_empty(state[0][state[0] > 0])
     return state

@@ -25,6 +25,8 @@ class Followed(NamedTuple):
     read: set[str]  # those whose weight or bias was used past the layer's own forward
     inputs: list[str]  # those that take in what the network does, through no other of them
     outputs: list[str]  # those whose outputs are the network's, through no other of them
+    places: dict[fx.Node, list[str]]  # where in the graph they are called
+    last: list[fx.Node]  # where in the graph the network's outputs are made
 
 
 def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
@@ -60,7 +62,7 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
     Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
     """
     if "" in wanted:  # the network is itself the layer
-        return Followed([""], set(), [""], [""])
+        return Followed([""], set(), [""], [""], {}, [])
     met: list[str] = []
     places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
     tracer = fx.Tracer()
@@ -97,7 +99,9 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         return None
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
     stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
-    return Followed(met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:])
+    return Followed(
+        met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last
+    )
 
 
 def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:

@@ -1,45 +1,31 @@
 """The theory of wide ensembles: what they will do, computed before they are trained."""
 
-from dissensus.theory.activations import Activation, Smooth, activation_of
-from dissensus.theory.blocks import EnsembleBlocks, ensemble_blocks, posterior_blocks
-from dissensus.theory.descent import residuals
-from dissensus.theory.dynamics import EnsembleDynamics, EnsembleLaw, ensemble_dynamics
-from dissensus.theory.embedded import EmbeddedKernels, embedded_kernels
-from dissensus.theory.embedded_network import EmbeddedNetwork
-from dissensus.theory.empirical import empirical_ntk
-from dissensus.theory.kernel import Kernels, kernel
-from dissensus.theory.random_network import random_network
-from dissensus.theory.regime import Regime, regime
-from dissensus.theory.regression import gp_predict
-from dissensus.theory.toy import ToyLosses, largest_eigenvalue, optimal_members, toy_losses, toy_spectrum, transition
-from dissensus.theory.training import train_embedded
+from dissensus.theory.activations import Activation as Activation
+from dissensus.theory.activations import Smooth as Smooth
+from dissensus.theory.activations import activation_of as activation_of
+from dissensus.theory.blocks import EnsembleBlocks as EnsembleBlocks
+from dissensus.theory.blocks import ensemble_blocks as ensemble_blocks
+from dissensus.theory.blocks import posterior_blocks as posterior_blocks
+from dissensus.theory.descent import residuals as residuals
+from dissensus.theory.dynamics import EnsembleDynamics as EnsembleDynamics
+from dissensus.theory.dynamics import EnsembleLaw as EnsembleLaw
+from dissensus.theory.dynamics import ensemble_dynamics as ensemble_dynamics
+from dissensus.theory.embedded import EmbeddedKernels as EmbeddedKernels
+from dissensus.theory.embedded import embedded_kernels as embedded_kernels
+from dissensus.theory.embedded_network import EmbeddedNetwork as EmbeddedNetwork
+from dissensus.theory.empirical import empirical_ntk as empirical_ntk
+from dissensus.theory.kernel import Kernels as Kernels
+from dissensus.theory.kernel import kernel as kernel
+from dissensus.theory.random_network import random_network as random_network
+from dissensus.theory.regime import Regime as Regime
+from dissensus.theory.regime import regime as regime
+from dissensus.theory.regression import gp_predict as gp_predict
+from dissensus.theory.toy import ToyLosses as ToyLosses
+from dissensus.theory.toy import largest_eigenvalue as largest_eigenvalue
+from dissensus.theory.toy import optimal_members as optimal_members
+from dissensus.theory.toy import toy_losses as toy_losses
+from dissensus.theory.toy import toy_spectrum as toy_spectrum
+from dissensus.theory.toy import transition as transition
+from dissensus.theory.training import train_embedded as train_embedded
 
-__all__ = [
-    "Activation",
-    "EmbeddedKernels",
-    "EmbeddedNetwork",
-    "EnsembleBlocks",
-    "EnsembleDynamics",
-    "EnsembleLaw",
-    "Kernels",
-    "Regime",
-    "Smooth",
-    "ToyLosses",
-    "activation_of",
-    "embedded_kernels",
-    "empirical_ntk",
-    "ensemble_blocks",
-    "ensemble_dynamics",
-    "gp_predict",
-    "kernel",
-    "largest_eigenvalue",
-    "optimal_members",
-    "posterior_blocks",
-    "random_network",
-    "regime",
-    "residuals",
-    "toy_losses",
-    "toy_spectrum",
-    "train_embedded",
-    "transition",
-]
+__all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))

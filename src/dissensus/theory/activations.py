@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from dissensus.theory.hermite import law_nodes
 ONE = Modulation.constant(1.0)
 
 
-class Moments(NamedTuple):
+class Expectations(NamedTuple):
     """C, D and Z of the module's docstring, each of c's shape; Z is None between members, where nothing needs it."""
 
     value: Tensor
@@ -41,12 +42,14 @@ class Moments(NamedTuple):
 class Activation(ABC):
     """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape."""
 
+    function: Callable[[Tensor], Tensor]
+
     @abstractmethod
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Moments:
+    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         """Both factors from one member."""
 
     @abstractmethod
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Moments:
+    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         """The factors from two members."""
 
 
@@ -55,56 +58,56 @@ class Homogeneous(Activation):
 
     def __init__(self, negative_slope: float) -> None:
         self.negative_slope = negative_slope
+        self.function = partial(F.leaky_relu, negative_slope=negative_slope)
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Moments:
+    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
         # φ(vz) = |v| φ(±z), and (−z, −z') has the law of (z, z'). φ'(0) is the slope below 0, as torch has it.
         zero = sum(weight for atom, weight in v.atoms() if atom == 0) if v.discrete else 0.0
         product = (1 - zero) * value + zero * self.negative_slope**2 * c
-        return Moments(v.second_moment * value, v.second_moment * slope, product)
+        return Expectations(v.second_moment * value, v.second_moment * slope, product)
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Moments:
+    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         # Two members' factors have equal or opposite signs: m₊² + m₋² and 2 m₊ m₋ of E|v||v'|.
         plus, minus = v.halves
         equal, opposite = plus**2 + minus**2, 2 * plus * minus
         value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
         mirrored, mirrored_slope = closed_forms.piecewise_linear(a, b, -c, self.negative_slope)
-        return Moments(equal * value + opposite * mirrored, equal * slope - opposite * mirrored_slope, None)
+        return Expectations(equal * value + opposite * mirrored, equal * slope - opposite * mirrored_slope, None)
 
 
 class Closed(Activation):
     """Activations with a closed form of (C, D, Z) without modulations; those are averaged by quadrature."""
 
     def __init__(
-        self, moments: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], slope_at_zero: float
+        self,
+        function: Callable[[Tensor], Tensor],
+        moments: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+        slope_at_zero: float,
     ) -> None:
-        self._moments = moments
-        self._slope_at_zero = slope_at_zero
+        self.function, self._moments, self._slope_at_zero = function, moments, slope_at_zero
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Moments:
-        total = [torch.zeros_like(c) for _ in range(3)]
-        for factor, weight in zip(*(each.tolist() for each in law_nodes(v)), strict=True):
-            if factor == 0:
-                # φ(0) = 0 for all of these
-                total[2] += weight * self._slope_at_zero**2 * c
-                continue
-            square = factor**2
-            value, slope, product = self._moments(square * a, square * b, square * c)
-            for sum_, term in zip(total, (value, square * slope, product / square), strict=True):
-                sum_ += weight * term
-        return Moments(*total)
+    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
+        nodes = zip(*(each.tolist() for each in law_nodes(v)), strict=True)
+        return Expectations(*self._averaged(a, b, c, [(factor, factor, weight) for factor, weight in nodes]))
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Moments:
-        value, slope = torch.zeros_like(c), torch.zeros_like(c)
+    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         nodes = list(zip(*(each.tolist() for each in law_nodes(v)), strict=True))
-        for one, weight_one in nodes:
-            for two, weight_two in nodes:
-                if one * two == 0:
-                    continue
-                found = self._moments(one**2 * a, two**2 * b, one * two * c)
-                value += weight_one * weight_two * found[0]
-                slope += weight_one * weight_two * one * two * found[1]
-        return Moments(value, slope, None)
+        pairs = [(one, two, of_one * of_two) for one, of_one in nodes for two, of_two in nodes]
+        value, slope, _ = self._averaged(a, b, c, pairs)
+        return Expectations(value, slope, None)
+
+    def _averaged(self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]) -> list[Tensor]:
+        """C, D and Z, averaged over pairs of factors with their weights."""
+        total = [torch.zeros_like(c) for _ in range(3)]
+        for one, two, weight in factors:
+            if one * two == 0:
+                total[2] += weight * self._slope_at_zero**2 * c  # φ(0) = 0 for all of these
+                continue
+            value, slope, product = self._moments(one**2 * a, two**2 * b, one * two * c)
+            for sum_, term in zip(total, (value, one * two * slope, product / (one * two)), strict=True):
+                sum_ += weight * term
+        return total
 
 
 class Smooth(Activation):
@@ -113,12 +116,12 @@ class Smooth(Activation):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Moments:
+    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         one, two = (coefficients(self.function, variance, factors, weights) for variance in (a, b))
-        return Moments(*(expanded(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True)))
+        return Expectations(*(expanded(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True)))
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Moments:
+    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         alone = torch.ones(1, dtype=torch.float64, device=c.device)
         # Members' factors are independent: average each side's coefficients over its own first.
@@ -130,15 +133,15 @@ class Smooth(Activation):
             for variance in (a, b)
         )
         value, slope = (expanded(left, right, alone, a, b, c) for left, right in zip(one[:2], two[:2], strict=True))
-        return Moments(value, slope, None)
+        return Expectations(value, slope, None)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Homogeneous(0.0),
     "leaky_relu": Homogeneous(0.01),
     "identity": Homogeneous(1.0),
-    "erf": Closed(closed_forms.erf, 2 / math.sqrt(math.pi)),
-    "gelu": Closed(closed_forms.gelu, 0.5),
+    "erf": Closed(torch.erf, closed_forms.erf, 2 / math.sqrt(math.pi)),
+    "gelu": Closed(F.gelu, closed_forms.gelu, 0.5),
     "tanh": Smooth(torch.tanh),
     "sigmoid": Smooth(torch.sigmoid),
     "silu": Smooth(F.silu),

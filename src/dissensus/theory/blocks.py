@@ -14,9 +14,9 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.theory.budget import check_budget
-from dissensus.theory.empirical import full_precision
+from dissensus.theory.empirical import exact_convolutions
 from dissensus.theory.inputs import checked_pair
-from dissensus.theory.jacobians import Function, Params, contract, rows
+from dissensus.theory.jacobians import Params, contract, output_gradients
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,20 @@ def ensemble_blocks(
     result = (members + 1) * members * len(x1) * len(second) * outputs**2 * size
     check_budget(needed + result, memory, "gradients of all members and their kernel", "pass fewer inputs at a time")
 
-    def common(m: int) -> Function:
-        return lambda params, x: function({**params, **each[m], **constant[m]}, x[None]).reshape(-1)
+    def gradients(params: Params, others: Params, x: Tensor) -> list[Tensor]:
+        return output_gradients(lambda p, one: function({**others, **p}, one[None]).reshape(-1), params, x)
 
-    def individual(m: int) -> Function:
-        return lambda params, x: function({**weights, **params, **constant[m]}, x[None]).reshape(-1)
-
-    left = [rows(common(m), weights, x1) for m in range(members)]
+    left = [gradients(weights, {**each[m], **constant[m]}, x1) for m in range(members)]
     right = left
     if x2 is not None:
-        right = [rows(common(m), weights, second) for m in range(members)]
+        right = [gradients(weights, {**each[m], **constant[m]}, second) for m in range(members)]
     theta = torch.stack([torch.stack([contract(one, two).permute(0, 2, 1, 3) for two in right]) for one in left])
     if not own:
         return EnsembleBlocks(theta, torch.zeros_like(theta[0]))
     inner = []
     for m in range(members):
-        one = rows(individual(m), each[m], x1)
-        two = one if x2 is None else rows(individual(m), each[m], second)
+        one = gradients(each[m], {**weights, **constant[m]}, x1)
+        two = one if x2 is None else gradients(each[m], {**weights, **constant[m]}, second)
         inner.append(contract(one, two).permute(0, 2, 1, 3))
     return EnsembleBlocks(theta, torch.stack(inner))
 
@@ -129,7 +126,7 @@ def posterior_blocks(
         return found
 
     posterior.check_inputs(x1)
-    with evaluation(posterior), full_precision():
+    with evaluation(posterior), exact_convolutions():
         return ensemble_blocks(
             outputs,
             trained,

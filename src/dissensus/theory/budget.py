@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dissensus.numerics.sizes import readable
+
 
 def check_budget(needed: int, memory: int, what: str, do: str) -> None:
     """Raises where `needed` bytes are more than `memory`."""
@@ -9,11 +11,3 @@ def check_budget(needed: int, memory: int, what: str, do: str) -> None:
         raise ValueError(
             f"expected {what} within {readable(memory)}, got {readable(needed)}; {do}, or pass memory={needed}"
         )
-
-
-def readable(size: int) -> str:
-    """A number of bytes as people say it."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return f"{size / 2**power:.3g} {unit}"
-    return f"{size} bytes"

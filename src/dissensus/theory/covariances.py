@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dissensus.theory.activations import Activation
 
-Layout = Literal["vector", "diagonal", "pairs"]
+Positions = Literal["vector", "diagonal", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,23 @@ class Units:
     first: Tensor  # (N1, …) the same of x with itself
     second: Tensor  # (N2, …)
     tangent: Tensor  # (N1, N2, …) inner products of gradients with respect to all weights below
-    layout: Layout
+    layout: Positions
     gaussian: bool  # whether units are Gaussian, so that an activation may follow
     weighted: int = 0  # Linear and Conv2d layers below
     flattened: bool = False
 
+    def changed(self, cross: Tensor, tangent: Tensor, own: Callable[[Tensor], Tensor], **others: Any) -> Units:
+        """With these moments of two inputs; `own` makes those of each input with itself."""
+        first = own(self.first)
+        second = first if self.second is self.first else own(self.second)
+        return replace(self, cross=cross, first=first, second=second, tangent=tangent, **others)
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Units:
         """The same linear map of every moment."""
-        again = self.second is self.first
-        first = function(self.first)
-        return replace(
-            self,
-            cross=function(self.cross),
-            first=first,
-            second=first if again else function(self.second),
-            tangent=function(self.tangent),
-        )
+        return self.changed(function(self.cross), function(self.tangent), function)
 
 
-def of_inputs(x1: Tensor, x2: Tensor, layout: Layout) -> Units:
+def of_inputs(x1: Tensor, x2: Tensor, layout: Positions) -> Units:
     """Moments of the inputs themselves: products over the channels, divided by their number."""
     if layout == "vector":
         cross = x1 @ x2.T / x1.shape[1]
@@ -61,28 +59,23 @@ def of_inputs(x1: Tensor, x2: Tensor, layout: Layout) -> Units:
 
 def activated(units: Units, activation: Activation) -> Units:
     """Moments behind an activation: K ← C, Θ ← D Θ."""
-    (a, a_), (b, b_) = (_variances(each, units.layout) for each in (units.first, units.second))
-    moments = activation.within(a[:, None], b_[None], units.cross)
-    first = activation.within(a, a_, units.first).value
-    return replace(
-        units,
-        cross=moments.value,
-        first=first,
-        second=first if units.second is units.first else activation.within(b, b_, units.second).value,
-        tangent=moments.slope * units.tangent,
-        gaussian=False,
-    )
+    (a, _), (_, b) = (_variances(each, units.layout) for each in (units.first, units.second))
+    moments = activation.within(a[:, None], b[None], units.cross)
+
+    def own(moment: Tensor) -> Tensor:
+        return activation.within(*_variances(moment, units.layout), moment).value
+
+    return units.changed(moments.value, moments.slope * units.tangent, own, gaussian=False)
 
 
-def weighted(units: Units, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float) -> Units:
+def behind_weights(
+    units: Units, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float
+) -> Units:
     """Moments behind random weights: K ← σ_w² K + σ_b², Θ ← g_w K + g_b + σ_w² Θ."""
-    first = variance * units.first + bias
-    return replace(
-        units,
-        cross=variance * units.cross + bias,
-        first=first,
-        second=first if units.second is units.first else variance * units.second + bias,
-        tangent=weight_gradient * units.cross + bias_gradient + variance * units.tangent,
+    return units.changed(
+        variance * units.cross + bias,
+        weight_gradient * units.cross + bias_gradient + variance * units.tangent,
+        lambda moment: variance * moment + bias,
         gaussian=True,
         weighted=units.weighted + 1,
     )
@@ -137,7 +130,7 @@ def flat_mean(units: Units) -> Units:
     return replace(found, layout="vector", flattened=False)
 
 
-def _own(moment: Tensor, layout: Layout) -> Tensor:
+def _own(moment: Tensor, layout: Positions) -> Tensor:
     """(…, H, W): position p with itself."""
     if layout != "pairs":
         return moment
@@ -146,7 +139,7 @@ def _own(moment: Tensor, layout: Layout) -> Tensor:
     return flat.diagonal(dim1=-2, dim2=-1).reshape(*moment.shape[:-4], height, width)
 
 
-def _variances(moment: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _variances(moment: Tensor, layout: Positions) -> tuple[Tensor, Tensor]:
     """Variances of both positions of a pair, broadcast against (N, …)."""
     own = _own(moment, layout)
     return (own[..., None, None], own[..., None, None, :, :]) if layout == "pairs" else (own, own)

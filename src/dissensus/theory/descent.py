@@ -12,10 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import one_of
+
 Descent = Literal["flow", "steps"]
 
 
-class Mode:
+class FactorisedKernel:
     """One kernel Θ(X, X), factorised, and Θ(points, X): what descent on X does at the points."""
 
     def __init__(self, train: Tensor, points: Tensor | None = None) -> None:
@@ -44,10 +46,8 @@ class Mode:
 
 def left(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
     """(T, B) share of each component that is left at each time."""
-    if descent == "flow":
+    if one_of("descent", descent, ("flow", "steps")) == "flow":
         return torch.exp(-times[:, None] * s)
-    if descent != "steps":
-        raise ValueError(f"expected descent of flow, steps, got {descent!r}; name one of them")
     if bool((times != times.round()).any()):
         raise ValueError("expected whole numbers of steps, got others; use descent='flow' between them")
     return (1 - s) ** times[:, None]
@@ -71,11 +71,11 @@ def residuals(
 def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues, eigenvectors); raises where a kernel has negative ones beyond rounding, sets those within it to 0."""
     theta = theta.to(torch.float64)
-    if theta.ndim != 2 or theta.shape[0] != theta.shape[1]:
-        raise ValueError(f"expected a square kernel, got {tuple(theta.shape)}; pass that of inputs with themselves")
-    scale = float(theta.abs().max())
-    if not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * scale):
-        raise ValueError("expected a symmetric kernel, got another; pass that of inputs with themselves")
+    square = theta.ndim == 2 and theta.shape[0] == theta.shape[1]
+    if not square or not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * float(theta.abs().max())):
+        raise ValueError(
+            f"expected a symmetric kernel, got another of shape {tuple(theta.shape)}; pass that of inputs with themselves"
+        )
     values, vectors = torch.linalg.eigh((theta + theta.T) / 2)
     if float(values.min()) < -1e-5 * max(float(values.max()), 0.0) or float(values.max()) < 0:
         raise ValueError(

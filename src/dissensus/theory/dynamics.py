@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_whole
-from dissensus.theory.descent import Descent, Mode, as_times
+from dissensus.numerics.checks import number, whole
+from dissensus.theory.descent import Descent, FactorisedKernel, as_times
 from dissensus.theory.embedded import EmbeddedKernels
 
 KernelFunction = Callable[..., EmbeddedKernels]
@@ -46,8 +46,10 @@ class EnsembleDynamics:
         self.members_count, self.gamma = members, gamma
         self._targets = targets.to(torch.float64)
         self._kernels = (train, towards, points)
-        self._mean = Mode(train.mean_mode(members, gamma), towards.mean_mode(members, gamma))
-        self._difference = Mode(train.difference_mode(members, gamma), towards.difference_mode(members, gamma))
+        self._mean = FactorisedKernel(train.mean_mode(members, gamma), towards.mean_mode(members, gamma))
+        self._difference = FactorisedKernel(
+            train.difference_mode(members, gamma), towards.difference_mode(members, gamma)
+        )
 
     @property
     def mean_eigenvalues(self) -> Tensor:
@@ -119,11 +121,8 @@ def ensemble_dynamics(
     `kernels(x1, x2)` gives `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …). `gamma`: M trains shared
     weights with the sum of the members' gradients (independent regime), 1 with their mean (collective regime).
     """
-    check_whole("members", members)
-    if members < 1:
-        raise ValueError(f"expected at least one member, got {members}; 4 is a usual number")
-    if not gamma > 0:
-        raise ValueError(f"expected gamma above 0, got {gamma}; M for the independent regime, 1 for the collective one")
+    whole("members", members, hint="4 is a usual number")
+    number("gamma", gamma, above=0, hint="pass M for the independent regime, 1 for the collective one")
     if len(y) != len(x) or y.ndim < 1:
         raise ValueError(f"expected targets for {len(x)} inputs, got {tuple(y.shape)}; pass one row each")
     train = kernels(x, None)

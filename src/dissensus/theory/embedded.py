@@ -15,9 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dissensus.numerics.checks import one_of, whole
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory.activations import Activation, activation_of
-from dissensus.theory.inputs import check_finite, input_moments, variance_of
+from dissensus.theory.inputs import check_kernels, input_moments, variance_of
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,10 @@ def embedded_kernels(
     kernel); there is never an output bias, which would tie members whatever their modulations. `u` and `v`: one law, or one for
     each hidden layer. `trained`: which modulations count in `individual` (dropout's masks: "none").
     """
-    if trained not in ("both", "u", "v", "none"):
-        raise ValueError(f"expected trained of both, u, v, none, got {trained!r}; say which modulations learn")
-    if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"expected a depth of at least 1 hidden layer, got {depth}; members differ in hidden layers")
+    one_of("trained", trained, ("both", "u", "v", "none"), hint="say which modulations learn")
+    whole("depth", depth, hint="members differ in hidden layers")
     phi = activation_of(activation)
-    laws = list(zip(_each(u, depth, "u"), _each(v, depth, "v"), strict=True))
+    laws = list(zip(laws_of(u, depth, "u"), laws_of(v, depth, "v"), strict=True))
     variance = variance_of("weight_variance", weight_variance)
     bias = variance_of("bias_variance", bias_variance)
     inner, norm1, norm2 = input_moments(x1, x2)
@@ -91,18 +90,15 @@ def embedded_kernels(
         cross = variance * first_squared * between.value + output_bias
         if hidden:
             a, b = (variance * second * phi.within(q, q, q, law_v).value + bias for q in (a, b))
-    check_finite(same, cross, theta_same, theta_cross, individual)
+    check_kernels(same, cross, theta_same, theta_cross, individual)
     return EmbeddedKernels(same, cross, theta_same, theta_cross, individual)
 
 
-def _each(laws: Modulation | Sequence[Modulation], depth: int, name: str) -> list[Modulation]:
-    given = [laws] * depth if isinstance(laws, Modulation) else laws
-    if not isinstance(given, list | tuple) or not all(isinstance(law, Modulation) for law in given):
-        raise TypeError(
-            f"expected one Modulation or {depth} for {name}, got {laws!r}; pass Modulation.sign(), or one for each hidden layer"
-        )
-    if len(given) != depth:
+def laws_of(laws: Modulation | Sequence[Modulation], depth: int, name: str) -> list[Modulation]:
+    """One law for each hidden layer."""
+    given = [laws] * depth if isinstance(laws, Modulation) else list(laws)
+    if len(given) != depth or not all(isinstance(law, Modulation) for law in given):
         raise ValueError(
-            f"expected one Modulation or {depth} for {name}, got {len(given)}; give one for each hidden layer"
+            f"expected one Modulation or {depth} for {name}, got {laws!r}; pass Modulation.sign(), or a list"
         )
-    return list(given)
+    return given

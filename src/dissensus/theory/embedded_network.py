@@ -7,25 +7,19 @@ W, b are shared by all members, u and v a member's own; inputs and outputs are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.numerics.checks import one_of, whole
 from dissensus.surgery.modulation import Modulation
+from dissensus.theory.activations import ACTIVATIONS
 from dissensus.theory.blocks import EnsembleBlocks
-from dissensus.theory.inputs import check_generator, count_of, variance_of
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "leaky_relu": F.leaky_relu,
-    "erf": torch.erf,
-    "gelu": F.gelu,
-    "tanh": torch.tanh,
-    "identity": lambda z: z,
-}
+from dissensus.theory.embedded import laws_of
+from dissensus.theory.inputs import variance_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,8 @@ class EmbeddedNetwork:
         depth: int,
         members: int,
         activation: str = "relu",
-        u: Modulation,
-        v: Modulation,
+        u: Modulation | Sequence[Modulation],
+        v: Modulation | Sequence[Modulation],
         weight_variance: float,
         bias_variance: float = 0.0,
         outputs: int = 1,
@@ -54,19 +48,15 @@ class EmbeddedNetwork:
         device: torch.device | str | None = None,
     ) -> EmbeddedNetwork:
         """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
-        if activation not in FUNCTIONS:
-            raise ValueError(f"expected an activation of {', '.join(FUNCTIONS)}, got {activation!r}; name one of them")
-        for name, law in (("u", u), ("v", v)):
-            if not isinstance(law, Modulation):
-                raise TypeError(f"expected a Modulation as {name}, got {law!r}; pass Modulation.sign(), for example")
-        check_generator(generator)
+        one_of("activation", activation, ACTIVATIONS)
         variance_of("weight_variance", weight_variance)
         variance_of("bias_variance", bias_variance)
         hidden = [width] * depth if isinstance(width, int) else list(width)
         if len(hidden) != depth:
             raise ValueError(f"expected one width or {depth}, got {len(hidden)}; give one for each hidden layer")
-        widths = [count_of("widths", each) for each in (inputs, *hidden, outputs)]
-        count_of("members", members)
+        widths = [whole("widths", each) for each in (inputs, *hidden, outputs)]
+        whole("members", members)
+        factors = {"u": laws_of(u, depth, "u"), "v": laws_of(v, depth, "v")}
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)
@@ -77,8 +67,8 @@ class EmbeddedNetwork:
             if l <= depth:
                 if bias_variance > 0:
                     shared[f"bias{l}"] = bias_variance**0.5 * normal(widths[l])
-                own[f"u{l}"] = u.sample((members, widths[l]), generator, dtype=dtype, device=device)
-                own[f"v{l}"] = v.sample((members, widths[l]), generator, dtype=dtype, device=device)
+                for name, laws in factors.items():
+                    own[f"{name}{l}"] = laws[l - 1].sample((members, widths[l]), generator, dtype=dtype, device=device)
         return EmbeddedNetwork(shared, own, activation)
 
     @property
@@ -95,7 +85,7 @@ class EmbeddedNetwork:
         """(B, O) of one member, whose own tensors in `params` have no member axis: what `ensemble_blocks` takes."""
         for l in range(1, self.depth + 1):
             z = x @ params[f"weight{l}"] / x.shape[-1] ** 0.5 + params.get(f"bias{l}", 0.0)
-            x = params[f"u{l}"] * FUNCTIONS[self.activation](params[f"v{l}"] * z)
+            x = params[f"u{l}"] * ACTIVATIONS[self.activation].function(params[f"v{l}"] * z)
         outputs: Tensor = x @ params[f"weight{self.depth + 1}"] / x.shape[-1] ** 0.5
         return outputs
 
@@ -107,6 +97,11 @@ class EmbeddedNetwork:
         """(M, B, O) with these tensors in place of its own."""
         # (M, 1, N): a factor for each unit, the same for every input
         return self.member({**shared, **{name: tensor[:, None] for name, tensor in own.items()}}, x)
+
+    def replaced(self, tensors: dict[str, Tensor]) -> EmbeddedNetwork:
+        """The network with these tensors, shared and own, in place of those of their names."""
+        shared, own = ({name: tensors.get(name, t) for name, t in each.items()} for each in (self.shared, self.own))
+        return EmbeddedNetwork(shared, own, self.activation)
 
     def blocks(self, x1: Tensor, x2: Tensor | None = None) -> EnsembleBlocks:
         """The same as `ensemble_blocks`, from activations and signals alone:
@@ -141,7 +136,7 @@ class EmbeddedNetwork:
                 z = h @ self.shared[f"weight{l}"] / h.shape[-1] ** 0.5 + self.shared.get(f"bias{l}", 0.0)
                 zs.append(z.requires_grad_())
                 if l <= self.depth:
-                    h = own[f"u{l}"] * FUNCTIONS[self.activation](own[f"v{l}"] * z)
+                    h = own[f"u{l}"] * ACTIVATIONS[self.activation].function(own[f"v{l}"] * z)
             f = zs[-1]
             found = [
                 torch.autograd.grad(f[..., o].sum(), [*zs, *own.values()], retain_graph=True)
@@ -155,8 +150,7 @@ class EmbeddedNetwork:
         ]
 
 
-@dataclass(frozen=True)
-class _Signals:
+class _Signals(NamedTuple):
     inputs: Tensor
     delta: Tensor
     own: list[Tensor]

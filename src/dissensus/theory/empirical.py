@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus.core import batch as batches
+from dissensus.numerics.checks import one_of
 from dissensus.theory.inputs import checked_pair
 from dissensus.theory.jacobians import contraction, products, trained
 from dissensus.theory.structured import by_layers
@@ -39,8 +40,7 @@ def empirical_ntk(
     where "auto"; it is checked against plain autograd on up to four inputs, which does the work where all others fail.
     `memory`: bytes that may be taken besides the module, the inputs and that check, the result among them.
     """
-    if method not in ("auto", *WAYS):
-        raise ValueError(f"expected a method of auto, {', '.join(WAYS)}, got {method!r}; 'auto' chooses")
+    one_of("method", method, ("auto", *WAYS), hint="'auto' chooses")
     x1, second = checked_pair(x1, x2)
     if not trained(module):
         raise ValueError("expected parameters that require gradients, got none; the kernel is over those")
@@ -51,7 +51,7 @@ def empirical_ntk(
             "a tangent kernel is of one function, input by input"
         )
     network, some = Flat(module), torch.cat([x1[:2], second[-2:]])
-    with full_precision():
+    with exact_convolutions():
         outputs = check_rows(network, some)
         result = len(x1) * len(second) * outputs**2 * next(iter(trained(module).values())).element_size()
         for name in ("structured", *by_cost(network, x1, len(second), outputs)) if method == "auto" else (method,):
@@ -106,7 +106,7 @@ def agrees(way: Way, network: Flat, x: Tensor, outputs: int) -> bool:
     return bool(abs(float(theta.sum()) - expected) <= tolerance)
 
 
-def full_precision() -> AbstractContextManager[object]:
+def exact_convolutions() -> AbstractContextManager[object]:
     """Inside, convolutions on a GPU have all of float32's bits; torch's default is ten, too few for small eigenvalues."""
     return torch.backends.cudnn.flags(
         enabled=torch.backends.cudnn.enabled,

@@ -25,17 +25,11 @@ def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
     return nodes, basis * basis[0].sign()  # √w_j = basis[0, j] > 0
 
 
-def normal_nodes(count: int) -> tuple[Tensor, Tensor]:
-    """(values, weights) (count,) with Σ w f(x) = E f(g), g ~ N(0, 1), for polynomials f of degree below 2·count."""
-    nodes, basis = hermite_basis(count)
-    return nodes, basis[0] ** 2
-
-
-def law_nodes(law: Modulation, count: int = LAW_NODES) -> tuple[Tensor, Tensor]:
+def law_nodes(law: Modulation) -> tuple[Tensor, Tensor]:
     """(values, weights) with Σ w f(v) = E f(v): exact for laws with atoms, Gauss-Hermite for normal ones."""
     if law.discrete:
         values, weights = zip(*law.atoms(), strict=True)
         return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     mean, std = law.parameters
-    nodes, weights_ = normal_nodes(count)
-    return mean + std * nodes, weights_
+    nodes, basis = hermite_basis(LAW_NODES)
+    return mean + std * nodes, basis[0] ** 2  # exact for polynomials of degree below 2·LAW_NODES

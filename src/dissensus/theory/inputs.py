@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.numerics.checks import number
 
 
 def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,9 +23,7 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both, x2 = x1 where None; raises where they are empty, not finite, or of examples of two shapes."""
     second = x1 if x2 is None else x2
     for x in (x1, second):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected inputs as a tensor, got {type(x).__name__}; convert with torch.as_tensor")
-        check_inputs(x)
+        check_some(x)
         if not bool(x.isfinite().all()):  # a kernel of −∞, which masks may hold elsewhere, is none
             row = int((~x.isfinite()).nonzero()[0, 0])
             raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
@@ -40,14 +36,13 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, first if second is x1 else second.detach()
 
 
-def check_inputs(x: Inputs) -> None:
-    """Raises where there is no example, or one with NaN or infinity."""
+def check_some(x: batches.Inputs) -> None:
+    """Raises where there is no example."""
     if batches.size(x) == 0:
         raise ValueError("expected at least one input, got none; pass some rows of the data")
-    batches.check_finite(x, anywhere=True)
 
 
-def check_finite(*kernels: Tensor) -> None:
+def check_kernels(*kernels: Tensor) -> None:
     """Raises where float64 cannot hold a kernel."""
     if not all(bool(kernel.isfinite().all()) for kernel in kernels):
         raise ValueError(
@@ -55,27 +50,6 @@ def check_finite(*kernels: Tensor) -> None:
         )
 
 
-def count_of(name: str, value: int) -> int:
-    """A number of things, as it is; raises where it cannot be one."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"expected a whole number as {name}, got {value!r}; pass an int")
-    if value < 1:
-        raise ValueError(f"expected {name} of at least 1, got {value}; pass how many there are")
-    return value
-
-
-def check_generator(generator: torch.Generator | None) -> None:
-    """Raises where it is none."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"expected a torch.Generator, got {generator!r}; pass torch.Generator().manual_seed(0), or None for torch's own"
-        )
-
-
 def variance_of(name: str, value: float) -> float:
     """A variance as a float; raises where it cannot be one."""
-    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"expected a number as {name}, got {value!r}; pass a variance")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"expected a {name} of at least 0, got {value}; pass a variance")
-    return float(value)
+    return float(number(name, value, least=0, hint="pass a variance"))

@@ -13,7 +13,7 @@ from dissensus.numerics.tree import call_with, ties
 from dissensus.theory.budget import check_budget
 
 Params = dict[str, Tensor]
-Function = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
+OneInput = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
 
 
 def trained(network: nn.Module) -> Params:
@@ -21,7 +21,7 @@ def trained(network: nn.Module) -> Params:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
-def functional(network: nn.Module) -> tuple[Function, Params]:
+def functional(network: nn.Module) -> tuple[OneInput, Params]:
     """A network (N, …) -> (N, O) as a function of what is trained and of one input."""
     tied = ties(network)
 
@@ -37,7 +37,7 @@ def contraction(
 ) -> Tensor:
     """(N1, N2, O, O): gradients of all outputs of a block of inputs, contracted with another's; `plain`: by autograd alone."""
     function, params = functional(network)
-    gradients = partial(one_by_one, network) if plain else partial(rows, function, params)
+    gradients = partial(one_by_one, network) if plain else partial(output_gradients, function, params)
     first, symmetric = next(iter(params.values())), x2 is x1
     size = sum(p.numel() * p.element_size() for p in params.values())
     row = 3 * outputs * size  # gradients, and what torch holds while it makes them
@@ -55,7 +55,7 @@ def contraction(
     return theta.permute(0, 2, 1, 3)
 
 
-def rows(function: Function, params: Params, x: Tensor) -> list[Tensor]:
+def output_gradients(function: OneInput, params: Params, x: Tensor) -> list[Tensor]:
     """(N, O, P_k) gradients of every output for every input, one tensor a parameter."""
     found = vmap(jacrev(function), (None, 0))(params, x)
     return [each.flatten(2) for each in found.values()]
@@ -82,7 +82,7 @@ def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return total.view(n, o, m, q)
 
 
-def kept_bytes(function: Function, params: Params, x: Tensor) -> int:
+def kept_bytes(function: OneInput, params: Params, x: Tensor) -> int:
     """What autograd keeps of one input's forward pass, parameters left out."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     known, total = {p.data_ptr() for p in params.values()}, 0

@@ -17,23 +17,23 @@ from torch.nn.utils.parametrize import is_parametrized
 from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
-from dissensus.theory.activations import activation_of
+from dissensus.numerics.checks import one_of
+from dissensus.theory.activations import ACTIVATIONS, activation_of
 from dissensus.theory.budget import check_budget
 from dissensus.theory.covariances import (
-    Layout,
+    Positions,
     Units,
     activated,
+    behind_weights,
     flat_mean,
     of_inputs,
     patches,
     pooled,
-    weighted,
 )
-from dissensus.theory.inputs import check_finite, checked_pair, variance_of
+from dissensus.theory.inputs import check_kernels, checked_pair, variance_of
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
-WITHOUT = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
 
@@ -69,8 +69,7 @@ def kernel(
     W ~ N(0, weight_variance); "standard": W ~ N(0, weight_variance/fan_in), whose tangent kernel grows with the network's own
     widths. `memory`: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
     """
-    if parameterization not in ("ntk", "standard"):
-        raise ValueError(f"expected parameterization of ntk, standard, got {parameterization!r}; name one of them")
+    one_of("parameterization", parameterization, ("ntk", "standard"))
     law = _Law(
         variance_of("weight_variance", weight_variance),
         variance_of("bias_variance", bias_variance),
@@ -84,19 +83,19 @@ def kernel(
     if x2 is None:
         second = first
     pools = any(isinstance(m, nn.AvgPool2d | nn.AdaptiveAvgPool2d) for m in network.modules())
-    layout: Layout = "vector" if first.ndim == 2 else "pairs" if pools else "diagonal"
+    layout: Positions = "vector" if first.ndim == 2 else "pairs" if pools else "diagonal"
     if first.ndim not in (2, 4):
         raise ValueError(f"expected inputs (N, D) or (N, C, H, W), got {tuple(first.shape)}; flatten others first")
     positions = first[0, 0].numel() if layout != "vector" else 1
     each = 8 * TEMPORARIES * (positions**2 if layout == "pairs" else positions)
     check_budget(each, memory, "covariances of all positions of one pair of inputs", "use smaller images")
     found = _blocks(steps, first, second, law, layout, each, memory)
-    check_finite(found.nngp, found.ntk)
+    check_kernels(found.nngp, found.ntk)
     return found
 
 
 def _blocks(
-    steps: list[nn.Module], x1: Tensor, x2: Tensor, law: _Law, layout: Layout, each: int, memory: int
+    steps: list[nn.Module], x1: Tensor, x2: Tensor, law: _Law, layout: Positions, each: int, memory: int
 ) -> Kernels:
     """The kernels, halving the longer side until one block fits the budget."""
     if each * len(x1) * len(x2) <= memory or len(x1) == len(x2) == 1:
@@ -147,8 +146,13 @@ def _steps(network: nn.Module) -> Iterator[nn.Module]:
 
 def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> Units:
     for layer in steps:
+        vectors = units.layout == "vector" or units.flattened
+        if vectors and isinstance(layer, nn.Conv2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+            raise ValueError(
+                f"expected images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten"
+            )
         if isinstance(layer, nn.Linear | NTKLinear):
-            units = _linear(layer, units, law, width)
+            units = _behind_linear(layer, units, law, width)
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
             units = _convolution(layer, units, law, width)
@@ -168,19 +172,17 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
     return units
 
 
-def _linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
+def _behind_linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
     if units.layout != "vector" and not units.flattened:
         raise ValueError("expected Flatten between images and a Linear, got none; a Linear acts on the last axis")
     if law.standard and isinstance(layer, NTKLinear):
         raise ValueError("expected parameterization='ntk' for a network of NTKLinear layers, got 'standard'; pass that")
     if layer.in_features != width:
         raise ValueError(f"expected inputs of width {layer.in_features}, got {width}; the first Linear takes those")
-    return weighted(flat_mean(units), **_moments(layer, layer.in_features, law))
+    return behind_weights(flat_mean(units), **_moments(layer, layer.in_features, law))
 
 
 def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units:
-    if units.layout == "vector" or units.flattened:
-        raise ValueError("expected images (N, C, H, W) for a Conv2d, got vectors; put it before Flatten")
     if layer.in_channels != width:
         raise ValueError(f"expected images of {layer.in_channels} channels, got {width}; the Conv2d takes those")
     if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
@@ -188,7 +190,7 @@ def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units
             f"expected a Conv2d with groups=1 and zeros padded, a number of them, got {layer}; write it so"
         )
     fan_in = layer.in_channels * layer.kernel_size[0] * layer.kernel_size[1]
-    return weighted(patches(units, layer), **_moments(layer, fan_in, law))
+    return behind_weights(patches(units, layer), **_moments(layer, fan_in, law))
 
 
 def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
@@ -203,8 +205,6 @@ def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -
 
 
 def _pool(layer: nn.AvgPool2d | nn.AdaptiveAvgPool2d, units: Units) -> Units:
-    if units.layout == "vector" or units.flattened:
-        raise ValueError("expected images (N, C, H, W) to pool, got vectors; put it before Flatten")
     if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
         raise ValueError(f"expected global average pooling, AdaptiveAvgPool2d(1), got {layer}; use AvgPool2d")
     return pooled(units, layer)
@@ -236,15 +236,14 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
 
 
 def _activation(layer: nn.Module, units: Units) -> Units:
-    if isinstance(layer, WITHOUT) or type(layer).__module__ == nn.modules.normalization.__name__:
-        raise ValueError(
-            f"expected layers that have a kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
-            f"it out, or measure the network as it is with theory.empirical_ntk. Layers that are known: {KNOWN}"
-        )
     try:
         activation = activation_of(layer)
-    except ValueError as error:
-        raise ValueError(f"{error}. Layers that are known: {KNOWN}") from None
+    except ValueError:
+        raise ValueError(
+            f"expected layers that have a kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
+            f"it out, or measure the network as it is with theory.empirical_ntk. Layers that are known: {KNOWN}, which are "
+            f"{', '.join(ACTIVATIONS)}"
+        ) from None
     if not units.gaussian:
         raise ValueError(
             f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; "

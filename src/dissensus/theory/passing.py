@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
-from dissensus.surgery.order import follow
+from dissensus.surgery.order import Followed
 
 
-def passed(network: nn.Module, layers: Sequence[str], heads: Sequence[str]) -> set[str]:
+def passed(network: nn.Module, layers: Sequence[str], followed: Followed | None) -> set[str]:
     """Those of these layers through which every way from the inputs to the outputs leads; none where there is no telling.
 
-    `heads`: layers, some of these, that count as one.
+    Layers that give the network's outputs count as one.
     """
-    within = [name for name in dict.fromkeys([*layers, *heads]) if _looked_into(network, name)]
-    met: dict[str, list[fx.Node]] = {}
-    watched = copy.deepcopy(network, {id(parameter): parameter for parameter in network.parameters()})
-    for name in within:
-        if name:
-            watched.set_submodule(name, _Watch(watched.get_submodule(name), met.setdefault(name, [])))
-    outputs: list[fx.Node] = []
-    whole = _watch_all(watched, outputs)
-    if follow(whole, [f"layer.{name}.layer" if name else "layer" for name in within]) is None:
-        return set()
-    together = {node for name in heads for node in met.get(name, outputs)}
-    cuts = {name: together if name in heads else set(met[name]) for name in layers if name in within}
-    return {name for name, nodes in cuts.items() if nodes and not _reaches_inputs(outputs, nodes)}
+    if followed is None or "" in layers:  # "": the network is itself the layer
+        return {name for name in layers if followed is not None}
 
+    def places(name: str) -> set[fx.Node]:
+        return {node for node, called in followed.places.items() if name in called}
 
-class _Watch(nn.Module):
-    """A layer, with a note of where in the graph its outputs are made."""
-
-    def __init__(self, layer: nn.Module, nodes: list[fx.Node]) -> None:
-        super().__init__()
-        self.layer, self.nodes = layer, _Kept(nodes)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.layer(*args, **kwargs)
-        self.nodes.nodes.extend(each.node for each in tree_leaves(found) if isinstance(each, fx.Proxy))
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.layer, name)
-
-
-class _Kept:
-    """A list that copies share."""
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        self.nodes = nodes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return self
-
-
-def _watch_all(network: nn.Module, nodes: list[fx.Node]) -> nn.Module:
-    """The network, watched, with its own signature: a trace asks for it."""
-
-    def forward(self: _Watch, *args: Any) -> Any:
-        return _Watch.forward(self, *args)
-
-    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
-    given = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in needed if p.kind is not p.VAR_KEYWORD]
-    forward.__signature__ = inspect.Signature([me, *given])  # type: ignore[attr-defined]
-    kind: type[_Watch] = type("_Whole", (_Watch,), {"forward": forward})
-    return kind(network, nodes)
+    heads = {node for name in followed.outputs for node in places(name)}
+    cuts = {name: heads if name in followed.outputs else places(name) for name in layers if _looked_into(network, name)}
+    return {name for name, nodes in cuts.items() if nodes and not _reaches_inputs(followed.last, nodes)}
 
 
 def _looked_into(network: nn.Module, name: str) -> bool:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.nets.ntk import NTKLinear
-from dissensus.theory.inputs import check_generator, variance_of
+from dissensus.numerics.checks import one_of
+from dissensus.theory.inputs import variance_of
 
 
 class ScaledLinear(nn.Linear):
@@ -40,9 +41,7 @@ def random_network(
 
     Its `empirical_ntk` tends to `kernel(network, …).ntk` as it gets wider.
     """
-    check_generator(generator)
-    if parameterization not in ("ntk", "standard"):
-        raise ValueError(f"expected parameterization of ntk, standard, got {parameterization!r}; name one of them")
+    one_of("parameterization", parameterization, ("ntk", "standard"))
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)
     drawn = copy.deepcopy(network)
     for layer in drawn.modules():

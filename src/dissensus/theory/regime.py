@@ -14,15 +14,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.conversion import CONVERTIBLE
 from dissensus.surgery.modulated import Modulated
-from dissensus.theory.inputs import check_inputs
+from dissensus.theory.inputs import check_some
 from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import wide_limit
 
-Kind = Literal["independent", "between", "collective"]
+RegimeKind = Literal["independent", "between", "collective"]
 FEW, MANY = 0.5, 2.0  # κ up to which members are independent, from which they are a collective
 
 
@@ -32,7 +33,7 @@ class Regime:
 
     members: int
     gamma: float
-    kind: Kind | None  # None: not told
+    kind: RegimeKind | None  # None: not told
     correlation: float | None  # of outputs in the wide limit, weights drawn at random, no biases; None: not told
     overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
     measured: bool
@@ -101,7 +102,8 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
     rate = found = None
     if x is not None:
-        check_inputs(x)
+        check_some(x)
+        batches.check_finite(x, anywhere=True)
         posterior.check_inputs(x)
         outputs = Outputs(posterior, x)
         if y is not None:
@@ -116,7 +118,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     return Regime(members, gamma, kind, correlation, between, x is not None, rate, found, remedy_of(posterior))
 
 
-def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> Kind | None:
+def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
     """What the module's docstring says; None where the overlap is not told. `bound` is (M − 1)ρ of the factors' law."""
     if overlap is None:
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.summary import RegressionSummary
+from dissensus.numerics.checks import number, one_of
 from dissensus.theory.kernel import Kernels
 
 
@@ -28,10 +29,8 @@ def gp_predict(
     descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹; epistemic is their variance over initialisations. Nothing is added to a
     kernel but `jitter`; one that cannot be factorised is refused with what would do.
     """
-    if kind not in ("nngp", "ntk"):
-        raise ValueError(f"expected kind of nngp, ntk, got {kind!r}; name one of them")
-    if not noise >= 0:
-        raise ValueError(f"expected a noise of at least 0, got {noise}; it is a standard deviation")
+    one_of("kind", kind, ("nngp", "ntk"))
+    number("noise", noise, least=0, hint="it is a standard deviation")
     if len(y) != len(x) or y.ndim not in (1, 2):
         raise ValueError(
             f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}; pass one for each input"

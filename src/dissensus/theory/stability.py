@@ -103,7 +103,7 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
                 else weights * (gamma / members if name in outputs.shared else 1.0)
                 for name in outputs.at
             }
-            value, vector = _largest(outputs, back, rates, vector)
+            value, vector = _lanczos(outputs, back, rates, vector)
             return value
 
         def rate(value: float) -> float:
@@ -188,7 +188,7 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
     return largest
 
 
-def _largest(
+def _lanczos(
     outputs: Outputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
     """(λ_max of J diag(rates) Jᵀ, about its eigenvector), by power iteration.
@@ -208,12 +208,8 @@ def _largest(
         for _ in range(2):  # twice is enough against rounding
             for each in basis:
                 moved = moved - (each * moved).sum() * each
-        values, vectors = torch.linalg.eigh(
-            torch.diag(torch.tensor(alphas, dtype=torch.float64))
-            + sum((torch.diag(torch.tensor(betas, dtype=torch.float64), k) for k in (-1, 1)), torch.zeros(1))
-            if betas
-            else torch.tensor([alphas], dtype=torch.float64)
-        )
+        diagonal, below = (torch.tensor(each, dtype=torch.float64) for each in (alphas, betas))
+        values, vectors = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(below, -1))  # it reads the lower half
         before, value = value, float(values[-1])
         size = float(moved.norm())
         if abs(value - before) <= TOLERANCE * abs(value) or not size > 1e-12 * abs(value):

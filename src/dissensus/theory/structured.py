@@ -31,8 +31,8 @@ def by_layers(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, resul
     needed = result + (len(x1) + len(x2)) * outputs * width
     check_budget(needed, memory, "a kernel and backpropagated signals", "pass fewer inputs at a time")
     symmetric = x2 is x1
-    first = _layers(network, x1, linear)
-    second = first if symmetric else _layers(network, x2, linear)
+    first = _layer_signals(network, x1, linear)
+    second = first if symmetric else _layer_signals(network, x2, linear)
     theta = first[0][1].new_empty(len(x1), outputs, len(x2), outputs)
     step = max(1, min(BLOCK, int(((memory - result) / (3 * theta.element_size())) ** 0.5)) // outputs)
     for i in range(0, len(x1), step):
@@ -49,7 +49,7 @@ def by_layers(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, resul
     return theta.permute(0, 2, 1, 3)
 
 
-def _layers(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[Layer]:
+def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[Layer]:
     """Every trained Linear's inputs and signals for x."""
     held = [id(p) for each in linear for p in (each._parameters.get("weight"), each.bias) if p is not None]
     other = any(p.requires_grad and id(p) not in held for p in network.parameters())

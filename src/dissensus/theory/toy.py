@@ -9,14 +9,13 @@ A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import number, whole
 from dissensus.surgery.modulation import Modulation
-from dissensus.theory.inputs import check_generator, count_of
 
 
 class ToyLosses(NamedTuple):
@@ -36,9 +35,6 @@ def toy_losses(
     generator: torch.Generator | None = None,
 ) -> ToyLosses:
     """Losses of a member and of the members' mean at the times."""
-    if not isinstance(times, Tensor) or times.ndim != 1 or not times.is_floating_point() or bool((times < 0).any()):
-        given = f"{tuple(times.shape)} {times.dtype}" if isinstance(times, Tensor) else repr(times)
-        raise ValueError(f"expected times (T,) of at least 0, got {given}; pass torch.tensor([0.0, 1.0])")
     individual, ensemble = torch.zeros_like(times), torch.zeros_like(times)
     for values, overlaps in _spectra(members, width, p, draws, generator):
         share = torch.exp(-times[:, None] * values / values[-1])  # (T, M)
@@ -58,25 +54,23 @@ def toy_spectrum(
 
 def optimal_members(width: int, time: float) -> float:
     """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help (t > 0)."""
-    count_of("width", width)
-    if not 0 < time < math.inf:
-        raise ValueError(f"expected a time above 0, got {time}; untrained, more members always help")
+    whole("width", width)
+    number("time", time, above=0, hint="untrained, more members always help")
     return float((width / (4 * time**2)) ** (1 / 3))
 
 
 def transition(members: int, width: int) -> float:
     """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does."""
-    count_of("members", members)
-    count_of("width", width)
+    whole("members", members)
+    whole("width", width)
     return float((1 + (members * width) ** 0.5) ** -0.5)
 
 
 def largest_eigenvalue(members: int, width: int, p: float) -> float:
     """λ_max of A for large M and N: a spike θ = p√(M/(1 − p²)) outside the bulk (1 ± √c)² once θ > c^{1/4}, c = M/N."""
-    count_of("members", members)
-    count_of("width", width)
-    if not -1 <= p <= 1:
-        raise ValueError(f"expected p from −1 to 1, got {p}; p² is the collectivity")
+    whole("members", members)
+    whole("width", width)
+    number("p", p, least=-1, most=1, hint="p² is the collectivity")
     if abs(p) == 1:
         return float(members)
     ratio, noise = members / width, 1 - p**2
@@ -91,8 +85,7 @@ def _spectra(
 ) -> list[tuple[Tensor, Tensor]]:
     """(λ (M,) ascending, q (M,)) of every draw."""
     for name, value in (("members", members), ("width", width), ("draws", draws)):
-        count_of(name, value)
-    check_generator(generator)
+        whole(name, value)
     law = Modulation.between(p)
     found = []
     for _ in range(draws):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -26,22 +24,15 @@ def train_embedded(
     """
     rates = dict.fromkeys(network.shared, learning_rate * gamma / network.members)
     rates |= {name: learning_rate for name in network.own if train_modulations}
-    tensors = {**network.shared, **network.own}
     outputs = []
-    for step in range(steps + 1):
-        leaves = {name: t.detach().requires_grad_(name in rates) for name, t in tensors.items()}
-        f = network.outputs({k: leaves[k] for k in network.shared}, {k: leaves[k] for k in network.own}, x)
-        outputs.append(f.detach())
-        if step == steps:
-            break
-        loss = (f - y).square().sum() / (2 * len(x))
-        gradients = torch.autograd.grad(loss, [leaves[name] for name in rates])
-        tensors = {name: t.detach() for name, t in tensors.items()}
-        for name, gradient in zip(rates, gradients, strict=True):
-            tensors[name] = tensors[name] - rates[name] * gradient
-    trained = replace(
-        network,
-        shared={name: tensors[name] for name in network.shared},
-        own={name: tensors[name] for name in network.own},
-    )
-    return torch.stack(outputs), trained
+
+    def loss(moving: dict[str, Tensor], now: EmbeddedNetwork) -> tuple[Tensor, Tensor]:
+        f = now.replaced(moving)(x)
+        return (f - y).square().sum() / (2 * len(x)), f
+
+    for _ in range(steps):
+        tensors = {**network.shared, **network.own}
+        gradients, f = torch.func.grad(loss, has_aux=True)({name: tensors[name] for name in rates}, network)
+        outputs.append(f)
+        network = network.replaced({name: tensors[name] - rates[name] * g for name, g in gradients.items()})
+    return torch.stack([*outputs, network(x)]), network

@@ -12,7 +12,6 @@ equal; what they do not agree on is not told.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +20,21 @@ from torch import Tensor, nn
 from dissensus.core.posterior import Posterior
 from dissensus.surgery.conversion import CONVERTIBLE, CONVOLUTIONS, READERS
 from dissensus.surgery.order import chained, follow
+from dissensus.theory.closed_forms import piecewise_linear
 from dissensus.theory.passing import passed
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.GroupNorm)
 APART = 0.1  # of both ends, beyond which there is no telling
+ONES = torch.ones(2, 1)  # factors of a layer that has none: those of any two members
 
 
 @dataclass(frozen=True)
 class Link:
-    """A linear or convolutional layer of the chain; r and s are (M, n), None where they are 1."""
+    """A linear or convolutional layer of the chain, with its factors (M, n) of inputs and of outputs."""
 
-    r: Tensor | None
-    s: Tensor | None
+    r: Tensor
+    s: Tensor
     normed: bool  # an own batch norm follows
     loose: bool  # what follows may bring members nearer
     opaque: bool  # what follows is no ReLU
@@ -61,7 +62,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
         seen = follow(network, names)
         order = chained(names, seen)
         whole = [name for name in order if name in layers]
-        through = set() if seen is None else passed(network, whole, seen.outputs)
+        through = passed(network, whole, seen)
     known = not any(_foreign(part) for part in parts.values())
     opaque = any(_activates(part) and not isinstance(part, nn.ReLU) for part in parts.values())
     # A forward of one's own may pool without a layer; a sequence cannot.
@@ -71,7 +72,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     links = []
     for name, after in zip(order, [*order[1:], ""], strict=True):
         if name in layers:
-            r, s = (modulations.get(f"{name}.{factor}") for factor in "rs")
+            r, s = (modulations.get(f"{name}.{factor}", ONES) for factor in "rs")
             image = isinstance(parts[name], CONVOLUTIONS)
             loose = name not in through if name == whole[-1] else not straight or (image and (written or pools))
             links.append(Link(r, s, after in norms, loose, opaque))
@@ -80,36 +81,46 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
 
 def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; members `equal`, or as near as the chain says, behind loose links."""
+    # Only ratios leave this function, and ReLU makes them independent of the input's size: one input of size 1, which all
+    # members see alike, stands for all of them.
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, link in enumerate(links):
         s = link.s
-        within, between = (1.0, 1.0) if link.r is None else moments(link.r, link.r)
-        # z = W (r ∘ h), W ~ N(0, 2/n): K = 2 m h, Θ = m (h + 2 Θ)
+        within, between = moments(link.r, link.r)
+        # z = W (r ∘ h), W ~ N(0, 2/n): K = 2 m h, Θ = m (h + 2 Θ). Θ first: it needs h, which the next line replaces.
         theta_same = within * (same + 2 * theta_same)
         theta_cross = between * (cross + 2 * theta_cross)
         same, cross = 2 * within * same, 2 * between * cross
         if not same > 0 or not theta_same > 0:  # factors of 0 let nothing through
             return None, None
-        if link.normed:  # an own batch norm undoes the size of s and of z
-            s = None if s is None else s.sign()
+        if link.normed:
+            # Each member's own batch norm divides by the size of s ∘ z, so that of s only the signs are left, and of z the
+            # correlation between members. Gradients are divided by that size, too, hence Θ by the same number.
+            s = s.sign()
             same, cross, theta_same, theta_cross = 1.0, cross / same, theta_same / same, theta_cross / same
-        if place == len(links) - 1:  # outputs: no activation
-            within, between = (1.0, 1.0) if s is None else moments(s, s)
+        if place == len(links) - 1:  # outputs: no activation, s multiplies them as they are
+            within, between = moments(s, s)
             if not within > 0:
                 return None, None
             if equal and link.loose:
                 return 1.0, 1.0
             return between * cross / (within * same), between * theta_cross / (within * theta_same)
-        # h = φ(s ∘ z), φ = ReLU: C_d = V₂ K/2; between members by the signs of both: C_o = P F(c) + Q F(−c)
-        ups, downs = (torch.ones(2, 1), torch.zeros(2, 1)) if s is None else (s.clamp(min=0), (-s).clamp(min=0))
-        alike = moments(ups, ups)[1] + moments(downs, downs)[1]
-        apart = moments(ups, downs)[1] + moments(downs, ups)[1]
-        second = 1.0 if s is None else moments(s, s)[0]
+        # h = φ(s ∘ z), φ = ReLU. Within a member C_d = V₂ K/2: half of z is above 0, whatever the sign of s. Between members
+        # the signs matter: ReLU(s z) = |s| ReLU(±z), so that a pair of units with factors of equal signs sees the
+        # correlation c, one with opposite signs −c: C_o = P F(c) + Q F(−c). Slopes have the factors' signs themselves, hence
+        # the minus in D_o = P G(c) − Q G(−c).
+        ups, downs = s.clamp(min=0), (-s).clamp(min=0)
+        alike = moments(ups, ups)[1] + moments(downs, downs)[1]  # P = E |s||s'| over equal signs
+        opposite = moments(ups, downs)[1] + moments(downs, ups)[1]  # Q
+        second = moments(s, s)[0]  # V₂
         c = min(1.0, max(-1.0, cross / same))
-        value = alike * _value(c) + apart * _value(-c)
-        slope = alike * _slope(c) - apart * _slope(-c)
+        (value, slope), (mirrored, mirrored_slope) = _relu(c), _relu(-c)
+        value, slope = alike * value + opposite * mirrored, alike * slope - opposite * mirrored_slope
         theta_same, theta_cross = second / 2 * theta_same, slope * theta_cross
         same, cross = second * same / 2, value * same
+        # What follows the link may be more than ReLU: pooling and ways beside it can only bring members nearer, up to equal;
+        # another activation may also leave less in common than ReLU does, down to nothing. The truth lies between the two
+        # runs, and is told where these agree.
         if equal and (link.loose or link.opaque):
             cross, theta_cross = same, theta_same
         elif link.opaque:
@@ -135,11 +146,8 @@ def _activates(part: nn.Module) -> bool:
     return type(part).__module__ == nn.modules.activation.__name__ and not isinstance(part, READERS)
 
 
-def _value(c: float) -> float:
-    """E φ(z) φ(z') of ReLU, unit variances and correlation c: (√(1 − c²) + (π − acos c) c)/2π."""
-    return (math.sqrt(1 - c * c) + (math.pi - math.acos(c)) * c) / (2 * math.pi)
-
-
-def _slope(c: float) -> float:
-    """E φ'(z) φ'(z'): (π − acos c)/2π."""
-    return (math.pi - math.acos(c)) / (2 * math.pi)
+def _relu(c: float) -> tuple[float, float]:
+    """E φ(z) φ(z') and E φ'(z) φ'(z') of ReLU, for unit variances and a correlation of c."""
+    one = torch.ones((), dtype=torch.float64)
+    value, slope = piecewise_linear(one, one, c * one, 0.0)
+    return float(value), float(slope)

@@ -1,0 +1,11 @@
+"""Numbers of bytes in words."""
+
+
+def readable(size: int) -> str:
+    """The size in words, such as "1.5 GiB"."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 999.5:  # 1000 and more would be written 1e+03
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
