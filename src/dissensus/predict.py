@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,24 +13,25 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
-from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.core.running import Ways
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import prediction_bytes, readable
+from dissensus.numerics.checks import one_of
 from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
-Precision = Literal["float32", "bf16"]
+PredictionPrecision = Literal["float32", "bf16"]
 
 
 def predict(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> tuple[Predictive, Tensor]:
     """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
 
@@ -50,7 +51,7 @@ def summarise(
     posterior: Posterior | str | os.PathLike[str],
     loader: Iterable[Any],
     *,
-    precision: Precision = "float32",
+    precision: PredictionPrecision = "float32",
     compiled: bool = False,
     network: nn.Module | None = None,
     likelihood: Likelihood | None = None,
@@ -80,7 +81,7 @@ def summarise(
 
 
 def predict_batches(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
     for parts, y in _in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
@@ -89,11 +90,10 @@ def predict_batches(
 
 
 def _in_parts(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision, compiled: bool, whole: bool = False
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool, whole: bool = False
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
-    if precision not in ("float32", "bf16"):
-        raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
+    one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     with evaluation(posterior):
@@ -105,7 +105,10 @@ def _in_parts(
         with evaluation(posterior), autocast(device, dtype):
             yield
 
-    describe = CapturedFunction(_Compiled(drawn) if compiled else drawn.describe, drawn, context, lanes=not compiled)
+    function: Callable[[batches.Inputs], tuple[Tensor, ...]] = drawn.describe
+    if compiled:
+        function = Ways(_note_uncompiled, compiled=torch.compile(drawn.describe, dynamic=False), plain=drawn.describe)
+    describe = CapturedFunction(function, drawn, context, lanes=not compiled)
 
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
@@ -130,29 +133,12 @@ def _in_parts(
         yield parts(x), y
 
 
-class _Compiled:
-    """What drawn functions say, through the compiler; plain from the first failure on, said once."""
-
-    def __init__(self, drawn: DrawnFunctions) -> None:
-        self.drawn = drawn
-        self.function: Any = torch.compile(drawn.describe, dynamic=False)
-
-    def __call__(self, x: batches.Inputs) -> tuple[Tensor, ...]:
-        if self.function is not None:
-            try:
-                described: tuple[Tensor, ...] = self.function(x)
-                return described
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # the compiler can fail in many ways, none of which must end a prediction
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-                log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
-                self.function = None
-        return self.drawn.describe(x)
+def _note_uncompiled(name: str, reason: str, *args: object) -> None:
+    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
 
 
 def _summarise_stored(
-    members: Iterable[Posterior], loader: Iterable[Any], precision: Precision
+    members: Iterable[Posterior], loader: Iterable[Any], precision: PredictionPrecision
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
-from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
+from dissensus.core.running import How, Lane, Rows, Runner, averaged, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, check_frozen, split_trees, stacked, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
@@ -53,7 +53,7 @@ class Particles(nn.Module):
         """Takes the runner that suits which tensors are own."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
-        self.runner = runner(self.template, own)
+        self.runner = Runner(self.template, own)
         if len(self.templates) > 1:
             self.how = "loop"
 
@@ -223,15 +223,13 @@ class Particles(nn.Module):
                 sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
                 torch._foreach_copy_(targets, sources)
 
-    def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
-        """Tensors that differ between functions, their axis first: (M, ...), or (M·S, ...) with S samples of each member."""
-        several = varying is None and self.members * samples > 1
-        rows = Rows(self.own_parameters(), self.changing_buffers(several=several), varying or {})
-        return rows.repeated(self.members, samples)
+    def rows(self, varying: Tensors | None = None) -> Rows:
+        """Tensors that differ between functions, their axis first."""
+        return Rows(self.own_parameters(), self.changing_buffers(), varying or {})
 
-    def changing_buffers(self, *, several: bool) -> Tensors:
-        """Buffers (M, ...) that training changes: own ones, and where several functions run, a copy of shared ones for each."""
-        if not several or not self.training:
+    def changing_buffers(self) -> Tensors:
+        """Buffers (M, ...) that training changes: own ones, and a copy of shared ones for each of several members."""
+        if self.members == 1 or not self.training:
             return self.own_buffers()
         shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
         return {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **self.own_buffers()}

@@ -79,6 +79,11 @@ class EagerStep:
         self.guard.observe()
         self.pending = 0
 
+    @property
+    def way(self) -> str:
+        """How members run, such as "loop+compiled"."""
+        return str(getattr(self.strategy, "name", "auto"))
+
     def check(self) -> None:
         """Raises Diverged for bad steps that a GPU has skipped since, and where weights are not finite."""
         self.guard.check()
@@ -89,13 +94,9 @@ class EagerStep:
 
     def _batch(self, batch: Batch, *, complete: bool) -> Tensor:
         """(M,) losses; takes gradients into `.grad` and, where all is finite, stores batch statistics."""
-        with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
-            found = self.strategy(self.posterior, batch)
-            gradients = found.gradients
-            if self.posterior.mixes:
-                self.guard.look_unmixed(gradients)
-                gradients = self.posterior.mix(gradients)
-        seam.add_gradients(self.posterior, gradients, share=self._share(batch, found.losses.dtype))
+        with autocast(self.posterior.device, self.precision):
+            found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
+        seam.add_gradients(self.posterior, found.gradients, share=self._share(batch, found.losses.dtype))
         with self._forgetting():
             self.guard.look(found.losses, complete=complete)
         self.guard.write(found.buffers)

@@ -82,8 +82,7 @@ class Guard:
         """Notes what is bad and in which members, unless something was noted before."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
         mine, common = self._largest(gradients)
-        # A member is bad where one of its samples is.
-        of_losses = nothing if losses is None else losses.detach().reshape(len(nothing), -1).abs().amax(1)
+        of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))

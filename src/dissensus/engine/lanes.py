@@ -1,23 +1,11 @@
-"""Lanes: CUDA streams for members, so that the small kernels of several run together; and the capture of CUDA graphs."""
+"""Lanes: CUDA streams for members, so that the small kernels of several run together."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from dissensus.core.particles import Lane
-from dissensus.core.turns import PROCESS
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any = None) -> Iterator[None]:
-    """Inside, kernels go into the graph. Torch's warning of an empty one is left out: the error that emptied it says more."""
-    with PROCESS, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            yield
 
 
 class Lanes:
