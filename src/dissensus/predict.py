@@ -21,7 +21,7 @@ from dissensus.core.running import Ways
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
-from dissensus.engine.memory import prediction_bytes, readable
+from dissensus.engine.memory import readable
 from dissensus.numerics.checks import one_of
 from dissensus.storage.members import read_members
 
@@ -69,7 +69,7 @@ def summarise(
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for pieces, y in _in_parts(posterior, loader, precision=precision, compiled=compiled):
+    for pieces, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled):
         running = RunningSummary()
         for predictive in pieces:
             if not parts and not running.count:
@@ -84,12 +84,12 @@ def predict_batches(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
-    for parts, y in _in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
+    for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
         (predictive,) = parts
         yield predictive, y
 
 
-def _in_parts(
+def _predicted_in_parts(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool, whole: bool = False
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
@@ -144,40 +144,32 @@ def _summarise_stored(
     targets: list[Tensor] = []
     for number, member in enumerate(members):
         seen = 0
-        for i, (predictive, y) in enumerate(_as_member(number, predict_batches(member, loader, precision=precision))):
-            if number == 0:
-                running.append(RunningSummary())
-                targets.append(y)
-            elif i >= len(targets) or y.shape != targets[i].shape or not torch.equal(y, targets[i]):
-                raise _other_batches()
-            running[i].add(predictive)
-            seen += 1
-        if seen != len(targets):  # a generator that the first member has used up
-            raise _other_batches()
+        try:
+            for predictive, y in predict_batches(member, loader, precision=precision):
+                if number == 0:
+                    running.append(RunningSummary())
+                    targets.append(y)
+                if seen == len(targets) or not torch.equal(y, targets[seen]):
+                    seen = -1
+                    break
+                running[seen].add(predictive)
+                seen += 1
+        except Diverged as error:  # with the number that the member has among all
+            raise Diverged([number + i for i in error.members], error.step, error.what) from None
+        if seen != len(targets):  # other batches, or none: a generator that the first member has used up
+            raise ValueError(
+                "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
+                "again"
+            )
     return SummaryPredictive.cat([each.summary() for each in running]), torch.cat(targets)
 
 
-def _as_member(number: int, predicted: Iterator[tuple[Predictive, Tensor]]) -> Iterator[tuple[Predictive, Tensor]]:
-    """What one stored member predicts; where that is NaN, the error has the member's own number."""
-    try:
-        yield from predicted
-    except Diverged as error:
-        raise Diverged([number + i for i in error.members], error.step, error.what) from None
-
-
-def _other_batches() -> ValueError:
-    return ValueError(
-        "expected the same batches for every member, got others; use a loader that does not shuffle and can be read again"
-    )
-
-
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+    """Logs how many bytes the result will have, with all members or only mean, aleatoric and epistemic."""
     described = predictive.described()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
     if (count := batches.length(loader)) is not None:
-        total = inputs * count
-        size = prediction_bytes(
-            members, total, outputs, keep_members=keep_members, itemsize=described[0].element_size()
-        )
-        log.info("the prediction of about %d inputs will take %s", total, readable(size))
+        numbers = inputs * count * (members * outputs if keep_members else outputs + 2)
+        size = readable(numbers * described[0].element_size())
+        log.info("the prediction of about %d inputs will take %s", inputs * count, size)

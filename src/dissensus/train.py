@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +101,8 @@ def fit(
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
 
-        with _current(posterior.device), run, bar:
+        # A GPU is the current device meanwhile: streams and graphs belong to that.
+        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
             for number in range(len(history), epochs):
                 judged = best.state is not None and looks(posterior, number - 1, epochs)
                 if patience is not None and judged and number - 1 - best.epoch >= patience:
@@ -154,6 +155,7 @@ class _Run:
         self.settings = settings
         self.step: Step | None = None
         self.memory: Memory | None = None
+        self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
@@ -175,13 +177,9 @@ class _Run:
             )
         self.step.finish()
         self.step.check()
+        self.way = self.step.way
         checks.say_data_size(posterior, sum(sizes))
         return (total / len(sizes)).double().cpu()
-
-    @property
-    def way(self) -> str | None:
-        """How members ran, fallbacks included."""
-        return None if self.step is None else self.step.way
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
@@ -191,10 +189,7 @@ class _Run:
         )
         return self.step
 
-    def __enter__(self) -> "_Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.posterior.eval()  # also when interrupted
         if self.step is not None:
             self.step.close()
@@ -218,11 +213,6 @@ def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunc
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """A GPU as the current device, to which streams and graphs belong; nothing elsewhere."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:

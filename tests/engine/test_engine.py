@@ -16,7 +16,7 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine import strategies
-from dissensus.engine.memory import prediction_bytes, training_memory
+from dissensus.engine.memory import training_memory
 from dissensus.engine.strategies import functional_member_gradients, strategy
 from tiny import Repelling
 
@@ -242,9 +242,18 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     assert "MiB" in str(memory) or "KiB" in str(memory)
 
 
-def test_the_size_of_a_prediction_is_known_before() -> None:
-    assert prediction_bytes(10, 1000, 5, keep_members=True) == 10 * 1000 * 5 * 4
-    assert prediction_bytes(10, 1000, 5, keep_members=False) == 1000 * 7 * 4
+def test_the_size_of_a_prediction_is_known_before(caplog: pytest.LogCaptureFixture) -> None:
+    posterior, (x, y) = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(10)]), data(rows=64)
+    loader = Batches(x.float(), y, batch_size=16)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        ds.predict(posterior, loader)
+        ds.summarise(posterior, loader)
+    assert 10 * 64 * 3 * 4 == 7.5 * 1024  # members, inputs, classes, bytes of a number
+    assert 64 * (3 + 2) * 4 == 1.25 * 1024  # mean, aleatoric and epistemic
+    assert [record.message for record in caplog.records] == [
+        "the prediction of about 64 inputs will take 7.5 KiB",
+        "the prediction of about 64 inputs will take 1.25 KiB",
+    ]
 
 
 def test_vectorised_means_vectorised_for_convolutions_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ the engines add compiled, streamed and captured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
-from dissensus.core.particles import Lane, Particles, Rows
+from dissensus.core.particles import Particles, Rows
+from dissensus.core.running import ONE_LANE, MemberLanes
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
@@ -119,17 +119,15 @@ def looped(
     batch: Batch,
     *,
     member: Callable[..., Gradients] | None = None,
-    lane: Lane = lambda index: nullcontext(),
-    join: Callable[[], None] = lambda: None,
+    lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
     """Gradients with one member after the other, one graph alive at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context (a CUDA
-    stream) of member i; `join()` waits for all.
+    Random layers draw the same numbers both times. `member`: finds one member's gradients.
     """
     member = member or member_gradients
-    state = state_of(posterior)
+    state, (lane, join) = state_of(posterior), lanes
     members = [state.member(i) for i in range(posterior.particles.members)]
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
@@ -160,12 +158,11 @@ def looped_keeping_graphs(
     batch: Batch,
     *,
     forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
-    lane: Lane = lambda index: nullcontext(),
-    join: Callable[[], None] = lambda: None,
+    lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
     """Gradients of coupled members in one pass, all graphs kept until v is known: faster than `looped`, M times its memory."""
     forward = forward or posterior.member_loss
-    state = state_of(posterior)
+    state, (lane, join) = state_of(posterior), lanes
     leaves, results = [], []
     for i in range(posterior.particles.members):
         mine = state.member(i)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
-from dissensus.core.running import How, Lane, Rows, Runner, averaged, first_line, loop
-from dissensus.core.splitting import NUMBER, as_stored, check_frozen, split_trees, stacked, tensors_of
+from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
+from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
-__all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
+__all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 Part = TypeVar("Part", bound=nn.Module)
@@ -87,7 +87,15 @@ class Particles(nn.Module):
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
-        mine, common, alike = stacked(members, own=own, frozen=frozen, numbered=apart)
+        for number, member in enumerate(members if apart else ()):
+            where = next((tensor.device for tensor in tensors_of(member).values()), None)
+            member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
+        columns = [tensors_of(member) for member in members]
+        rows = {name: [column[name] for column in columns] for name in columns[0]}
+        alike = frozen_alike(members[0], rows) if own is None else {*frozen}
+        rule = own or (lambda name: name not in alike)
+        kept = members[0].state_dict()
+        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
         templates = [emptied(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
@@ -183,7 +191,12 @@ class Particles(nn.Module):
 
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
-        check_frozen(self.shared, self._frozen)
+        for name, parameter in self.shared_parameters().items() if self._frozen else ():
+            if parameter.requires_grad and name in self._frozen:
+                raise ValueError(
+                    f"expected the frozen tensors that the members were built with, got '{name}' trained since, of which "
+                    "there is one for all members; set requires_grad first, then build the posterior"
+                )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""

@@ -21,7 +21,9 @@ from dissensus.numerics.tree import Tensors
 log = logging.getLogger("dissensus")
 
 How = Literal["loop", "vectorised"]
-Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
+# (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
+MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
+ONE_LANE: MemberLanes = (lambda index: nullcontext(), lambda: None)
 
 
 class Rows(NamedTuple):
@@ -36,15 +38,9 @@ class Rows(NamedTuple):
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
 
-def loop(
-    one: Callable[[Rows], Any],
-    rows: Rows,
-    count: int,
-    lane: Lane = lambda _: nullcontext(),
-    join: Callable[[], None] = lambda: None,
-) -> Any:
-    """one(row) of each row in turn, results stacked along a new first axis. Row i runs in lane(i); join() waits for all."""
-    results = []
+def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
+    """one(row) of each row in turn, results stacked along a new first axis."""
+    results, (lane, join) = [], lanes
     for i in range(count):
         with lane(i):
             results.append(one(rows.at(i)))
@@ -111,16 +107,15 @@ class Runner:
     the other, own linear layers are stacked, and small products pass oneDNN by.
     """
 
-    recomputes: bool | None = (
-        None  # whether activations are computed again in the backward pass; None until it was looked at
-    )
+    # Whether activations are computed again in the backward pass; None until it was looked at.
+    recomputes: bool | None = None
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
         self.how: How = "loop" if has_own_convolution(template, own) else "vectorised"
         self.attention = has_attention(template)
         self.linear = StackedLinear(template, own=own)
         self.small_products = small_products(template)
-        self.lanes: tuple[int, Lane, Callable[[], None]] | None = None  # in use by the thread of this id
+        self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
         self.plans: dict[Any, Any] = {}  # how training was found to be fastest, by what it was asked for
 
     def running(self) -> AbstractContextManager[object]:
@@ -134,9 +129,9 @@ class Runner:
             yield
 
     @contextmanager
-    def in_lanes(self, lane: Lane, join: Callable[[], None]) -> Iterator[None]:
-        """Inside, member i of a loop runs in lane(i), a CUDA stream for example; join() waits for all."""
-        self.lanes = (threading.get_ident(), lane, join)
+    def in_lanes(self, lanes: MemberLanes) -> Iterator[None]:
+        """Inside, members of a loop run in these lanes."""
+        self.lanes = (threading.get_ident(), lanes)
         try:
             yield
         finally:
@@ -147,9 +142,8 @@ class Runner:
     ) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
         if (how or self.how) == "loop" or count == 1:
-            lanes = self.lanes
-            mine = lanes[1:] if lanes is not None and lanes[0] == threading.get_ident() else ()
-            return loop(one, rows, count, *mine)
+            owner, lanes = self.lanes or (None, ONE_LANE)
+            return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
 
         def at_once() -> Any:
             with self.vectorising(device):

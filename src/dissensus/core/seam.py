@@ -10,8 +10,8 @@ with i over members. `loss` and `backward` of every posterior are derived from i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,19 +93,16 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
             parameter.grad.add_(gradient)
 
 
-def _turn(posterior: Objective) -> AbstractContextManager[object]:
+@contextmanager
+def _turn(posterior: Objective) -> Iterator[None]:
     """Inside, what can be trained is, no other thread runs the network, and coupled members run alone in the process.
 
     They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
     """
     check_trainable(posterior)
     posterior.particles.check_frozen()
-    if not posterior.coupled:
-        return posterior.particles.turn()
-    both = ExitStack()
-    both.enter_context(PROCESS)
-    both.enter_context(posterior.particles.turn())
-    return both
+    with PROCESS if posterior.coupled else nullcontext(), posterior.particles.turn():
+        yield
 
 
 def check_trainable(posterior: Objective) -> None:

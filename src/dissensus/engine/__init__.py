@@ -8,8 +8,8 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.engine.captured import CapturedStep
 from dissensus.engine.eager import EagerStep
-from dissensus.engine.layout import lay_out
 from dissensus.engine.memory import Memory
+from dissensus.engine.optimisers import lay_out
 from dissensus.engine.plan import Plan, make_plan
 from dissensus.engine.strategies import strategy
 
@@ -34,7 +34,7 @@ def build_step(
 
     With "auto", members run one after the other where there is not enough memory for all at once.
     """
-    lay_out(posterior, optimizer)
+    lay_out(posterior)  # first: the optimiser's states follow
     if memory is not None:
         log.info("training needs %s", memory)
         if engine == "auto" and not memory.fits(posterior.device):

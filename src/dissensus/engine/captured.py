@@ -24,6 +24,7 @@ class CapturedStep(Captured):
     def __init__(self, step: EagerStep) -> None:
         super().__init__()
         self.step = step
+        self.finish, self.check = step.finish, step.check
         self.posterior = step.posterior
         self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}  # what a graph writes, by parameter
         self.shown: Graph | None = None  # whose gradients `.grad` is
@@ -63,13 +64,6 @@ class CapturedStep(Captured):
         """How members run, such as "loop+compiled+captured"."""
         return self.step.way if self.failed else f"{self.step.way}+captured"
 
-    def finish(self) -> None:
-        self.step.finish()
-
-    def check(self) -> None:
-        """Raises Diverged for the first step that was skipped because losses or gradients were not finite."""
-        self.step.check()
-
     def close(self) -> None:
         """Gives the optimiser its settings back and frees the graphs."""
         torch.cuda.synchronize()
@@ -91,7 +85,7 @@ class CapturedStep(Captured):
     def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
         steps, held, optimizer = self.posterior.steps.clone(), batch.map(torch.clone), self.step.optimizer
         optimizer.zero_grad(set_to_none=True)
-        graph = self.capture(key, lambda: self.step.gradients_and_update(held, observe=self.observes), held.tensors())
+        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors())
         if graph is None:
             self.posterior.steps.copy_(steps)
         else:

@@ -12,8 +12,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
-from dissensus.engine.graphs import Captured, shapes
-from dissensus.engine.lanes import Lanes
+from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
 
 
@@ -44,23 +43,20 @@ class CapturedFunction(Captured):
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
-        devices = {tensor.device for tensor in batches.tensors(x)}
+        tensors = batches.tensors(x)
+        devices = {tensor.device for tensor in tensors}
         if self.failed or len(devices) != 1 or (device := devices.pop()).type != "cuda":
             return self._plain(x)
-        with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
-            return self._on_gpu(x)
-
-    def _on_gpu(self, x: Inputs) -> tuple[Tensor, ...]:
-        tensors = batches.tensors(x)
         key = shapes(tensors)
-        graph = self.graphs.get(key)
-        if graph is None and self.due(key):
-            with self.context():
-                held = batches.apply(x, torch.clone)
-                graph = self.capture(key, lambda: self._beside(held), batches.tensors(held))
-            if graph is None:
-                self.graphs.clear()
-        return self._plain(x) if graph is None else tuple(result.clone() for result in graph.replay(tensors))
+        with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
+            graph = self.graphs.get(key)
+            if graph is None and self.due(key):
+                with self.context():
+                    held = batches.apply(x, torch.clone)
+                    graph = self.capture(key, lambda: self._beside(held), batches.tensors(held))
+                if graph is None:
+                    self.graphs.clear()
+            return self._plain(x) if graph is None else tuple(result.clone() for result in graph.replay(tensors))
 
     def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
         with self.context():
@@ -70,5 +66,5 @@ class CapturedFunction(Captured):
         """function(x) with members on streams side by side, where they may be."""
         if not self.lanes:
             return self.function(x)
-        with self.drawn.particles.runner.in_lanes(*Lanes().for_members(self.drawn.members)):
+        with self.drawn.particles.runner.in_lanes(Lanes().for_members(self.drawn.members)):
             return self.function(x)

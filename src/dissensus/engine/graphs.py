@@ -1,15 +1,20 @@
-"""CUDA graphs: a call's kernels are captured for a shape of batch that comes again, and replayed, with the same results."""
+"""CUDA streams and graphs.
+
+Members take streams in turn, so that the small kernels of several run together. A call's kernels are captured for a shape of
+batch that comes again, and replayed, with the same results.
+"""
 
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dissensus.core.running import first_line
+from dissensus.core.running import MemberLanes, first_line
 from dissensus.core.turns import PROCESS
 
 log = logging.getLogger("dissensus")
@@ -79,3 +84,28 @@ class Captured:
 def shapes(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """What tensors must have in common with those that a graph was captured for."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+class Lanes:
+    """A fixed number of streams that members take in turn."""
+
+    def __init__(self, most: int = 10) -> None:
+        self.most = most
+        self.streams: list[torch.cuda.Stream] = []
+
+    def for_members(self, count: int) -> MemberLanes:
+        """(lane, join): lane(i) is the context that member i runs in; join() makes the current stream wait for all."""
+        while len(self.streams) < min(self.most, count):
+            self.streams.append(torch.cuda.Stream())
+        main = torch.cuda.current_stream()
+
+        def lane(index: int) -> AbstractContextManager[object]:
+            stream = self.streams[index % len(self.streams)]
+            stream.wait_stream(main)  # what the member reads was written there
+            return torch.cuda.stream(stream)
+
+        def join() -> None:
+            for stream in self.streams:
+                main.wait_stream(stream)
+
+        return lane, join

@@ -1,4 +1,4 @@
-"""Memory that training and prediction will need, known before they start."""
+"""Memory that training will need, known before it starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
-from dissensus.engine.lanes import Lanes
+from dissensus.engine.graphs import Lanes
 from dissensus.numerics.randomness import same_random_state
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
@@ -90,11 +90,6 @@ def training_memory(
         recorded=recorded,
         drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes")),
     )
-
-
-def prediction_bytes(members: int, inputs: int, outputs: int, *, keep_members: bool, itemsize: int = 4) -> int:
-    """Bytes of a prediction's result, with all members or only mean, aleatoric and epistemic."""
-    return inputs * itemsize * (members * outputs if keep_members else outputs + 2)
 
 
 def readable(size: int) -> str:

@@ -36,9 +36,8 @@ class Plan:
     captured: bool = False
     seconds: float | None = None  # for the gradients of one batch, where timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
-    tried: Strategy | None = field(
-        default=None, compare=False, repr=False
-    )  # the strategy that was timed, compiled already
+    # The strategy that was timed, compiled already.
+    tried: Strategy | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
@@ -74,7 +73,11 @@ def make_plan(
     for plan in known.values():
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
-    chosen = _best(named or _candidates(posterior, on_gpu), words, posterior, batch, precision, steps)
+    particles = posterior.particles
+    # On a CPU stacked convolutions lose to a loop, and everything else wins.
+    open_ones: list[Kind] = ["vectorised", "streamed"] if on_gpu else [particles.how]
+    candidates = named or (["loop"] if particles.members == 1 else open_ones)
+    chosen = _best(candidates, words, posterior, batch, precision, steps)
     took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
     log.info("members run %s%s", chosen, took)
     # Without what was tried: copies of the posterior must not copy what a compiler made.
@@ -85,15 +88,6 @@ def make_plan(
 def _worth_compiling(plan: Plan, steps: int) -> bool:
     """Whether so many steps, by the time of plain gradients, take long enough for compiling to pay."""
     return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
-
-
-def _candidates(posterior: Posterior, on_gpu: bool) -> list[Kind]:
-    if posterior.particles.members == 1:
-        return ["loop"]
-    if on_gpu:
-        return ["vectorised", "streamed"]
-    # On a CPU stacked convolutions lose to a loop, and everything else wins.
-    return [posterior.particles.how]
 
 
 def _best(

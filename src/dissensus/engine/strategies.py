@@ -8,6 +8,7 @@ each of them plain or compiled. Where a gradient is 0 but for rounding (a bias b
 rounding, which differ. A strategy changes nothing but the random state, so that it can be timed on a real batch.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.running import Ways
-from dissensus.engine.lanes import Lanes
+from dissensus.engine.graphs import Lanes
 from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -29,7 +30,7 @@ Kind = Literal["loop", "vectorised", "streamed"]
 
 def strategy(kind: Kind, *, compiled: bool = False) -> Ways:
     """The strategy of this kind; falls back to a plainer one where it fails. Its name says which: "loop+compiled"."""
-    make = {"loop": _loop, "vectorised": _vectorised, "streamed": Streamed}[kind]
+    make = _vectorised if kind == "vectorised" else functools.partial(Looped, streamed=kind == "streamed")
     ways = {f"{kind}+compiled": _loud(make(compiled=True))} if compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
@@ -54,13 +55,6 @@ def _loud(run: Strategy) -> Strategy:
     return loud
 
 
-def _loop(*, compiled: bool) -> Strategy:
-    if not compiled:
-        return gradients.looped
-    member = _compile(functional_member_gradients)
-    return lambda posterior, batch: gradients.looped(posterior, batch, member=member)
-
-
 def _vectorised(*, compiled: bool) -> Strategy:
     if not compiled:
         return gradients.vectorised
@@ -74,23 +68,25 @@ def _vectorised(*, compiled: bool) -> Strategy:
     return run
 
 
-class Streamed:
-    """The strategy that spreads members over CUDA streams, so that small kernels of several run together."""
+class Looped:
+    """One member after the other; `streamed`: over CUDA streams, so that small kernels of several run together."""
 
-    def __init__(self, *, compiled: bool) -> None:
+    def __init__(self, *, streamed: bool, compiled: bool) -> None:
         self.compiled = compiled
         self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
         self.forward: Callable[..., Any] | None = None
-        self.lanes = Lanes()
+        self.lanes = Lanes() if streamed else None
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        lane, join = self.lanes.for_members(posterior.particles.members)
-        if posterior.coupled:
-            # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
-            if self.forward is None:
-                self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
-            return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lane=lane, join=join)
-        return gradients.looped(posterior, batch, member=self.member, lane=lane, join=join)
+        if self.lanes is None:
+            return gradients.looped(posterior, batch, member=self.member)
+        lanes = self.lanes.for_members(posterior.particles.members)
+        if not posterior.coupled:
+            return gradients.looped(posterior, batch, member=self.member, lanes=lanes)
+        # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
+        if self.forward is None:
+            self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
+        return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lanes=lanes)
 
 
 def functional_member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
