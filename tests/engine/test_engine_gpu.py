@@ -466,6 +466,20 @@ def test_recorders_see_the_gradients_of_this_step_whichever_graph_it_came_from()
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
 
+def test_gradients_that_the_optimizer_does_not_hold_count_once_in_the_norm_of_a_captured_step() -> None:
+    torch.manual_seed(0)
+    network, (x, y) = conv_net().double(), data()
+    states = []
+    for engine in ("loop", "loop+captured"):
+        posterior = ds.MAP(copy.deepcopy(network)).to("cuda", torch.float64)
+        optimizer = torch.optim.SGD(list(posterior.parameters())[-2:], lr=2**-2)
+        loader = Batches(x, y, batch_size=18)
+        ds.fit(posterior, loader, epochs=3, optimizer=optimizer, engine=engine, clip=0.01, progress=False)
+        states.append(posterior.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+
+
 def test_a_last_step_that_explodes_on_a_gpu_is_seen() -> None:
     posterior = ds.DeepEnsemble([nn.Sequential(nn.Flatten(), nn.Linear(192, 5)) for _ in range(2)]).cuda()
     x, y = data(12)

@@ -83,11 +83,11 @@ class CapturedStep(Captured):
         return losses
 
     def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
-        steps, held, optimizer = self.posterior.steps.clone(), batch.map(torch.clone), self.step.optimizer
-        optimizer.zero_grad(set_to_none=True)
+        steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
+        self.posterior.zero_grad(set_to_none=True)  # all of them: what is there would be added to at every replay
         graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors())
         if graph is None:
             self.posterior.steps.copy_(steps)
         else:
-            self.gradients[key] = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            self.gradients[key] = [(p, p.grad) for p in self.posterior.parameters()]
         return graph

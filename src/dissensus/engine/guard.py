@@ -88,7 +88,7 @@ class Guard:
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
     def join(self) -> None:
-        """Waits for the side stream; to be called at the end of a captured step."""
+        """Waits for the side stream; to be called at the end of a step."""
         self._aside.join()
 
     def write(self, buffers: Tensors) -> None:
@@ -223,8 +223,8 @@ class Aside:
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream."""
-        if self.stream is not None and self.forked:
+        """Makes the current stream wait for the side stream where a graph is captured."""
+        if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
         self.forked = False
 
