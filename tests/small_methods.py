@@ -75,13 +75,13 @@ class NodeNoise(SamplingPosterior):
 
     name = "node_noise"
 
-    def __init__(self, network, *, train_samples=3, prior_std=0.1, kl=1e-3, **keywords):
+    def __init__(self, network, *, prior_std=0.1, kl=1e-3, **keywords):
         layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
         deviations = TensorTree()
         for name, layer in layers.items():
             deviations.plant(f"{name}.log_std", nn.Parameter(layer.weight.new_full((layer.in_features,), -4.0)))
         super().__init__(network, latents=deviations, **keywords)
-        self.train_samples, self.prior_std, self.kl = train_samples, prior_std, kl
+        self.prior_std, self.kl = prior_std, kl
         self.layers = {f"network.{name}.weight": f"latents.{name}.log_std" for name in layers}
 
     def member_loss(self, params, buffers, batch):
@@ -104,4 +104,4 @@ class NodeNoise(SamplingPosterior):
         return [name.removeprefix("network.") for name in self.layers]
 
     def config(self):
-        return {**super().config(), "train_samples": self.train_samples, "prior_std": self.prior_std, "kl": self.kl}
+        return {**super().config(), "prior_std": self.prior_std, "kl": self.kl}

@@ -136,7 +136,7 @@ def test_compiled_and_half_precision_predictions_agree_with_plain_ones(ensemble:
     half, _ = ds.predict(ensemble, loader, precision="bf16")
     assert half.mean.dtype == torch.float32
     torch.testing.assert_close(half.mean, plain.mean, rtol=0, atol=0.02)  # bf16 keeps 8 bits
-    with pytest.raises(ValueError, match="expected a precision"):
+    with pytest.raises(ValueError, match="expected precision of float32, bf16"):
         ds.predict(ensemble, loader, precision="fp8")
 
 

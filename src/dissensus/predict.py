@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,24 +13,25 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
-from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, evaluation
 from dissensus.core.predictive import Predictive
+from dissensus.core.running import Ways
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
-from dissensus.engine.memory import prediction_bytes, readable
+from dissensus.engine.memory import readable
+from dissensus.numerics.checks import one_of
 from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
-Precision = Literal["float32", "bf16"]
+PredictionPrecision = Literal["float32", "bf16"]
 
 
 def predict(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> tuple[Predictive, Tensor]:
     """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
 
@@ -50,7 +51,7 @@ def summarise(
     posterior: Posterior | str | os.PathLike[str],
     loader: Iterable[Any],
     *,
-    precision: Precision = "float32",
+    precision: PredictionPrecision = "float32",
     compiled: bool = False,
     network: nn.Module | None = None,
     likelihood: Likelihood | None = None,
@@ -68,7 +69,7 @@ def summarise(
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for pieces, y in _in_parts(posterior, loader, precision=precision, compiled=compiled):
+    for pieces, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled):
         running = RunningSummary()
         for predictive in pieces:
             if not parts and not running.count:
@@ -80,20 +81,19 @@ def summarise(
 
 
 def predict_batches(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision = "float32", compiled: bool = False
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
-    for parts, y in _in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
+    for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
         (predictive,) = parts
         yield predictive, y
 
 
-def _in_parts(
-    posterior: Posterior, loader: Iterable[Any], *, precision: Precision, compiled: bool, whole: bool = False
+def _predicted_in_parts(
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool, whole: bool = False
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
-    if precision not in ("float32", "bf16"):
-        raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
+    one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     with evaluation(posterior):
@@ -105,7 +105,10 @@ def _in_parts(
         with evaluation(posterior), autocast(device, dtype):
             yield
 
-    describe = CapturedFunction(_Compiled(drawn) if compiled else drawn.describe, drawn, context, lanes=not compiled)
+    function: Callable[[batches.Inputs], tuple[Tensor, ...]] = drawn.describe
+    if compiled:
+        function = Ways(_note_uncompiled, compiled=torch.compile(drawn.describe, dynamic=False), plain=drawn.describe)
+    describe = CapturedFunction(function, drawn, context, lanes=not compiled)
 
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
@@ -130,68 +133,43 @@ def _in_parts(
         yield parts(x), y
 
 
-class _Compiled:
-    """What drawn functions say, through the compiler; plain from the first failure on, said once."""
-
-    def __init__(self, drawn: DrawnFunctions) -> None:
-        self.drawn = drawn
-        self.function: Any = torch.compile(drawn.describe, dynamic=False)
-
-    def __call__(self, x: batches.Inputs) -> tuple[Tensor, ...]:
-        if self.function is not None:
-            try:
-                described: tuple[Tensor, ...] = self.function(x)
-                return described
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # the compiler can fail in many ways, none of which must end a prediction
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-                log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
-                self.function = None
-        return self.drawn.describe(x)
+def _note_uncompiled(name: str, reason: str, *args: object) -> None:
+    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
 
 
 def _summarise_stored(
-    members: Iterable[Posterior], loader: Iterable[Any], precision: Precision
+    members: Iterable[Posterior], loader: Iterable[Any], precision: PredictionPrecision
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
     for number, member in enumerate(members):
         seen = 0
-        for i, (predictive, y) in enumerate(_as_member(number, predict_batches(member, loader, precision=precision))):
-            if number == 0:
-                running.append(RunningSummary())
-                targets.append(y)
-            elif i >= len(targets) or y.shape != targets[i].shape or not torch.equal(y, targets[i]):
-                raise _other_batches()
-            running[i].add(predictive)
-            seen += 1
-        if seen != len(targets):  # a generator that the first member has used up
-            raise _other_batches()
+        try:
+            for predictive, y in predict_batches(member, loader, precision=precision):
+                if number == 0:
+                    running.append(RunningSummary())
+                    targets.append(y)
+                if seen == len(targets) or not torch.equal(y, targets[seen]):
+                    seen = -1
+                    break
+                running[seen].add(predictive)
+                seen += 1
+        except Diverged as error:  # with the number that the member has among all
+            raise Diverged([number + i for i in error.members], error.step, error.what) from None
+        if seen != len(targets):  # other batches, or none: a generator that the first member has used up
+            raise ValueError(
+                "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
+                "again"
+            )
     return SummaryPredictive.cat([each.summary() for each in running]), torch.cat(targets)
 
 
-def _as_member(number: int, predicted: Iterator[tuple[Predictive, Tensor]]) -> Iterator[tuple[Predictive, Tensor]]:
-    """What one stored member predicts; where that is NaN, the error has the member's own number."""
-    try:
-        yield from predicted
-    except Diverged as error:
-        raise Diverged([number + i for i in error.members], error.step, error.what) from None
-
-
-def _other_batches() -> ValueError:
-    return ValueError(
-        "expected the same batches for every member, got others; use a loader that does not shuffle and can be read again"
-    )
-
-
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+    """Logs how many bytes the result will have, with all members or only mean, aleatoric and epistemic."""
     described = predictive.described()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
     if (count := batches.length(loader)) is not None:
-        total = inputs * count
-        size = prediction_bytes(
-            members, total, outputs, keep_members=keep_members, itemsize=described[0].element_size()
-        )
-        log.info("the prediction of about %d inputs will take %s", total, readable(size))
+        numbers = inputs * count * (members * outputs if keep_members else outputs + 2)
+        size = readable(numbers * described[0].element_size())
+        log.info("the prediction of about %d inputs will take %s", inputs * count, size)

@@ -4,11 +4,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import wraps
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +19,9 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, evaluation, refresh
 from dissensus.core.turns import training
-from dissensus.engine import CapturedStep, Plan, Step, build_step
+from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.engine.strategies import fallen_back
+from dissensus.numerics.checks import one_of
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
@@ -32,27 +30,9 @@ from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
 from dissensus.training.progress import Progress
 
-Precision = Literal["auto", "float32", "bf16"]
-P = ParamSpec("P")
-R = TypeVar("R")
+TrainingPrecision = Literal["auto", "float32", "bf16"]
 
 
-def _alone(function: Callable[Concatenate[Posterior, P], R]) -> Callable[Concatenate[Posterior, P], R]:
-    """The function of a posterior, with use of its network by another thread an error meanwhile."""
-
-    @wraps(function)
-    def alone(posterior: Posterior, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not isinstance(posterior, Posterior):
-            raise TypeError(
-                f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-            )
-        with training(posterior.particles.template.network):
-            return function(posterior, *args, **kwargs)
-
-    return alone
-
-
-@_alone
 def fit(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -64,7 +44,7 @@ def fit(
     clip: float | None = None,
     accumulate: int = 1,
     patience: int | None = None,
-    precision: Precision = "auto",
+    precision: TrainingPrecision = "auto",
     engine: str = "auto",
     device: torch.device | str | None = None,
     callback: Callable[[Epoch], object] | None = None,
@@ -88,91 +68,94 @@ def fit(
     `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
     of a group train a model of its own; else several are refused. `draw`: whether to store a draw at the end (`ds.refresh`).
     """
-    check_loader(loader, validation)
-    checks.check_ranks(posterior, ranks)
-    checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
-    checks.check_settings(
-        posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
-    )
-    posterior.to(_device(device, posterior))
-    default = optimizer is None
-    if optimizer is None:
-        optimizer = posterior.default_optimizer()
-        scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-    checks.check_stepping(posterior, optimizer)
-    checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
+        )
+    with training(posterior.particles.template.network):  # use of it by another thread is an error meanwhile
+        check_loader(loader, validation)
+        checks.check_ranks(posterior, ranks)
+        checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
+        checks.check_settings(
+            posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
+        )
+        posterior.to(_training_device(device, posterior))
+        default = optimizer is None
+        if optimizer is None:
+            optimizer = posterior.default_optimizer()
+            scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
+        checks.check_stepping(posterior, optimizer)
+        checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
-    history, best, told = Resumed(History(), Best(), {})
-    if checkpoint is not None and Path(checkpoint).exists():
-        history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
-        if default and isinstance(scheduler, LambdaLR):
-            restart(optimizer, scheduler)
-    checks.check_schedule(scheduler, epochs - len(history))
-    posterior.batches_per_step = accumulate
-    length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
-    settings = {"clip": clip, "precision": _precision(precision, posterior), "accumulate": accumulate}
-    run = _Run(
-        posterior, optimizer, engine, settings, steps=(length.batches or posterior.steps_per_epoch or 1) * epochs
-    )
-    written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
+        history, best, told = Resumed(History(), Best(), {})
+        if checkpoint is not None and Path(checkpoint).exists():
+            history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+            if default and isinstance(scheduler, LambdaLR):
+                restart(optimizer, scheduler)
+        checks.check_schedule(scheduler, epochs - len(history))
+        posterior.batches_per_step = accumulate
+        length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
+        steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
+        settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
+        run = _Run(posterior, optimizer, engine, steps=steps, **settings)
+        written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
+        bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
 
-    with _current(posterior.device), run, Progress(epochs, length.batches, title=posterior.name, show=progress) as bar:
-        for number in range(len(history), epochs):
-            judged = best.state is not None and looks(posterior, number - 1, epochs)
-            if patience is not None and judged and number - 1 - best.epoch >= patience:
-                break
-            start = time.perf_counter()
-            posterior.train()
-            losses = run.epoch(loader, bar)  # (M,)
-            seconds = time.perf_counter() - start
-            length.epoch_over()
-            history.engine, history.memory = str(run.ran()), run.memory
-            lr = float(optimizer.param_groups[0]["lr"])
-            score = None if validation is None else mixture_nll(posterior, validation)
-            drawn = None if validation is None else look(posterior, number, epochs, validation)
-            sampled = None if validation is None or drawn is None else mixture_nll(posterior, validation, drawn)
-            epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
-            history.epochs.append(epoch)
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(epoch.loss if score is None else score)
-            elif scheduler is not None:
-                scheduler.step()
-            judge = epoch.judge if posterior.goes_back and looks(posterior, number, epochs) else None
-            if judge is not None and best.better(judge):
-                best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
-                history.best = number
-            bar.epoch(number, _line(epoch))
-            unwritten = checkpoint is not None
-            if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
+        # A GPU is the current device meanwhile: streams and graphs belong to that.
+        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
+            for number in range(len(history), epochs):
+                judged = best.state is not None and looks(posterior, number - 1, epochs)
+                if patience is not None and judged and number - 1 - best.epoch >= patience:
+                    break
+                start = time.perf_counter()
+                posterior.train()
+                losses = run.epoch(loader, bar)  # (M,)
+                seconds = time.perf_counter() - start
+                length.epoch_over()
+                history.engine, history.memory = run.way, run.memory
+                lr = float(optimizer.param_groups[0]["lr"])
+                score = None if validation is None else validation_nll(posterior, validation)
+                drawn = None if validation is None else look(posterior, number, epochs, validation)
+                sampled = None if validation is None or drawn is None else validation_nll(posterior, validation, drawn)
+                epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
+                history.epochs.append(epoch)
+                if isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step(epoch.loss if score is None else score)
+                elif scheduler is not None:
+                    scheduler.step()
+                judge = epoch.judge if posterior.goes_back and looks(posterior, number, epochs) else None
+                if judge is not None and best.better(judge):
+                    best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+                    history.best = number
+                bar.epoch(number, _line(epoch))
+                unwritten = checkpoint is not None
+                if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
+                    write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                    written, unwritten = time.monotonic(), False
+                if callback is not None and callback(epoch):
+                    break
+            if checkpoint is not None and unwritten:
                 write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
-                written, unwritten = time.monotonic(), False
-            if callback is not None and callback(epoch):
-                break
-        if checkpoint is not None and unwritten:
-            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
 
-    if best.state is not None:
-        posterior.load_state_dict(best.state)
-    if draw:
-        refresh(posterior, loader)
-    posterior.eval()
-    return history
+        if best.state is not None:
+            posterior.load_state_dict(best.state)
+        if draw:
+            refresh(posterior, loader)
+        posterior.eval()
+        return history
 
 
 class _Run:
     """The step of a run, built when the first batch is there, and the epochs made of it."""
 
-    def __init__(
-        self, posterior: Posterior, optimizer: Optimizer, engine: str, settings: dict[str, Any], *, steps: int
-    ) -> None:
+    def __init__(self, posterior: Posterior, optimizer: Optimizer, engine: str, **settings: Any) -> None:
         self.posterior = posterior
         self.optimizer = optimizer
         self.engine = engine
         self.settings = settings
-        self.steps = steps
         self.step: Step | None = None
-        self.plan: Plan | None = None
         self.memory: Memory | None = None
+        self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
@@ -194,49 +177,25 @@ class _Run:
             )
         self.step.finish()
         self.step.check()
+        self.way = self.step.way
         checks.say_data_size(posterior, sum(sizes))
         return (total / len(sizes)).double().cpu()
-
-    def ran(self) -> Plan | None:
-        """The plan as it turned out, fallbacks included."""
-        plan, step = self.plan, self.step
-        eager = step.step if isinstance(step, CapturedStep) else step
-        if plan is None or eager is None:
-            return plan
-        for change in fallen_back(eager.strategy):
-            plan = replace(
-                plan,
-                kind=change.kind or plan.kind,
-                compiled=plan.compiled if change.compiled is None else change.compiled,
-            )
-        if isinstance(step, CapturedStep) and step.failed:
-            plan = replace(plan, captured=False)
-        return plan
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
         self.memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
-        self.step, self.plan = build_step(
-            self.engine,
-            self.posterior,
-            self.optimizer,
-            batch,
-            steps=self.steps,
-            memory=self.memory,
-            **self.settings,
+        self.step, _ = build_step(
+            self.engine, self.posterior, self.optimizer, batch, memory=self.memory, **self.settings
         )
         return self.step
 
-    def __enter__(self) -> "_Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.posterior.eval()  # also when interrupted
         if self.step is not None:
             self.step.close()
 
 
-def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
+def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
     with evaluation(posterior):
@@ -256,25 +215,15 @@ def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctio
     return -total / count
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """A GPU as the current device, to which streams and graphs belong; nothing elsewhere."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
+def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:
     if device is not None:
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"expected a device that is there, got {device}; this torch sees no GPU, leave device out")
         return torch.device(device)
-    if posterior.device.type == "cpu" and torch.cuda.is_available():
-        return torch.device("cuda")
-    return posterior.device
+    return torch.device("cuda") if torch.cuda.is_available() and posterior.device.type == "cpu" else posterior.device
 
 
-def _precision(precision: Precision, posterior: Posterior) -> torch.dtype | None:
+def _autocast_dtype(precision: TrainingPrecision, posterior: Posterior) -> torch.dtype | None:
     """The autocast dtype, or None for the parameters' own."""
-    if precision not in ("auto", "float32", "bf16"):
-        raise ValueError(f'expected a precision of "auto", "float32" or "bf16", got {precision!r}; name one of them')
+    one_of("precision", precision, ("auto", "float32", "bf16"))
     if precision == "bf16":
         return torch.bfloat16
     if precision == "float32" or posterior.device.type != "cuda":

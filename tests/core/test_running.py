@@ -1,54 +1,64 @@
-"""The plain runner of core works by itself; the engine's replaces it and gives the same."""
+"""Ways to run members: one that fails is given up for the next, once."""
 
 import pytest
 import torch
 from torch import nn
 
 import dissensus as ds
-import tiny
-from dissensus.core.running import Runner, replace_runner
-from dissensus.engine.runner import FastRunner
+from dissensus.core.running import Ways
 
 
-@pytest.fixture
-def plain():
-    before = replace_runner(Runner)
-    yield
-    replace_runner(before)
+def ways(noted, **functions):
+    return Ways(lambda *given: noted.append(given), **functions)
 
 
-def convolving():
-    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double()
+def failing(message="no such kernel"):
+    def fails(*_):
+        torch.rand(3)
+        raise RuntimeError(message)
+
+    return fails
 
 
-def gradients(posterior, x, y):
-    losses = posterior.backward(x, y)
-    return [losses, *(parameter.grad for parameter in posterior.parameters())]
-
-
-def test_the_engine_has_put_its_runner_in_place():
-    assert type(ds.DeepEnsemble([tiny.mlp() for _ in range(2)]).particles.runner) is FastRunner
-
-
-@pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("make", [tiny.mlp, convolving], ids=["dense", "convolutions"])
-def test_the_plain_runner_gives_what_the_engines_does(make):
+def test_the_first_way_that_works_is_taken_from_then_on_with_random_numbers_put_back():
+    noted = []
+    run = ways(
+        noted, first=failing("one\nmore"), second=failing(), third=lambda x: (x, torch.rand(2)), fourth=failing()
+    )
     torch.manual_seed(0)
-    networks = [make().double() for _ in range(3)]
-    x = torch.randn(5, 1, 4, 4).double() if make is convolving else torch.randn(5, 4).double()
-    y = torch.arange(5) % 3
-    mine = ds.DeepEnsemble(networks)
-    assert type(mine.particles.runner) is Runner
-    assert mine.particles.how == "vectorised"
-    replace_runner(FastRunner)
-    theirs = ds.DeepEnsemble(networks)
-    for one, other in zip(gradients(mine, x, y), gradients(theirs, x, y), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(mine.predict(x).members, theirs.predict(x).members, rtol=1e-12, atol=1e-13)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    given, drawn = run(7)
+    assert given == 7
+    assert torch.equal(drawn, expected)
+    assert run.name == "third"
+    assert noted == [("first", "one", 7), ("second", "no such kernel", 7)]
+    run(8)
+    assert len(noted) == 2
 
 
-@pytest.mark.usefixtures("plain")
-def test_the_plain_runner_falls_back_to_the_loop_once_and_says_so(caplog):
+def test_where_every_way_fails_the_last_ones_error_is_raised_and_none_is_given_up():
+    noted = []
+    run = ways(noted, first=failing("of vmap"), last=failing("the caller's own"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the caller's own"):
+            run(7)
+    assert run.name == "first"
+    assert noted == []
+
+
+def test_running_out_of_memory_is_no_reason_for_another_way():
+    def out(*_):
+        raise torch.OutOfMemoryError("full")
+
+    noted = []
+    run = ways(noted, first=out, last=lambda x: x)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        run(7)
+    assert noted == []
+
+
+def test_members_fall_back_to_the_loop_once_and_the_log_says_so(caplog):
     class Branching(nn.Linear):
         def forward(self, x):
             return super().forward(x) if x.sum() + self.weight.sum() > -1e9 else x

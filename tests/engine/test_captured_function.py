@@ -9,7 +9,6 @@ import dissensus as ds
 from dissensus.core.particles import Particles
 from dissensus.data import Batches
 from dissensus.engine.captured_function import CapturedFunction
-from dissensus.engine.runner import in_lanes
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -25,7 +24,7 @@ def test_looped_members_each_run_in_their_lane_and_are_waited_for() -> None:
         return nullcontext()
 
     plain = particles.each(lambda member, inputs: member.network(inputs), x)
-    with in_lanes(particles.runner, lane, lambda: happened.append("joined")):
+    with particles.runner.in_lanes((lane, lambda: happened.append("joined"))):
         beside = particles.each(lambda member, inputs: member.network(inputs), x)
     again = particles.each(lambda member, inputs: member.network(inputs), x)
     assert happened == [0, 1, 2, "joined"]

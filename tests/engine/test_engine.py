@@ -16,8 +16,8 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine import strategies
-from dissensus.engine.memory import prediction_bytes, training_memory
-from dissensus.engine.strategies import OrElse, Plainer, functional_member_gradients, strategy
+from dissensus.engine.memory import training_memory
+from dissensus.engine.strategies import functional_member_gradients, strategy
 from tiny import Repelling
 
 
@@ -146,14 +146,14 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
 def test_functional_and_plain_gradients_of_a_member_agree() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
-    state = gradients.member_state(gradients.state_of(posterior), 1)
+    state = gradients.state_of(posterior).member(1)
     plain = gradients.member_gradients(posterior, state, Batch(*data(rows=8)), None)
     functional = functional_member_gradients(posterior, state, Batch(*data(rows=8)), None)
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(functional.gradients[name], gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog, monkeypatch) -> None:
     calls = []
 
     def failing(*_):
@@ -161,11 +161,13 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog: pytest.Log
         raise RuntimeError("no such kernel")
 
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-    run = OrElse(failing, gradients.looped, Plainer(compiled=False))
+    monkeypatch.setattr(strategies, "_compile", lambda function: failing)
+    run = strategy("loop", compiled=True)
     with caplog.at_level(logging.INFO, logger="dissensus"):
         for _ in range(3):
             run(posterior, Batch(*data()))
     assert len(calls) == 1
+    assert run.name == "loop"
     assert [r.message for r in caplog.records] == ["members run uncompiled: the compiler gave up (no such kernel)"]
 
 
@@ -240,9 +242,18 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     assert "MiB" in str(memory) or "KiB" in str(memory)
 
 
-def test_the_size_of_a_prediction_is_known_before() -> None:
-    assert prediction_bytes(10, 1000, 5, keep_members=True) == 10 * 1000 * 5 * 4
-    assert prediction_bytes(10, 1000, 5, keep_members=False) == 1000 * 7 * 4
+def test_the_size_of_a_prediction_is_known_before(caplog: pytest.LogCaptureFixture) -> None:
+    posterior, (x, y) = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(10)]), data(rows=64)
+    loader = Batches(x.float(), y, batch_size=16)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        ds.predict(posterior, loader)
+        ds.summarise(posterior, loader)
+    assert 10 * 64 * 3 * 4 == 7.5 * 1024  # members, inputs, classes, bytes of a number
+    assert 64 * (3 + 2) * 4 == 1.25 * 1024  # mean, aleatoric and epistemic
+    assert [record.message for record in caplog.records] == [
+        "the prediction of about 64 inputs will take 7.5 KiB",
+        "the prediction of about 64 inputs will take 1.25 KiB",
+    ]
 
 
 def test_vectorised_means_vectorised_for_convolutions_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,6 +450,36 @@ def test_a_watcher_on_a_gpu_stays_finite_when_its_network_goes_bad() -> None:
     assert all(tensor.isfinite().all() for tensor in posterior.state_dict().values())
 
 
+def test_recorders_see_the_gradients_of_this_step_whichever_graph_it_came_from() -> None:
+    """From the fourth epoch on both the full batches and the partial one are replayed, each into memory of its own."""
+    torch.manual_seed(0)
+    network, (x, y) = conv_net().double(), data()
+    states = []
+    for engine in ("loop", "loop+captured"):
+        posterior = ds.TRADI(copy.deepcopy(network)).to("cuda", torch.float64)
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=2**-5, momentum=0.9)
+        loader = Batches(x, y, batch_size=12)
+        history = ds.fit(posterior, loader, epochs=7, optimizer=optimizer, engine=engine, draw=False, progress=False)
+        assert history.engine == engine
+        states.append(posterior.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_gradients_that_the_optimizer_does_not_hold_count_once_in_the_norm_of_a_captured_step() -> None:
+    torch.manual_seed(0)
+    network, (x, y) = conv_net().double(), data()
+    states = []
+    for engine in ("loop", "loop+captured"):
+        posterior = ds.MAP(copy.deepcopy(network)).to("cuda", torch.float64)
+        optimizer = torch.optim.SGD(list(posterior.parameters())[-2:], lr=2**-2)
+        loader = Batches(x, y, batch_size=18)
+        ds.fit(posterior, loader, epochs=3, optimizer=optimizer, engine=engine, clip=0.01, progress=False)
+        states.append(posterior.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-8, atol=1e-10, msg=name)
+
+
 def test_a_last_step_that_explodes_on_a_gpu_is_seen() -> None:
     posterior = ds.DeepEnsemble([nn.Sequential(nn.Flatten(), nn.Linear(192, 5)) for _ in range(2)]).cuda()
     x, y = data(12)

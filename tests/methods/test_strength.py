@@ -11,7 +11,7 @@ import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.strength import Strength
-from dissensus.train import mixture_nll
+from dissensus.train import validation_nll
 
 
 def test_the_three_kinds():
@@ -64,7 +64,7 @@ def test_evaluation_is_not_taken_for_a_batch_of_training(method):
     posterior.steps += 1
     ds.evaluation.distances.member_distances(posterior, x, y)
     ds.temperature_scale(posterior, [(x, y)])
-    mixture_nll(posterior, [(x, y)])
+    validation_nll(posterior, [(x, y)])
     posterior.check_batch(Batch(x, y))
     assert (posterior.strength.last, posterior.strength.largest) == (5, 5)
     acting = posterior.acts

@@ -10,7 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.optimisation import plateau_linear
 from dissensus.methods import TRADI
-from dissensus.train import mixture_nll
+from dissensus.train import validation_nll
 from dissensus.training.looks import look, looks
 
 
@@ -104,7 +104,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     x, y = torch.cat([rows[0][0], rows[1][0]]), torch.cat([rows[0][1], rows[1][1]])
     mean = torch.stack([member(x).softmax(1) for member in members]).mean(0)
     nll = -mean[torch.arange(25), y].log().mean().detach()
-    assert mixture_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
+    assert validation_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
     assert look(posterior, 2, 4, rows) is None  # not an epoch to look at
     assert posterior.training is posterior.network.training is False
 

@@ -34,9 +34,9 @@ class DrawnFunctions(nn.Module, ABC):
         """One function as an ordinary module."""
 
     @property
-    @abstractmethod
     def likelihood(self) -> Likelihood:
         """What the functions' outputs mean."""
+        return self.particles.likelihood
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.unchanged(x):
@@ -54,7 +54,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(_described, x)
+        described: tuple[Tensor, ...] = self.each(_description, x)
         return described
 
 
@@ -78,16 +78,12 @@ class MemberFunctions(DrawnFunctions):
             return
         for i in range(self.members):
             with batches.unchanged(x):
-                described, _ = self.particles.call(_described, *self.particles.at(i), x)
+                described, _ = self.particles.call(_description, *self.particles.at(i), x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(index)
         return network if self.ordinary is None else self.ordinary(network)
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
 
 
 class Mixture(DrawnFunctions):
@@ -118,10 +114,6 @@ class Mixture(DrawnFunctions):
         owners = [(family, i) for family in self.families for i in range(family.members)]
         family, own = owners[index]
         return family.member(own)
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
 
 
 def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
@@ -160,5 +152,5 @@ def _outputs(member: Member, x: Inputs) -> Tensor:
     return batches.call(member.network, x)
 
 
-def _described(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+def _description(member: Member, x: Inputs) -> tuple[Tensor, ...]:
     return member.likelihood.describe(batches.call(member.network, x))

@@ -7,7 +7,6 @@ the engines add compiled, streamed and captured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
-from dissensus.core.particles import Lane, Particles, Rows
-from dissensus.core.running import averaged
+from dissensus.core.particles import Particles, Rows
+from dissensus.core.running import ONE_LANE, MemberLanes
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
@@ -25,7 +24,6 @@ class Objective(Protocol):
     """What is to be differentiated: the functions that a posterior declares of its members."""
 
     particles: Particles
-    train_samples: int
     ranks: Literal["independent"] | None
 
     @property
@@ -42,11 +40,7 @@ class Objective(Protocol):
 
 
 class Gradients(NamedTuple):
-    """Results of one batch: losses, the gradient of each trained tensor by name, buffers (M, ...) afterwards.
-
-    Losses: (M,), or (M·S,) where each member is trained by S samples, a member's samples side by side. Gradients: of the sum
-    over members of the mean over samples. Buffers: means over samples.
-    """
+    """Results of one batch: losses (M,), the gradient of their sum by each trained tensor, buffers (M, ...) afterwards."""
 
     losses: Tensor
     gradients: Tensors
@@ -63,6 +57,26 @@ class State(NamedTuple):
     own_buffers: Tensors
     shared_buffers: Tensors
 
+    def member(self, index: int) -> State:
+        """One member's tensors."""
+
+        def row(part: Tensors) -> Tensors:
+            return {name: tensor[index] for name, tensor in part.items()}
+
+        return self._replace(own=row(self.own), own_frozen=row(self.own_frozen), own_buffers=row(self.own_buffers))
+
+    def leaves(self) -> Tensors:
+        """What is trained, each a tensor to differentiate by."""
+        return {name: tensor.detach().requires_grad_() for name, tensor in {**self.shared, **self.own}.items()}
+
+    def parameters(self, trained: Tensors | None = None) -> Tensors:
+        """All parameters, with these in place of what is trained."""
+        mine = {**self.shared, **self.own} if trained is None else trained
+        return {**self.shared_frozen, **self.own_frozen, **mine}
+
+    def buffers(self) -> Tensors:
+        return {**self.shared_buffers, **self.own_buffers}
+
 
 Strategy = Callable[[Objective, Batch], Gradients]
 
@@ -72,43 +86,32 @@ def vectorised(posterior: Objective, batch: Batch) -> Gradients:
     state = state_of(posterior)
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     with posterior.particles.vectorising(), torch.enable_grad():
-        total, losses, after = _objective(posterior, state, batch)
+        total, losses, after = all_members(posterior, state, batch)
     # By plain autograd: function transforms would keep a graph of the gradients as well.
     found = torch.autograd.grad(total, list(wanted.values()), materialize_grads=True) if total.requires_grad else ()
-    members, samples = posterior.particles.members, posterior.train_samples
-    gradients = dict(zip(wanted, found, strict=True)) if found else {}
-    return Gradients(losses.detach(), gradients, of_members(detached(after), members, samples))
+    return Gradients(losses.detach(), dict(zip(wanted, found, strict=False)), detached(after))
 
 
-def vectorised_by_transforms(posterior: Objective, state: State, batch: Batch) -> Gradients:
-    """What `vectorised` gives, as a pure function of tensors that the compiler can follow.
-
-    To be called within `particles.vectorising()`.
-    """
-
-    def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-        total, losses, after = _objective(posterior, state._replace(own=own, shared=shared), batch)
-        return total, (losses, after)
-
-    (own, shared), (losses, after) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
-    members, samples = posterior.particles.members, posterior.train_samples
-    return Gradients(losses, {**shared, **own}, of_members(after, members, samples))
-
-
-def _objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
-    """(objective (), losses, buffers afterwards), all members at once."""
+def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
+    """(objective (), losses (M,), buffers afterwards), all members at once. To be called within `particles.vectorising()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
         return posterior.member_loss(params, {**state.shared_buffers, **row.buffers}, batch)
 
-    members, samples = posterior.particles.members, posterior.train_samples
-    rows = Rows({**state.own, **state.own_frozen}, state.own_buffers, {}).repeated(members, samples)
+    rows = Rows({**state.own, **state.own_frozen}, state.own_buffers, {})
     losses, z, after = torch.func.vmap(one, randomness="different")(rows)
-    total = losses.sum()
-    if posterior.coupled:
-        total = total + inner(z, posterior.couple(detached(z)))
-    return total if samples == 1 else total / samples, losses, after
+    return objective(posterior, losses, z), losses, after
+
+
+def objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
+    """() Σ_i loss_i + ⟨z_i, v_i⟩ of losses (M,) and what members are compared in."""
+    return losses.sum() + inner(z, cotangents(posterior, z)) if posterior.coupled else losses.sum()
+
+
+def cotangents(posterior: Objective, z: Any) -> Any:
+    """v, what members' z (M, ...) are multiplied by, without a graph."""
+    return posterior.couple(detached(z))
 
 
 def looped(
@@ -116,41 +119,38 @@ def looped(
     batch: Batch,
     *,
     member: Callable[..., Gradients] | None = None,
-    lane: Lane = lambda index: nullcontext(),
-    join: Callable[[], None] = lambda: None,
+    lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
     """Gradients with one member after the other, one graph alive at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers draw the same numbers both times. `member`: finds one member's gradients. `lane(i)`: the context (a CUDA
-    stream) of function i; `join()` waits for all.
+    Random layers draw the same numbers both times. `member`: finds one member's gradients.
     """
     member = member or member_gradients
-    state, samples = state_of(posterior), posterior.train_samples
-    functions = posterior.particles.members * samples
-    streams, cotangents = [], None
+    state, (lane, join) = state_of(posterior), lanes
+    members = [state.member(i) for i in range(posterior.particles.members)]
+    streams: list[Callable[[], None]] = []
+    pulls: list[Any] = [None] * len(members)
     if posterior.coupled:
         seen = []
-        for i in range(functions):
+        for i, mine in enumerate(members):
             streams.append(random_state())
             with lane(i), torch.no_grad():
-                params, buffers = member_tensors(state, i // samples)
-                seen.append(posterior.member_loss(params, buffers, batch)[1])
+                seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
         join()
         streams.append(random_state())
-        cotangents = posterior.couple(pytree.tree_map(lambda *each: torch.stack(each), *seen))
+        pulls = _cotangents_of_each(posterior, seen)
 
     found = []
-    for i in range(functions):
+    for i, mine in enumerate(members):
         if streams:
             streams[i]()
         with lane(i):
-            mine = None if cotangents is None else pytree.tree_map(lambda v, i=i: v[i], cotangents)
-            found.append(member(posterior, member_state(state, i // samples), batch, mine))
+            found.append(member(posterior, mine, batch, pulls[i]))
     join()
     if streams:
         streams[-1]()
-    return gathered(state, found, samples)
+    return gathered(state, found)
 
 
 def looped_keeping_graphs(
@@ -158,41 +158,35 @@ def looped_keeping_graphs(
     batch: Batch,
     *,
     forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
-    lane: Lane = lambda index: nullcontext(),
-    join: Callable[[], None] = lambda: None,
+    lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
     """Gradients of coupled members in one pass, all graphs kept until v is known: faster than `looped`, M times its memory."""
     forward = forward or posterior.member_loss
-    state, samples = state_of(posterior), posterior.train_samples
+    state, (lane, join) = state_of(posterior), lanes
     leaves, results = [], []
-    for i in range(posterior.particles.members * samples):
-        mine = member_state(state, i // samples)
-        wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**mine.shared, **mine.own}.items()}
+    for i in range(posterior.particles.members):
+        mine = state.member(i)
+        leaves.append(mine.leaves())
         with lane(i), torch.enable_grad():
-            params = {**mine.shared_frozen, **mine.own_frozen, **wanted}
-            results.append(forward(params, {**mine.shared_buffers, **mine.own_buffers}, batch))
-        leaves.append(wanted)
+            results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
-    cotangents = posterior.couple(
-        pytree.tree_map(lambda *each: torch.stack(each), *(detached(z) for _, z, _ in results))
-    )
+    pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
     found = []
-    for i, (wanted, (value, z, buffers)) in enumerate(zip(leaves, results, strict=True)):
+    for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
         with lane(i):
-            pulled = [v[i] for v in pytree.tree_leaves(cotangents)]
-            outputs = [value, *pytree.tree_leaves(z)]
-            cotangents_of = [torch.ones_like(value), *pulled]
-            gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents_of, allow_unused=True)
-        used = {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-        found.append(Gradients(value.detach(), used, detached(buffers)))
+            found.append(_differentiated(wanted, *result, pulls[i]))
     join()
-    return gathered(state, found, samples)
+    return gathered(state, found)
 
 
-def gathered(state: State, found: list[Gradients], samples: int) -> Gradients:
-    """Results of single functions put together: own gradients stacked, in their parameter's layout; shared ones summed."""
-    if samples > 1:
-        found = [_mean(found[i : i + samples]) for i in range(0, len(found), samples)]
+def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
+    """Each member's v, from each one's z."""
+    together = cotangents(posterior, pytree.tree_map(lambda *parts: torch.stack(parts), *each))
+    return [pytree.tree_map(lambda part, i=i: part[i], together) for i in range(len(each))]
+
+
+def gathered(state: State, found: list[Gradients]) -> Gradients:
+    """Results of single members put together: own gradients stacked, in their parameter's layout; shared ones summed."""
     gradients: Tensors = {}
     targets, sources = [], []
     for name in dict.fromkeys(name for each in found for name in each.gradients):
@@ -208,44 +202,32 @@ def gathered(state: State, found: list[Gradients], samples: int) -> Gradients:
     if targets:
         torch._foreach_copy_(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
-    return Gradients(torch.stack([one.losses for one in found]).flatten(), gradients, buffers)
-
-
-def _mean(found: list[Gradients]) -> Gradients:
-    """One member's samples put together: losses (S,), means of gradients and buffers. An unused tensor's gradient is 0."""
-    gradients: Tensors = {}
-    for name in dict.fromkeys(name for each in found for name in each.gradients):
-        given = [each.gradients[name] for each in found if name in each.gradients]
-        gradients[name] = sum(given[1:], given[0]) / len(found)
-    stacked = {name: torch.stack([each.buffers[name] for each in found]) for name in found[0].buffers}
-    means = {name: averaged(values) for name, values in stacked.items()}
-    return Gradients(torch.stack([each.losses for each in found]), gradients, means)
-
-
-def of_members(buffers: Tensors, members: int, samples: int) -> Tensors:
-    """Members' buffers (M, ...) from functions' (M·S, ...): means over samples."""
-    if samples == 1:
-        return buffers
-    split = {name: values.reshape(members, samples, *values.shape[1:]) for name, values in buffers.items()}
-    return {name: averaged(values.transpose(0, 1)) for name, values in split.items()}
+    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
 
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
-    wanted = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
-    params = {**state.shared_frozen, **state.own_frozen, **wanted}
-    before, particles = {**state.shared_buffers, **state.own_buffers}, posterior.particles
+    wanted, particles = state.leaves(), posterior.particles
+    params, before = state.parameters(wanted), state.buffers()
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
-            value, z, buffers = posterior.member_loss(params, before, batch)
-            total = value if cotangent is None else value + inner(z, cotangent)
-        leaves = list(wanted.values()) if total.requires_grad else []
-        gradients = torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()
-        used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
-        return Gradients(value.detach(), used, detached(buffers))
+            result = posterior.member_loss(params, before, batch)
+        return _differentiated(wanted, *result, cotangent)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
+
+
+def _differentiated(wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any) -> Gradients:
+    """What one member's run gives, by the gradient of its loss + ⟨z, v⟩; tensors that it did not use have none."""
+    pulled = [] if cotangent is None else zip(pytree.tree_leaves(z), pytree.tree_leaves(cotangent), strict=True)
+    pairs = [(output, v) for output, v in ((value, None), *pulled) if output.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if pairs and wanted:
+        outputs, weights = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
+    used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
+    return Gradients(value.detach(), used, detached(buffers))
 
 
 def state_of(posterior: Objective) -> State:
@@ -257,25 +239,9 @@ def state_of(posterior: Objective) -> State:
         {name: tensor.detach() for name, tensor in shared.items() if tensor.requires_grad},
         {name: tensor.detach() for name, tensor in own.items() if not tensor.requires_grad},
         {name: tensor.detach() for name, tensor in shared.items() if not tensor.requires_grad},
-        particles.changing_buffers(several=particles.members * posterior.train_samples > 1),
+        particles.changing_buffers(),
         particles.shared_buffers(),
     )
-
-
-def member_state(state: State, index: int) -> State:
-    """One member's tensors."""
-
-    def row(part: Tensors) -> Tensors:
-        return {name: tensor[index] for name, tensor in part.items()}
-
-    return state._replace(own=row(state.own), own_frozen=row(state.own_frozen), own_buffers=row(state.own_buffers))
-
-
-def member_tensors(state: State, index: int) -> tuple[Tensors, Tensors]:
-    """(params, buffers) of one member."""
-    mine = member_state(state, index)
-    params = {**mine.shared, **mine.shared_frozen, **mine.own, **mine.own_frozen}
-    return params, {**mine.shared_buffers, **mine.own_buffers}
 
 
 def inner(a: Any, b: Any) -> Tensor:

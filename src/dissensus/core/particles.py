@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
-from dissensus.core.running import How, Lane, Rows, averaged, first_line, loop, runner
-from dissensus.core.splitting import NUMBER, as_stored, check_frozen, split_trees, stacked, tensors_of
+from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
+from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
-__all__ = ["How", "Lane", "Member", "Particles", "Rows", "loop", "member_index"]
+__all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 Part = TypeVar("Part", bound=nn.Module)
@@ -53,7 +53,7 @@ class Particles(nn.Module):
         """Takes the runner that suits which tensors are own."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
-        self.runner = runner(self.template, own)
+        self.runner = Runner(self.template, own)
         if len(self.templates) > 1:
             self.how = "loop"
 
@@ -87,7 +87,15 @@ class Particles(nn.Module):
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
-        mine, common, alike = stacked(members, own=own, frozen=frozen, numbered=apart)
+        for number, member in enumerate(members if apart else ()):
+            where = next((tensor.device for tensor in tensors_of(member).values()), None)
+            member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
+        columns = [tensors_of(member) for member in members]
+        rows = {name: [column[name] for column in columns] for name in columns[0]}
+        alike = frozen_alike(members[0], rows) if own is None else {*frozen}
+        rule = own or (lambda name: name not in alike)
+        kept = members[0].state_dict()
+        mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
         templates = [emptied(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
@@ -191,7 +199,12 @@ class Particles(nn.Module):
 
     def check_frozen(self) -> None:
         """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
-        check_frozen(self.shared, self._frozen)
+        for name, parameter in self.shared_parameters().items() if self._frozen else ():
+            if parameter.requires_grad and name in self._frozen:
+                raise ValueError(
+                    f"expected the frozen tensors that the members were built with, got '{name}' trained since, of which "
+                    "there is one for all members; set requires_grad first, then build the posterior"
+                )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""
@@ -231,15 +244,13 @@ class Particles(nn.Module):
                 sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
                 torch._foreach_copy_(targets, sources)
 
-    def rows(self, varying: Tensors | None = None, *, samples: int = 1) -> Rows:
-        """Tensors that differ between functions, their axis first: (M, ...), or (M·S, ...) with S samples of each member."""
-        several = varying is None and self.members * samples > 1
-        rows = Rows(self.own_parameters(), self.changing_buffers(several=several), varying or {})
-        return rows.repeated(self.members, samples)
+    def rows(self, varying: Tensors | None = None) -> Rows:
+        """Tensors that differ between functions, their axis first."""
+        return Rows(self.own_parameters(), self.changing_buffers(), varying or {})
 
-    def changing_buffers(self, *, several: bool) -> Tensors:
-        """Buffers (M, ...) that training changes: own ones, and where several functions run, a copy of shared ones for each."""
-        if not several or not self.training:
+    def changing_buffers(self) -> Tensors:
+        """Buffers (M, ...) that training changes: own ones, and a copy of shared ones for each of several members."""
+        if self.members == 1 or not self.training:
             return self.own_buffers()
         shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
         return {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **self.own_buffers()}

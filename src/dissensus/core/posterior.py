@@ -118,8 +118,7 @@ class Posterior(TrainingRules, ABC):
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
-        Of a member trained by several samples (`train_samples`), the mean. Coupling terms are linearised (v has no graph):
-        gradients are right, but values are not to be compared over steps.
+        Coupling terms are linearised (v has no graph): gradients are right, but values are not to be compared over steps.
         """
         batch = self.take(Batch.of((x, y, weight)))
         self.before_step(batch)
@@ -127,7 +126,7 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses, or (M·S,) with S `train_samples`; adds to `.grad` what `loss(x, y).backward()` would."""
+        """(M,) losses; adds to `.grad` what `loss(x, y).backward()` would."""
         batch = self.take(Batch.of((x, y, weight)))
         self.before_step(batch)
         return seam.backward(self, batch)

@@ -1,8 +1,9 @@
 """Running members: one function over rows of tensors by a loop or by vmap, and the one fallback from a way that fails."""
 
 import logging
-from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.core.modes import plain_attention
+from dissensus.core.products import small_products, without_onednn
+from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.turns import has_attention
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
@@ -18,7 +21,9 @@ from dissensus.numerics.tree import Tensors
 log = logging.getLogger("dissensus")
 
 How = Literal["loop", "vectorised"]
-Lane = Callable[[int], AbstractContextManager[object]]  # the context (a CUDA stream) that member i runs in
+# (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
+MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
+ONE_LANE: MemberLanes = (lambda index: nullcontext(), lambda: None)
 
 
 class Rows(NamedTuple):
@@ -32,23 +37,10 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
-    def repeated(self, members: int, samples: int) -> "Rows":
-        """Each of M rows S times, side by side: (M·S, ...); with an index, so that vmap has an axis even if nothing is own."""
-        if samples == 1:
-            return self
-        parts = [{name: t.repeat_interleave(samples, dim=0) for name, t in part.items()} for part in self]
-        return Rows(*parts)._replace(varying={**parts[2], "": torch.arange(members * samples)})
 
-
-def loop(
-    one: Callable[[Rows], Any],
-    rows: Rows,
-    count: int,
-    lane: Lane = lambda _: nullcontext(),
-    join: Callable[[], None] = lambda: None,
-) -> Any:
-    """one(row) of each row in turn, results stacked along a new first axis. Row i runs in lane(i); join() waits for all."""
-    results = []
+def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
+    """one(row) of each row in turn, results stacked along a new first axis."""
+    results, (lane, join) = [], lanes
     for i in range(count):
         with lane(i):
             results.append(one(rows.at(i)))
@@ -65,28 +57,42 @@ def averaged(values: Tensor) -> Tensor:
     return values[0] + (values - values[0]).mean(0)
 
 
-class Attempt:
-    """A context for a way to run members that may fail: a failure ends the block, is kept, and random numbers are put back.
+class Ways:
+    """Ways to do one thing by name, the fastest first: one that fails is given up for the next, and `note` called with why.
 
-        with Attempt() as attempt:
-            return one_way()
-        return another()  # raises the caller's own error if it was one
-
-    vmap and the compiler can fail in many ways, none of which must end a training run; running out of memory does.
+    vmap and the compiler can fail in many ways, none of which must end a training run; running out of memory does. Random
+    numbers are put back before the next way. The last one raises the caller's own error, if it was one: then none is given up.
     """
 
-    failed = ""  # the reason
+    def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
+        """`note(name, reason, *args)`: called with what was given up, why, and the arguments of the call."""
+        self.note = note
+        self.ways = ways
 
-    def __enter__(self) -> "Attempt":
-        self.restore = random_state()
-        return self
+    @property
+    def name(self) -> str:
+        """The way that is taken now."""
+        return next(iter(self.ways))
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
-            return False
-        self.restore()
-        self.failed = first_line(error)
-        return True
+    def __call__(self, *args: Any) -> Any:
+        failed: dict[str, str] = {}
+        *others, last = self.ways
+        for name in others:
+            restore = random_state()
+            try:
+                result = self.ways[name](*args)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                restore()
+                failed[name] = first_line(error)
+        else:
+            result = self.ways[last](*args)
+        for name, reason in failed.items():
+            del self.ways[name]
+            self.note(name, reason, *args)
+        return result
 
 
 def first_line(error: Exception) -> str:
@@ -95,43 +101,55 @@ def first_line(error: Exception) -> str:
 
 
 class Runner:
-    """How the members of one template run: all at once by vmap, or one after the other from the first failure on.
+    """How the members of one template run: all at once by vmap, or one after the other, from the first failure of vmap on.
 
-    `own`: the ids of the template's tensors that each member has for itself. This one works everywhere; the engine puts a
-    faster one in its place (`replace_runner`), which gives the same results.
+    `own`: the ids of the template's tensors that each member has for itself. Networks with own convolutions run one after
+    the other, own linear layers are stacked, and small products pass oneDNN by.
     """
 
-    how: How = "vectorised"
-    recomputes: bool | None = (
-        None  # whether activations are computed again in the backward pass; None until it was looked at
-    )
+    # Whether activations are computed again in the backward pass; None until it was looked at.
+    recomputes: bool | None = None
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
+        self.how: How = "loop" if has_own_convolution(template, own) else "vectorised"
         self.attention = has_attention(template)
+        self.linear = StackedLinear(template, own=own)
+        self.small_products = small_products(template)
+        self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
+        self.plans: dict[Any, Any] = {}  # how training was found to be fastest, by what it was asked for
 
     def running(self) -> AbstractContextManager[object]:
         """The context of every run of members and of everything that finds their gradients."""
-        return nullcontext()
+        return without_onednn(self.small_products)
 
-    def vectorising(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context of vmap over members: layers in forms that vmap can handle."""
-        return plain_attention(self.attention)
+    @contextmanager
+    def vectorising(self, device: torch.device) -> Iterator[None]:
+        """The context of vmap over members: layers in forms that vmap can handle and that are fast."""
+        with plain_attention(self.attention), self.linear.on(device):
+            yield
 
-    def one_by_one(self, one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
-        """one(row) of each row in turn."""
-        return loop(one, rows, count)
+    @contextmanager
+    def in_lanes(self, lanes: MemberLanes) -> Iterator[None]:
+        """Inside, members of a loop run in these lanes."""
+        self.lanes = (threading.get_ident(), lanes)
+        try:
+            yield
+        finally:
+            self.lanes = None
 
     def run(
         self, one: Callable[[Rows], Any], rows: Rows, count: int, *, device: torch.device, how: How | None = None
     ) -> Any:
         """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
         if (how or self.how) == "loop" or count == 1:
-            return self.one_by_one(one, rows, count)
-        with Attempt() as attempt, self.vectorising(device):
-            return torch.func.vmap(one, randomness="different")(rows)
-        result = loop(one, rows, count)
-        self.note_fallback(attempt.failed)
-        return result
+            owner, lanes = self.lanes or (None, ONE_LANE)
+            return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
+
+        def at_once() -> Any:
+            with self.vectorising(device):
+                return torch.func.vmap(one, randomness="different")(rows)
+
+        return Ways(self.note_fallback, vectorised=at_once, loop=lambda: loop(one, rows, count))()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients: run(), or in_place(), which gives what checkpoints run on and change, its buffers, as well."""
@@ -146,24 +164,8 @@ class Runner:
         self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
         return found
 
-    def note_fallback(self, reason: str) -> None:
+    def note_fallback(self, _: str, reason: str, *args: object) -> None:
         """Runs members one after the other from now on, and logs why, once."""
-        if self.how == "loop":
-            return
-        self.how = "loop"
-        log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
-
-
-_kind: type[Runner] = Runner
-
-
-def replace_runner(kind: type[Runner]) -> type[Runner]:
-    """The kind of runner used until now; from now on new particles get this kind."""
-    global _kind
-    before, _kind = _kind, kind
-    return before
-
-
-def runner(template: nn.Module, own: Set[int]) -> Runner:
-    """A runner for the members of this template."""
-    return _kind(template, own)
+        if self.how == "vectorised":
+            self.how = "loop"
+            log.info("members run one after the other: this network cannot be vectorised (%s)", reason)

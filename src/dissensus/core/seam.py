@@ -5,23 +5,22 @@ A method declares `member_loss(params, buffers, batch) -> (loss, z, buffers)` an
 
     Σ_i loss_i + Σ_i ⟨z_i, v_i⟩,    v = couple(stop-gradient(z)),
 
-with i over members. Where each member is trained by S samples (`train_samples`), i runs over all of them and the
-objective is divided by S. `loss` and `backward` of every posterior are derived from it here.
+with i over members. `loss` and `backward` of every posterior are derived from it here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, Objective, Strategy, detached, inner, looped, of_members, vectorised
+from dissensus.core.gradients import Gradients, Objective, Strategy, inner, looped, objective, vectorised
 from dissensus.core.particles import Rows
-from dissensus.core.running import Attempt
+from dissensus.core.running import Ways
 from dissensus.core.turns import PROCESS
 from dissensus.numerics.tree import Tensors
 
@@ -30,36 +29,47 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
     """() the objective with a graph to the parameters; batch statistics are updated."""
     particles = posterior.particles
     shared, common = particles.shared_parameters(), particles.shared_buffers()
+    if posterior.mixes:
+        # A scalar with the value of Σ losses and the mixed gradients, which belong to no loss, as derivative.
+        found = find(posterior, batch)
+        particles.write_buffers(found.buffers)
+        parameters = {**shared, **particles.own_parameters()}
+        slope = inner({name: parameters[name] for name in found.gradients}, found.gradients)
+        return found.losses.sum() + slope - slope.detach()
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
-    members, samples = particles.members, posterior.train_samples
     with _turn(posterior):
-        if posterior.mixes:
-            return _surrogate(posterior, batch)
-        losses, z, buffers = particles.run(one, particles.rows(samples=samples), members * samples)
-        particles.write_buffers(of_members(buffers, members, samples))
-        total: Tensor = losses.sum()
-        if posterior.coupled:
-            total = total + inner(z, posterior.couple(detached(z)))
-    return total if samples == 1 else total / samples
+        losses, z, buffers = particles.run(one, particles.rows(), particles.members)
+        particles.write_buffers(buffers)
+        return objective(posterior, losses, z)
 
 
 def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = None) -> Tensor:
-    """(M,) or (M·S,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
-    with finding(posterior):
-        found = (strategy or automatic)(posterior, batch)
-        posterior.particles.write_buffers(found.buffers)
-    add_gradients(posterior, posterior.mix(found.gradients) if posterior.mixes else found.gradients)
+    """(M,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
+    found = find(posterior, batch, strategy)
+    posterior.particles.write_buffers(found.buffers)
+    add_gradients(posterior, found.gradients)
     return found.losses
 
 
-@contextmanager
-def finding(posterior: Objective) -> Iterator[None]:
-    """The context that strategies are called in: no other thread runs the network, and the runner is prepared."""
+def find(
+    posterior: Objective,
+    batch: Batch,
+    strategy: Strategy | None = None,
+    unmixed: Callable[[Tensors], object] = lambda gradients: None,
+) -> Gradients:
+    """Gradients by the strategy, mixed where the method mixes them; `unmixed` is called with those before.
+
+    Meanwhile no other thread runs the network.
+    """
     with _turn(posterior), posterior.particles.runner.running():
-        yield
+        found = (strategy or automatic)(posterior, batch)
+        if not posterior.mixes:
+            return found
+        unmixed(found.gradients)
+        return found._replace(gradients=posterior.mix(found.gradients))
 
 
 def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | None = None) -> None:
@@ -83,30 +93,16 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
             parameter.grad.add_(gradient)
 
 
-def _surrogate(posterior: Objective, batch: Batch) -> Tensor:
-    """() a scalar with the value of Σ losses and the mixed gradients, which belong to no loss, as derivative."""
-    particles = posterior.particles
-    found = automatic(posterior, batch)
-    particles.write_buffers(found.buffers)
-    mixed = posterior.mix(found.gradients)
-    parameters = {**particles.shared_parameters(), **particles.own_parameters()}
-    slope = inner({name: parameters[name] for name in mixed}, mixed)
-    return found.losses.sum() / posterior.train_samples + slope - slope.detach()
-
-
-def _turn(posterior: Objective) -> AbstractContextManager[object]:
+@contextmanager
+def _turn(posterior: Objective) -> Iterator[None]:
     """Inside, what can be trained is, no other thread runs the network, and coupled members run alone in the process.
 
     They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
     """
     check_trainable(posterior)
     posterior.particles.check_frozen()
-    if not posterior.coupled:
-        return posterior.particles.turn()
-    both = ExitStack()
-    both.enter_context(PROCESS)
-    both.enter_context(posterior.particles.turn())
-    return both
+    with PROCESS if posterior.coupled else nullcontext(), posterior.particles.turn():
+        yield
 
 
 def check_trainable(posterior: Objective) -> None:
@@ -132,10 +128,7 @@ def check_trainable(posterior: Objective) -> None:
 def automatic(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients by vmap where the members allow it, else in a loop; falls back by itself and logs it once."""
     particles = posterior.particles
-    if particles.how == "loop" or particles.members * posterior.train_samples == 1:
+    if particles.how == "loop" or particles.members == 1:
         return looped(posterior, batch)
-    with Attempt() as attempt:
-        return vectorised(posterior, batch)
-    found = looped(posterior, batch)
-    particles.runner.note_fallback(attempt.failed)
-    return found
+    ways = Ways(particles.runner.note_fallback, vectorised=vectorised, loop=looped)
+    return ways(posterior, batch)  # type: ignore[no-any-return]

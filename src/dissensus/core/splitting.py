@@ -15,24 +15,6 @@ from dissensus.numerics.tree import Tensors, TensorTree
 NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
 
 
-def stacked(
-    members: Sequence[Member], *, own: Callable[[str], bool] | None, frozen: Collection[str], numbered: bool
-) -> tuple[TensorTree, TensorTree, set[str]]:
-    """(own, shared) trees of these members' tensors, and the names of those stored once since no member trains them.
-
-    `own`, `frozen`: as `Particles.stack` has them. `numbered`: whether each member's tensors say which member's they are.
-    """
-    for number, member in enumerate(members if numbered else ()):
-        where = next((tensor.device for tensor in tensors_of(member).values()), None)
-        member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
-    columns = [tensors_of(member) for member in members]
-    rows = {name: [column[name] for column in columns] for name in columns[0]}
-    alike = frozen_alike(members[0], rows) if own is None else {*frozen}
-    rule = own or (lambda name: name not in alike)
-    kept = members[0].state_dict()
-    return *split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept), alike
-
-
 def split_trees(
     rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Collection[str]
 ) -> tuple[TensorTree, TensorTree]:
@@ -64,16 +46,6 @@ def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[st
     alike = {name for name in kept if all(torch.equal(row, rows[name][0]) for row in rows[name][1:])}
     several = all(len(each) > 1 for each in rows.values())
     return alike if several and len(alike) < len(rows) else set()
-
-
-def check_frozen(shared: nn.Module, frozen: Collection[str]) -> None:
-    """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
-    for name, parameter in shared.named_parameters():
-        if parameter.requires_grad and name in frozen:
-            raise ValueError(
-                f"expected the frozen tensors that the members were built with, got '{name}' trained since, of which "
-                "there is one for all members; set requires_grad first, then build the posterior"
-            )
 
 
 def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.Module, members: int) -> None:

@@ -24,7 +24,6 @@ class TrainingRules(Clock):
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    train_samples: int = 1  # functions per member and batch in training, each with random numbers of its own
     capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
     prior: Prior | None
     _with_prior: frozenset[str] | None  # made when first asked for

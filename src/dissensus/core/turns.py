@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dissensus.core.products import on_arm
+
 # The lock for what torch has once per process: switches of its backends, and the capture of CUDA graphs. A thread that needs
 # this one and a network's takes this one first; a capture is the exception, since no other run waits for its network.
 PROCESS = threading.RLock()
@@ -34,7 +36,8 @@ class _Turn:
     def __init__(self, network: nn.Module) -> None:
         self.lock = threading.RLock()
         self.trainer: int | None = None
-        self.alone = _all_alone or has_attention(network)
+        # On Arm small products switch oneDNN off (`core.products`), which would change what other networks compute.
+        self.alone = on_arm() or has_attention(network)
 
     def __enter__(self) -> None:
         if self.alone:
@@ -56,15 +59,6 @@ class _Turn:
         self.lock.release()
         if self.alone:
             PROCESS.release()
-
-
-_all_alone = False
-
-
-def one_network_at_a_time() -> None:
-    """Lets no two networks run at once from now on: for engines that switch something of the whole process."""
-    global _all_alone
-    _all_alone = True
 
 
 _turns: dict[int, _Turn] = {}  # by id of the network, for as long as it lives

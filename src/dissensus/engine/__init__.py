@@ -6,24 +6,16 @@ import torch
 
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.core.running import replace_runner
-from dissensus.core.turns import one_network_at_a_time
 from dissensus.engine.captured import CapturedStep
 from dissensus.engine.eager import EagerStep
-from dissensus.engine.layout import lay_out
 from dissensus.engine.memory import Memory
+from dissensus.engine.optimisers import lay_out
 from dissensus.engine.plan import Plan, make_plan
-from dissensus.engine.products import on_arm
-from dissensus.engine.runner import FastRunner
 from dissensus.engine.strategies import strategy
 
 log = logging.getLogger("dissensus")
 
 Step = EagerStep | CapturedStep
-
-replace_runner(FastRunner)
-if on_arm():
-    one_network_at_a_time()  # switching oneDNN off for small products would change what others compute
 
 
 def build_step(
@@ -42,7 +34,7 @@ def build_step(
 
     With "auto", members run one after the other where there is not enough memory for all at once.
     """
-    lay_out(posterior, optimizer)
+    lay_out(posterior)  # first: the optimiser's states follow
     if memory is not None:
         log.info("training needs %s", memory)
         if engine == "auto" and not memory.fits(posterior.device):

@@ -4,78 +4,72 @@ A graph is captured for a shape of batch once that shape has come a few times. O
 one) run as plain steps, with the same results. So does all that cannot be captured; the log says so once.
 """
 
-import logging
-from collections import Counter
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.core.running import first_line
 from dissensus.engine.eager import EagerStep
-from dissensus.engine.lanes import capturing
+from dissensus.engine.graphs import Captured, Graph, shapes
 from dissensus.engine.optimisers import can_be_captured, make_capturable
 
-log = logging.getLogger("dissensus")
 
-WARM_UP = 3  # plain steps before a capture; they train like any others
-MOST_GRAPHS = 3
-
-
-class CapturedStep:
+class CapturedStep(Captured):
     """One optimiser step of all members per batch, replayed from the graph of the batch's shape where there is one."""
 
+    what = "the training step"
+    warm_up = 3  # these steps train like any others
+
     def __init__(self, step: EagerStep) -> None:
+        super().__init__()
         self.step = step
+        self.finish, self.check = step.finish, step.check
         self.posterior = step.posterior
-        self.graphs: dict[tuple[Any, ...], _Graph] = {}
-        self.seen: Counter[tuple[Any, ...]] = Counter()
-        self.failed = False
-        self.pool: Any = None
+        self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}  # what a graph writes, by parameter
+        self.shown: Graph | None = None  # whose gradients `.grad` is
         self.side = torch.cuda.Stream()
-        self.plain_last = True
+        # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
+        self.observes = not self.posterior.observes
         self.restore = (
             make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
         )
         if self.restore is None:
-            self._give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
+            self.give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
         if not self.posterior.capturable:
-            self._give_up(f"{type(self.posterior).__name__} does not do the same at every step")
+            self.give_up(f"{type(self.posterior).__name__} does not do the same at every step")
         if step.accumulate > 1:
-            self._give_up("gradients are accumulated over several batches")
+            self.give_up("gradients are accumulated over several batches")
 
     def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; the next call overwrites them."""
-        shapes = ((tensor.shape, tensor.dtype) for tensor in batch.tensors())
-        key = (batch.weight is None, self.posterior.training, *shapes)
+        tensors = batch.tensors()
+        key = (batch.weight is None, self.posterior.training, *shapes(tensors))
         graph = self.graphs.get(key)
-        if graph is None and not self.failed and len(self.graphs) < MOST_GRAPHS:
-            self.seen[key] += 1
-            if self.seen[key] > WARM_UP:
-                graph = self._capture(key, batch)
+        if graph is None and self.due(key):
+            graph = self._capture(key, batch)
+        if graph is not self.shown:  # a plain step, or another graph, has put its own gradients into .grad
+            self.shown = graph
+            for parameter, gradient in () if graph is None else self.gradients[key]:
+                parameter.grad = gradient
         if graph is None:
-            self.plain_last = True
             return self._plain(batch)
-        if self.plain_last:  # the plain step has put its own gradients into .grad
-            graph.show_gradients()
-            self.plain_last = False
-        losses = graph.replay(batch)
-        if not graph.observes:
+        losses: Tensor = graph.replay(tensors)
+        if not self.observes:
             self.step.guard.observe()
         return losses
 
-    def finish(self) -> None:
-        self.step.finish()
-
-    def check(self) -> None:
-        """Raises Diverged for the first step that was skipped because losses or gradients were not finite."""
-        self.step.check()
+    @property
+    def way(self) -> str:
+        """How members run, such as "loop+compiled+captured"."""
+        return self.step.way if self.failed else f"{self.step.way}+captured"
 
     def close(self) -> None:
         """Gives the optimiser its settings back and frees the graphs."""
         torch.cuda.synchronize()
         self.graphs.clear()
+        self.gradients.clear()
+        self.shown = None
         if self.restore is not None:
             self.restore()
         self.step.close()
@@ -88,46 +82,12 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(self.side)
         return losses
 
-    def _capture(self, key: tuple[Any, ...], batch: Batch) -> "_Graph | None":
-        steps = self.posterior.steps.clone()
-        try:
-            graph = _Graph(self.step, batch, pool=self.pool)
-        except Exception as error:  # whatever a user's network does that a capture refuses
-            torch.cuda.synchronize()
+    def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
+        steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
+        self.posterior.zero_grad(set_to_none=True)  # all of them: what is there would be added to at every replay
+        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors())
+        if graph is None:
             self.posterior.steps.copy_(steps)
-            self._give_up(first_line(error))
-            return None
-        self.pool = graph.graph.pool()
-        self.graphs[key] = graph
+        else:
+            self.gradients[key] = [(p, p.grad) for p in self.posterior.parameters()]
         return graph
-
-    def _give_up(self, reason: str) -> None:
-        if not self.failed:
-            log.info("the training step is not captured in a CUDA graph: %s", reason)
-        self.failed = True
-
-
-class _Graph:
-    """One captured step for one shape of batch, with the memory it reads and writes."""
-
-    def __init__(self, step: EagerStep, batch: Batch, *, pool: Any) -> None:
-        self.batch = batch.map(torch.clone)
-        # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
-        self.observes = not step.posterior.observes
-        self.graph = torch.cuda.CUDAGraph()
-        step.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        with capturing(self.graph, pool=pool):
-            self.losses = step.gradients_and_update(self.batch, observe=self.observes)
-        self.gradients = [(p, p.grad) for group in step.optimizer.param_groups for p in group["params"]]
-
-    def replay(self, batch: Batch) -> Tensor:
-        for mine, given in zip(self.batch.tensors(), batch.tensors(), strict=True):
-            mine.copy_(given, non_blocking=True)
-        self.graph.replay()
-        return self.losses
-
-    def show_gradients(self) -> None:
-        """Points every `.grad` at the memory this graph writes."""
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient

@@ -1,7 +1,5 @@
 """Gradient clipping that does not couple members: by the norm of each member's own tensors, and by that of shared ones."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -17,16 +15,13 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
     found = []
     for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
         if gradients:
-            norms = _norms(gradients, members=len(gradients[0]))
+            # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+            full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+            norms = (
+                torch.stack([gradient.reshape(len(gradient), -1).square().sum(1) for gradient in full]).sum(0).sqrt()
+            )
             factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
             found.append(norms)
     return found[0]
-
-
-def _norms(gradients: Iterable[Tensor], *, members: int) -> Tensor:
-    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
-    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-    squares = [gradient.reshape(members, -1).square().sum(1) for gradient in full]
-    return torch.stack(squares).sum(0).sqrt()

@@ -1,14 +1,12 @@
 """The plain training step: zero gradients, find new ones, check that all is finite, clip, step, observe."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from dissensus.core import seam
 from dissensus.core.batch import Batch
-from dissensus.core.errors import Diverged
 from dissensus.core.gradients import Strategy
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
@@ -41,43 +39,38 @@ class EagerStep:
         self._restore = fuse(optimizer)
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step."""
+    def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
+        """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step.
+
+        A CUDA graph can hold it where one batch is a step. `observe`: whether the method may look at the weights afterwards.
+        """
         if self.pending == 0:
             # Zeroed before backward, not after the step: trackers read gradients in observe. All of them, not only those
             # that the optimiser holds: the others would grow from step to step, and they count in the norm for clipping.
             self.posterior.zero_grad(set_to_none=True)
             self.guard.begin(several=self.accumulate > 1)
-        self.pending += 1
-        complete = self.pending == self.accumulate
-        losses = self._batch(batch, complete=complete)
-        if complete:
-            self._update()
-            self.guard.observe()
-            self.pending = 0
-        return losses
-
-    def gradients_and_update(self, batch: Batch, *, observe: bool) -> Tensor:
-        """(M,) losses of one whole step, given that every `.grad` is None: the part that a CUDA graph can hold."""
-        self.guard.begin(several=False)
-        losses = self._batch(batch, complete=True)
-        self._update()
-        if observe:
-            self.guard.observe()
-        self.guard.join()
+        number, self.pending = self.pending + 1, 0  # where the batch raises, those before it are dropped
+        losses = self._batch(batch, number)
+        if number < self.accumulate:
+            self.pending = number
+        else:
+            self._update(observe=observe)
         return losses
 
     def finish(self) -> None:
         """Steps with the gradient of the batches that wait for a step, if any do."""
         if self.pending == 0:
             return
-        with self._forgetting():
-            self.guard.look(None, complete=True)
+        self.pending = 0
+        self.guard.look(None, complete=True)
         if not self.guard.reads:
             self.guard.undo()
         self._update()
-        self.guard.observe()
-        self.pending = 0
+
+    @property
+    def way(self) -> str:
+        """How members run, such as "loop+compiled"."""
+        return str(getattr(self.strategy, "name", "auto"))
 
     def check(self) -> None:
         """Raises Diverged for bad steps that a GPU has skipped since, and where weights are not finite."""
@@ -87,21 +80,16 @@ class EagerStep:
         """Gives the optimiser its settings back."""
         self._restore()
 
-    def _batch(self, batch: Batch, *, complete: bool) -> Tensor:
-        """(M,) losses; takes gradients into `.grad` and, where all is finite, stores batch statistics."""
-        with autocast(self.posterior.device, self.precision), seam.finding(self.posterior):
-            found = self.strategy(self.posterior, batch)
-            gradients = found.gradients
-            if self.posterior.mixes:
-                self.guard.look_unmixed(gradients)
-                gradients = self.posterior.mix(gradients)
-        seam.add_gradients(self.posterior, gradients, share=self._share(batch, found.losses.dtype))
-        with self._forgetting():
-            self.guard.look(found.losses, complete=complete)
+    def _batch(self, batch: Batch, number: int) -> Tensor:
+        """(M,) losses of a step's batch `number` (from 1); gradients go to `.grad`, statistics where all is finite."""
+        with autocast(self.posterior.device, self.precision):
+            found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
+        seam.add_gradients(self.posterior, found.gradients, share=self._share(batch, number, found.losses.dtype))
+        self.guard.look(found.losses, complete=number == self.accumulate)
         self.guard.write(found.buffers)
         return found.losses
 
-    def _share(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+    def _share(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
         """() how much of the step so far the batch is, by the weights of entries that count; None for a step of one batch.
 
         Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean by these shares is the loss of one large batch.
@@ -113,23 +101,17 @@ class EagerStep:
         if counted is not None:
             w = spread(w, counted.to(w.dtype)) * counted
         counts = w.sum(dtype=dtype)
-        self.gathered = counts if self.pending == 1 else self.gathered + counts
-        return torch.where(self.gathered > 0, counts / self.gathered, 1 / self.pending)
+        self.gathered = counts if number == 1 else self.gathered + counts
+        return torch.where(self.gathered > 0, counts / self.gathered, 1 / number)
 
-    def _update(self) -> None:
+    def _update(self, *, observe: bool = True) -> None:
         if self.clip is not None:
             clip_members(self.posterior.particles, self.clip)
         with self.guard.skipping():
             self.optimizer.step()
-
-    @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Drops the batches that wait for a step where one of them raises."""
-        try:
-            yield
-        except Diverged:
-            self.pending = 0
-            raise
+        if observe:
+            self.guard.observe()
+        self.guard.join()
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:

@@ -82,14 +82,13 @@ class Guard:
         """Notes what is bad and in which members, unless something was noted before."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
         mine, common = self._largest(gradients)
-        # A member is bad where one of its samples is.
-        of_losses = nothing if losses is None else losses.detach().reshape(len(nothing), -1).abs().amax(1)
+        of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
     def join(self) -> None:
-        """Waits for the side stream; to be called at the end of a captured step."""
+        """Waits for the side stream; to be called at the end of a step."""
         self._aside.join()
 
     def write(self, buffers: Tensors) -> None:
@@ -224,8 +223,8 @@ class Aside:
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream."""
-        if self.stream is not None and self.forked:
+        """Makes the current stream wait for the side stream where a graph is captured."""
+        if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
         self.forked = False
 

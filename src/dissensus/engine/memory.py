@@ -1,4 +1,4 @@
-"""Memory that training and prediction will need, known before they start."""
+"""Memory that training will need, known before it starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
-from dissensus.engine.lanes import Lanes
+from dissensus.engine.graphs import Lanes
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable as readable
 
@@ -91,16 +91,11 @@ def training_memory(
         gradients=_bytes(trained),
         optimizer=_states(optimizer) * _bytes(trained),
         activations=activations,
-        members=posterior.particles.members * posterior.train_samples,  # each sample has a graph of its own
+        members=posterior.particles.members,
         workspace=workspace,
         recorded=recorded,
         drawn=sum(each.drawn_bytes() for each in (posterior, *posterior.watchers) if hasattr(each, "drawn_bytes")),
     )
-
-
-def prediction_bytes(members: int, inputs: int, outputs: int, *, keep_members: bool, itemsize: int = 4) -> int:
-    """Bytes of a prediction's result, with all members or only mean, aleatoric and epistemic."""
-    return inputs * itemsize * (members * outputs if keep_members else outputs + 2)
 
 
 def forget_workspaces() -> None:
@@ -113,7 +108,7 @@ def forget_workspaces() -> None:
 
 def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes that forward and backward of one member take, bytes that libraries keep for a stream)."""
-    state = gradients.member_state(gradients.state_of(posterior), 0)
+    state = gradients.state_of(posterior).member(0)
 
     def run() -> int:
         """Most bytes allocated while it ran, beyond those before and the member's gradients."""
@@ -135,10 +130,8 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
 
 def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
-    state = gradients.member_state(gradients.state_of(posterior), 0)
-    own = {name: tensor.detach().requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
-    params = {**state.shared_frozen, **state.own_frozen, **own}
-    buffers = {**state.shared_buffers, **state.own_buffers}
+    state = gradients.state_of(posterior).member(0)
+    params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
     kept: dict[int, int] = {}
 
@@ -150,7 +143,7 @@ def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | No
 
     with same_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = posterior.member_loss(params, buffers, batch)
+            result = posterior.member_loss(params, state.buffers(), batch)
         del result
     return sum(kept.values())
 

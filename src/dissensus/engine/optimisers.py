@@ -1,9 +1,13 @@
-"""Fast optimisers: fused kernels, and within a CUDA graph learning rates and counters on the device."""
+"""Fast optimisers: fused kernels, weights laid out as GPUs want them, and in a CUDA graph rates and counters on the device."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dissensus.core.posterior import Posterior
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
@@ -14,6 +18,22 @@ def can_be_captured(optimizer: Optimizer) -> bool:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused."""
     return can_be_captured(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def lay_out(posterior: Posterior) -> None:
+    """Puts weights of 2-D convolutions (stacked ones member by member) channels-last in place; on a GPU only."""
+    if posterior.device.type != "cuda":
+        return
+    particles = posterior.particles
+    names = {
+        f"{name}.weight" if name else "weight"
+        for name, module in particles.template.named_modules()
+        if isinstance(module, nn.Conv2d)
+    }
+    for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
+        if name in names:
+            # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.
+            parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def fuse(optimizer: Optimizer) -> Callable[[], None]:
@@ -30,15 +50,7 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
         and not group.get("differentiable")
         and all(parameter.is_floating_point() for parameter in group["params"])
     ]
-    for group in groups:
-        group["fused"], group["foreach"] = True, False
-    _lay_out(optimizer)
-
-    def restore() -> None:
-        for group in groups:
-            group["fused"], group["foreach"] = None, None
-
-    return restore
+    return _changed(optimizer, groups, fused=True, foreach=False)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
@@ -46,28 +58,30 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
 
     Schedulers go on working: torch's write into a learning rate that is a tensor in place, which the graph then reads.
     """
-    settings = [{key: group.get(key) for key in ("fused", "foreach", "capturable")} for group in optimizer.param_groups]
+    put_back = _changed(optimizer, optimizer.param_groups, fused=True, foreach=False, capturable=True)
     for group in optimizer.param_groups:
         # float32 is what fused kernels read.
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
-        group["fused"], group["foreach"] = True, False
-        if "capturable" in group:
-            group["capturable"] = True
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device=parameter.device, dtype=torch.float32)
-    _lay_out(optimizer)
 
     def restore() -> None:
-        for group, saved in zip(optimizer.param_groups, settings, strict=True):
-            group.update({key: value for key, value in saved.items() if key in group})
+        put_back()
+        for group in optimizer.param_groups:
             group["lr"] = float(group["lr"])
 
     return restore
 
 
-def _lay_out(optimizer: Optimizer) -> None:
-    """Gives states the memory layout of their parameter: fused kernels go through both in order."""
+def _changed(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:
+    """What undoes it: a function. The groups get those of the settings that they have.
+
+    States get the memory layout of their parameter: fused kernels go through both in order.
+    """
+    before = [{key: group[key] for key in settings if key in group} for group in groups]
+    for group, mine in zip(groups, before, strict=True):
+        group.update({key: settings[key] for key in mine})
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if (
@@ -76,3 +90,9 @@ def _lay_out(optimizer: Optimizer) -> None:
                 and value.stride() != parameter.stride()
             ):
                 state[key] = torch.empty_like(parameter).copy_(value)
+
+    def restore() -> None:
+        for group, mine in zip(groups, before, strict=True):
+            group.update(mine)
+
+    return restore

@@ -4,19 +4,19 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, Strategy
+from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.engine.eager import autocast
-from dissensus.engine.lanes import capturing
+from dissensus.engine.graphs import Graph
 from dissensus.engine.memory import forget_workspaces
 from dissensus.engine.strategies import Kind, strategy
+from dissensus.numerics.randomness import same_random_state
 
 log = logging.getLogger("dissensus")
 
@@ -36,9 +36,8 @@ class Plan:
     captured: bool = False
     seconds: float | None = None  # for the gradients of one batch, where timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
-    tried: Strategy | None = field(
-        default=None, compare=False, repr=False
-    )  # the strategy that was timed, compiled already
+    # The strategy that was timed, compiled already.
+    tried: Strategy | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
@@ -70,14 +69,17 @@ def make_plan(
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
     key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(batch.x)))
     # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
-    memory: dict[Any, dict[bool, Plan]] = posterior.__dict__.setdefault("_plans_by_worth", {})
-    known = memory.setdefault(key, {})
+    known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
     for plan in known.values():
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
-    candidates = named or _candidates(posterior, on_gpu)
-    chosen = _best(candidates, words, engine, posterior, batch, precision, steps)
-    log.info("members run %s", describe(chosen))
+    particles = posterior.particles
+    # On a CPU stacked convolutions lose to a loop, and everything else wins.
+    open_ones: list[Kind] = ["vectorised", "streamed"] if on_gpu else [particles.how]
+    candidates = named or (["loop"] if particles.members == 1 else open_ones)
+    chosen = _best(candidates, words, posterior, batch, precision, steps)
+    took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
+    log.info("members run %s%s", chosen, took)
     # Without what was tried: copies of the posterior must not copy what a compiler made.
     known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
     return chosen
@@ -88,59 +90,41 @@ def _worth_compiling(plan: Plan, steps: int) -> bool:
     return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
 
 
-def describe(chosen: Plan) -> str:
-    """The plan in words, with its time for a batch where timed."""
-    return str(chosen) + (
-        "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
-    )
-
-
-def _candidates(posterior: Posterior, on_gpu: bool) -> list[Kind]:
-    if posterior.particles.members * posterior.train_samples == 1:
-        return ["loop"]
-    if on_gpu:
-        return ["vectorised", "streamed"]
-    # On a CPU stacked convolutions lose to a loop, and everything else wins.
-    return [posterior.particles.how]
-
-
 def _best(
     candidates: list[Kind],
     words: set[str],
-    engine: str,
     posterior: Posterior,
     batch: Batch,
     precision: torch.dtype | None,
     steps: int,
 ) -> Plan:
-    on_gpu = posterior.device.type == "cuda"
-    captured = on_gpu and ("captured" in words or (engine == "auto" and posterior.capturable))
-    open_question = len(candidates) > 1 or (engine == "auto" and _compiler_gains(posterior, on_gpu))
-    if not open_question:
-        return Plan(candidates[0], "compiled" in words, captured)
+    on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
+    captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
+    may_compile = not words and _compiler_gains(posterior, on_gpu)
+    if len(candidates) == 1 and not may_compile:
+        return Plan(candidates[0], compiled, captured)
 
-    def seconds(kind: Kind, run: Strategy | None = None) -> float | None:
+    def seconds(run: Strategy) -> float | None:
         with autocast(posterior.device, precision):
-            return timed(run or strategy(kind), posterior, batch, captured=captured)
+            return timed(run, posterior, batch, captured=captured)
 
     was_training = posterior.training
     posterior.train()
     try:
-        possible = {kind: found for kind in candidates if (found := seconds(kind)) is not None}
+        possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
         if captured and not possible:  # no graph can hold it: which is the fastest without one?
             captured = False
-            possible = {kind: found for kind in candidates if (found := seconds(kind)) is not None}
+            possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
         if not possible:  # each of them fails: let the plain loop say why, or work
-            return Plan("loop", "compiled" in words, False)
+            return Plan("loop", compiled, False)
         kind = min(possible, key=lambda each: possible[each])
-        plain = Plan(kind, False, captured, possible[kind], possible[kind])
-        worth = engine == "auto" and _worth_compiling(plain, steps) and _compiler_gains(posterior, on_gpu)
-        if "compiled" in words:
+        if compiled:
             return Plan(kind, True, captured)
-        if worth:
-            compiled = strategy(kind, compiled=True)
-            if (faster := seconds(kind, compiled)) is not None and faster < possible[kind]:
-                return Plan(kind, True, captured, faster, possible[kind], compiled)
+        plain = Plan(kind, False, captured, possible[kind], possible[kind])
+        if may_compile and _worth_compiling(plain, steps):
+            faster = seconds(run := strategy(kind, compiled=True))
+            if faster is not None and faster < possible[kind]:
+                return Plan(kind, True, captured, faster, possible[kind], run)
         return plain
     finally:
         posterior.train(was_training)
@@ -156,49 +140,32 @@ def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
 
 def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None where they fail."""
-    state = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None
-    measure = _captured_seconds if captured else _plain_seconds
+    on_gpu = posterior.device.type == "cuda"
     try:
-        with posterior.particles.turn(), posterior.particles.runner.running():
-            return measure(run, posterior, batch)
+        with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
+            if not captured:
+                return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    run(posterior, batch)
+            torch.cuda.current_stream().wait_stream(side)
+            return _median(Graph(lambda: run(posterior, batch)).replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         return None
     except Exception as error:  # a candidate that cannot run this network is no candidate
         log.debug("a way of running members is left out: %s", error)
         return None
     finally:
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, posterior.device)
-
-
-def _plain_seconds(run: Strategy, posterior: Posterior, batch: Batch) -> float:
-    return _median(lambda: run(posterior, batch), repeats=3, synchronise=posterior.device.type == "cuda")
-
-
-def _captured_seconds(run: Strategy, posterior: Posterior, batch: Batch) -> float:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run(posterior, batch)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with capturing(graph):
-        result: Gradients = run(posterior, batch)
-    seconds = _median(graph.replay, repeats=5, synchronise=True)
-    del result, graph
-    torch.cuda.empty_cache()
-    return seconds
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
 def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
-    function()
+    """Median seconds of a call, the first one left out."""
     times = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):
         if synchronise:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -206,4 +173,4 @@ def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) 
         if synchronise:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
+    return sorted(times[1:])[repeats // 2]

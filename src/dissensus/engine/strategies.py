@@ -8,10 +8,10 @@ each of them plain or compiled. Where a gradient is 0 but for rounding (a bias b
 rounding, which differ. A strategy changes nothing but the random state, so that it can be timed on a real batch.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
-from dissensus.core.running import Attempt
-from dissensus.engine.lanes import Lanes
+from dissensus.core.running import Ways
+from dissensus.engine.graphs import Lanes
 from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -28,96 +28,65 @@ log = logging.getLogger("dissensus")
 Kind = Literal["loop", "vectorised", "streamed"]
 
 
-def strategy(kind: Kind, *, compiled: bool = False, streams: int = 10) -> Strategy:
-    """The strategy of this kind; falls back to a plainer one where it fails."""
+def strategy(kind: Kind, *, compiled: bool = False) -> Ways:
+    """The strategy of this kind; falls back to a plainer one where it fails. Its name says which: "loop+compiled"."""
+    make = _vectorised if kind == "vectorised" else functools.partial(Looped, streamed=kind == "streamed")
+    ways = {f"{kind}+compiled": _loud(make(compiled=True))} if compiled else {}
+    ways[kind] = make(compiled=False)
     if kind == "vectorised":
-        plain = OrElse(gradients.vectorised, gradients.looped, Plainer(kind="loop"))
-        return OrElse(CompiledVectorised(), plain, Plainer(compiled=False)) if compiled else plain
-    if kind == "loop":
-        return OrElse(CompiledLoop(), gradients.looped, Plainer(compiled=False)) if compiled else gradients.looped
-    if compiled:
-        return OrElse(StreamedLoop(streams, compiled=True), StreamedLoop(streams), Plainer(compiled=False))
-    return StreamedLoop(streams)
+        ways["loop"] = gradients.looped
+    return Ways(_note, **ways)
 
 
-class Plainer(NamedTuple):
-    """How a strategy's kind changes when it falls back: the new values, None where nothing changes."""
-
-    kind: Kind | None = None
-    compiled: bool | None = None
-
-
-class OrElse:
-    """One strategy until it fails, from then on another; the log says so once."""
-
-    def __init__(self, first: Strategy, second: Strategy, instead: Plainer) -> None:
-        self.first: Strategy | None = first
-        self.second = second
-        self.instead = instead
-
-    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        if self.first is None:
-            return self.second(posterior, batch)
-        # Past its limit of recompilations dynamo would run plain code and say nothing.
-        loud = nullcontext() if self.instead.kind else torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
-        with Attempt() as attempt, loud:
-            return self.first(posterior, batch)
-        result = self.second(posterior, batch)
-        self.first = None
-        if self.instead.kind == "loop":
-            posterior.particles.runner.note_fallback(attempt.failed)
-        else:
-            log.info("members run uncompiled: the compiler gave up (%s)", attempt.failed)
-        return result
+def _note(name: str, reason: str, posterior: Objective, batch: Batch) -> None:
+    if name == "vectorised":
+        posterior.particles.runner.note_fallback(name, reason)
+    else:
+        log.info("members run uncompiled: the compiler gave up (%s)", reason)
 
 
-def fallen_back(run: Strategy) -> Iterator[Plainer]:
-    """How a strategy has changed by falling back, outermost first."""
-    while isinstance(run, OrElse):
-        if run.first is None:
-            yield run.instead
-        run = run.second
+def _loud(run: Strategy) -> Strategy:
+    """The strategy, which fails past dynamo's limit of recompilations: there it would run plain code and say nothing."""
+
+    def loud(posterior: Objective, batch: Batch) -> Gradients:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            return run(posterior, batch)
+
+    return loud
 
 
-class CompiledVectorised:
-    """The strategy that compiles vectorised gradients."""
+def _vectorised(*, compiled: bool) -> Strategy:
+    if not compiled:
+        return gradients.vectorised
+    function = _compile(functional_gradients)
 
-    def __init__(self) -> None:
-        self.function = _compile(_contiguous_vectorised_gradients)
-
-    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
+    def run(posterior: Objective, batch: Batch) -> Gradients:
         with posterior.particles.vectorising():
-            found: Gradients = self.function(posterior, gradients.state_of(posterior), batch)
+            found: Gradients = function(posterior, gradients.state_of(posterior), batch)
         return found
 
-
-class CompiledLoop:
-    """The strategy that runs each member in turn through one compiled function."""
-
-    def __init__(self) -> None:
-        self.member = _compile(functional_member_gradients)
-
-    def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        return gradients.looped(posterior, batch, member=self.member)
+    return run
 
 
-class StreamedLoop:
-    """The strategy that spreads members over CUDA streams, so that small kernels of several run together."""
+class Looped:
+    """One member after the other; `streamed`: over CUDA streams, so that small kernels of several run together."""
 
-    def __init__(self, streams: int, *, compiled: bool = False) -> None:
+    def __init__(self, *, streamed: bool, compiled: bool) -> None:
         self.compiled = compiled
         self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
         self.forward: Callable[..., Any] | None = None
-        self.lanes = Lanes(streams)
+        self.lanes = Lanes() if streamed else None
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        lane, join = self.lanes.for_members(posterior.particles.members * posterior.train_samples)
-        if posterior.coupled:
-            # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
-            if self.forward is None:
-                self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
-            return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lane=lane, join=join)
-        return gradients.looped(posterior, batch, member=self.member, lane=lane, join=join)
+        if self.lanes is None:
+            return gradients.looped(posterior, batch, member=self.member)
+        lanes = self.lanes.for_members(posterior.particles.members)
+        if not posterior.coupled:
+            return gradients.looped(posterior, batch, member=self.member, lanes=lanes)
+        # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
+        if self.forward is None:
+            self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
+        return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lanes=lanes)
 
 
 def functional_member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
@@ -128,15 +97,25 @@ def functional_member_gradients(posterior: Objective, state: State, batch: Batch
         value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, batch)
         return value if cotangent is None else value + gradients.inner(z, cotangent), (value, buffers)
 
-    (own, shared), (value, buffers) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
-    return Gradients(value, {**shared, **own}, buffers)
+    return _by_transforms(objective, state)
 
 
-def _contiguous_vectorised_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
-    found = gradients.vectorised_by_transforms(posterior, state, batch)
+def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
+    """What `gradients.vectorised` gives, by function transforms; to be called within `particles.vectorising()`."""
+
+    def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
+        total, losses, after = gradients.all_members(posterior, state._replace(own=own, shared=shared), batch)
+        return total, (losses, after)
+
+    found = _by_transforms(objective, state)
     # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)
+
+
+def _by_transforms(objective: Callable[..., Any], state: State) -> Gradients:
+    (own, shared), (losses, after) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
+    return Gradients(losses, {**shared, **own}, after)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,10 +129,6 @@ class DroppedFunctions(DrawnFunctions):
         masks = Masks(network, self.sites, self.members, self.masks.seed)
         return DroppedNetwork(network, masks, member_index(index, self.members))
 
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
-
 
 class DroppedNetwork(nn.Module):
     """One drawn function: the network in eval mode with one fixed set of units dropped."""

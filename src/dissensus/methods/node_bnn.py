@@ -126,7 +126,7 @@ class NodeBNN(LatentPosterior):
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
         self.components = components
-        self.copies = train_samples  # of each example in a batch; the contract's `train_samples` stays 1
+        self.copies = train_samples  # of each example in a batch
         self.samples = -(-samples // components) * components
         self.annealing = annealing_or_constant(annealing)
         self.stored = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dissensus.core.member import check_initialised
 from dissensus.core.prior import NORM_LAYERS
+from dissensus.core.running import first_line
 from dissensus.core.turns import turn
 from dissensus.nets.ntk import NTKLinear
 from dissensus.surgery.account import Account
@@ -185,7 +186,7 @@ def _copied(network: nn.Module) -> nn.Module:
             return copy.deepcopy(network)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"expected a network that can be copied, got {type(network).__name__} ({str(error).splitlines()[0]}); its layers "
+            f"expected a network that can be copied, got {type(network).__name__} ({first_line(error)}); its layers "
             "are cut in a copy: remove old-style weight norm, or whatever it is that copy.deepcopy refuses"
         ) from error
 

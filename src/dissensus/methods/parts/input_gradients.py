@@ -11,10 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.gradients import member_tensors, state_of
+from dissensus.core.gradients import state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.running import first_line
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
 from dissensus.methods.parts.stacked import StackedPosterior
 from dissensus.numerics.checks import one_of, whole
@@ -113,26 +114,25 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
 
     By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
     """
-    params, buffers = member_tensors(state_of(posterior), 0)
+    first = state_of(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     params = {
         name: tensor.detach().requires_grad_(stored[name].requires_grad)
-        for name, tensor in params.items()
+        for name, tensor in first.parameters().items()
         if tensor.is_floating_point()
     }
     try:
         with same_random_state(posterior.device):
-            _, z, _ = posterior.member_loss(params, buffers, batch.map(lambda tensor: tensor[:2]))
+            _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
             if z["gradients"].requires_grad:
                 z["gradients"].sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
         raise ValueError(
-            f"expected a network that can be differentiated twice, got one that cannot ({reason}); write custom functions "
-            "with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent layers "
-            "without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
+            f"expected a network that can be differentiated twice, got one that cannot ({first_line(error)}); write custom "
+            "functions with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent "
+            "layers without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
         ) from error
     # Zeros are allowed, as of heads that start at zero; weights that the graph does not reach have none.
     if all(tensor.grad is None for tensor in params.values()):

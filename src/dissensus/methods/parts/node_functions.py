@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
-from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import all_parts, eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
@@ -142,10 +141,6 @@ class NodeFunctions(DrawnFunctions):
 
     def member(self, index: int) -> nn.Module:
         return collapsed(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()
-
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
 
 
 def collapsed(particles: Particles, sites: Sequence[Site], latents: Tensor) -> nn.Module:

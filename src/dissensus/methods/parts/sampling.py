@@ -258,10 +258,6 @@ class SampledFunctions(DrawnFunctions):
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index).to(self.device).eval()
 
-    @property
-    def likelihood(self) -> Likelihood:
-        return self.particles.likelihood
-
 
 def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:
     """Name -> (M, S, ...) of what `draw(m)` gives for network m, (S, ...)."""

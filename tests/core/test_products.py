@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.core import products
 from dissensus.core.batch import Batch
-from dissensus.engine import products
-from dissensus.engine.products import small_products, without_onednn
+from dissensus.core.products import small_products, without_onednn
 
 DENSE = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 

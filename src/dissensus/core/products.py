@@ -21,7 +21,7 @@ def on_arm() -> bool:
 
 def small_products(network: nn.Module) -> bool:
     """Whether oneDNN is to be avoided: on Arm, for networks whose arithmetic is small matrix products alone."""
-    if not on_arm() or not torch.backends.mkldnn.is_available():
+    if not on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     layers = list(network.modules())
     if any(isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase) for layer in layers):
