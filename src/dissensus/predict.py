@@ -16,7 +16,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
@@ -96,13 +96,13 @@ def _in_parts(
         raise ValueError(f'expected a precision of "float32" or "bf16", got {precision!r}; name one of them')
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    with evaluation(posterior):
+    with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
 
     @contextmanager
     def context() -> Iterator[None]:
         # Entered anew for every piece: between two of them the caller has the world as it was.
-        with evaluation(posterior), autocast(device, dtype):
+        with left_as_found(posterior), autocast(device, dtype):
             yield
 
     describe = CapturedFunction(_Compiled(drawn) if compiled else drawn.describe, drawn, context, lanes=not compiled)

@@ -19,7 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior, evaluation, refresh
+from dissensus.core.posterior import Posterior, left_as_found, refresh
 from dissensus.core.turns import training
 from dissensus.engine import CapturedStep, Plan, Step, build_step
 from dissensus.engine.memory import Memory, training_memory
@@ -239,7 +239,7 @@ class _Run:
 def mixture_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
-    with evaluation(posterior):
+    with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
         for given in batches.each(loader, anywhere=True):
             x, y, weight = posterior.take(given)

@@ -148,7 +148,7 @@ class Posterior(TrainingRules, ABC):
             )
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
-        with evaluation(self):
+        with left_as_found(self):
             drawn = self.draw()  # first: it may have to say that there is nothing to draw from
             self.check_inputs(x)
             return self.checked(drawn.predict(x))
@@ -187,7 +187,7 @@ class Posterior(TrainingRules, ABC):
 
         A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
         """
-        with evaluation(self):
+        with left_as_found(self):
             return Predictor(self.draw(), float(self.temperature))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
@@ -228,7 +228,7 @@ class Posterior(TrainingRules, ABC):
         particles, x = self.particles, batches.to(x, self.device)
 
         def run() -> Tensor:
-            with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
+            with left_as_found(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
                 outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
                 self.draws_itself |= watch.drew
             return outputs
@@ -254,7 +254,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 
 
 @contextmanager
-def evaluation(posterior: Posterior) -> Iterator[None]:
+def left_as_found(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
     if not isinstance(posterior, Posterior):
         raise TypeError(

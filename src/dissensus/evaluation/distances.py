@@ -12,7 +12,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
 from dissensus.numerics.checks import check_whole
@@ -55,7 +55,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         gradient, outputs = input_gradient(selected, x)
         return outputs.detach(), gradient.detach()
 
-    with evaluation(posterior), batches.unchanged(x):
+    with left_as_found(posterior), batches.unchanged(x):
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         predictive = posterior.checked(posterior.current().predict(x))
     own = {

@@ -17,7 +17,7 @@ from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
-from dissensus.core.posterior import evaluation
+from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.networks import placeholders
 from dissensus.methods.node_checks import (
@@ -221,7 +221,7 @@ class NodeBNN(LatentPosterior):
             warn_of_start(self.particles.template.network, started_at)
         self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
-            with evaluation(self):
+            with left_as_found(self):
                 self._whole |= taken_whole(self.particles, x, self._whole)
                 check_layers(
                     self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import full_precision
 from dissensus.theory.inputs import checked_pair
@@ -129,7 +129,7 @@ def posterior_blocks(
         return found
 
     posterior.check_inputs(x1)
-    with evaluation(posterior), full_precision():
+    with left_as_found(posterior), full_precision():
         return ensemble_blocks(
             outputs,
             trained,
