@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
+
 from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
@@ -175,13 +177,14 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 
 def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[Any]]:
-    """What kind of predictions these are, by one input, and the loader's batches with the first one still in."""
+    """What kind of predictions these are, by the first batch, and the loader's batches with that one still in."""
     left = batches.each(loader, anywhere=True)
     first = next(left, None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    functions.posterior.check_inputs(first.x)
-    predictive = functions.predict(batches.apply(first.x, lambda tensor: tensor[:1]))
+    outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
+    described = functions.drawn.each(lambda member: member.likelihood.describe(outputs))
+    predictive = functions.drawn.likelihood.predictive(*described)
     kind: Kind
     if isinstance(predictive, ClassificationPredictive):
         kind = "classification" if predictive.members.ndim == 3 else "segmentation"

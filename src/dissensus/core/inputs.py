@@ -20,7 +20,7 @@ from dissensus.core.running import first_line
 
 log = logging.getLogger("dissensus")
 
-Run = Callable[[Inputs], Tensor]
+Forward = Callable[[Inputs], Tensor]
 
 
 class KnownInputs:
@@ -34,11 +34,11 @@ class KnownInputs:
             None  # runs the network; None: plainly
         )
 
-    def output_shape(self, x: Inputs, run: Run, dtype: torch.dtype) -> torch.Size:
+    def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
         key = _kind(x, dtype)
         if key not in self.shapes:
-            self.shapes[key] = outputs_of(run, x).shape[1:]
+            self.shapes[key] = batched_outputs(run, x).shape[1:]
         return torch.Size((batches.size(x), *self.shapes[key]))
 
     def doubt(self, word: str | None) -> None:
@@ -47,13 +47,13 @@ class KnownInputs:
             log.warning("%s", word)
             self.doubted = True
 
-    def check(self, x: Inputs, run: Run, dtype: torch.dtype) -> None:
-        """Raises where run cannot take x, or x has no batch axis. Tries one example where that shows it."""
+    def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
+        """Raises where run cannot take x. Of a single tensor the first example will do, where the network takes one alone."""
         key = _kind(x, dtype)
         if batches.size(x) == 0 or key in self.taken or key in self.shapes:
             return
-        if not takes_fewer_examples(run, x):
-            outputs_of(run, x)
+        if not isinstance(x, Tensor) or not _takes(run, x[:1]):
+            batched_outputs(run, x)
         self.taken.add(key)
 
 
@@ -61,86 +61,24 @@ def _kind(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
     return (dtype, *((tuple(tensor.shape[1:]), tensor.dtype) for tensor in batches.tensors(x)))
 
 
-def outputs_of(run: Run, x: Inputs) -> Tensor:
-    """(B, ...) run(x), batch axis first; a clear error where x has none, which some layers let pass."""
-    size = batches.size(x)
-    try:
-        outputs = run(x)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if isinstance(x, Tensor) and _answer(run, x[None]) is not None:
-            raise _without_batch_axis(x) from error
-        raise
-    kept = outputs.ndim > 0 and outputs.shape[0] == size
-    # Linear layers take any number of axes in front, convolutions take single images: then the numbers of one example are
-    # taken for examples. Running the first of them alone shows it, unless the network needs batches of a certain size.
-    if isinstance(x, Tensor) and (not kept or not takes_fewer_examples(run, x)):
-        one = _same_with_an_axis(run, x, outputs) and not _are_examples(run, torch.cat([x, x.flip(0), x]))
-        if one:
-            raise _without_batch_axis(x)
-    if not kept:
+def batched_outputs(run: Forward, x: Inputs) -> Tensor:
+    """(B, ...) run(x), batch axis first; an error where it is not, as of a single example that some layers let pass."""
+    outputs, size = run(x), batches.size(x)
+    if outputs.ndim == 0 or outputs.shape[0] != size:
         raise ValueError(
-            f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; "
-            "let the network keep the batch axis"
+            f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; let the network keep the "
+            "batch axis, and pass a single example as x[None]"
         )
     return outputs
 
 
-def takes_fewer_examples(run: Run, x: Inputs) -> bool:
-    """Whether run gives one output for the first row of x, or two for the first two (batch norm without statistics).
-
-    Asked of single tensors only: rows of several may depend on each other.
-    """
-    if not isinstance(x, Tensor) or x.ndim == 0:
-        return False
-    for count in (1, 2):
-        if count < len(x) or count == len(x) == 1:
-            outputs = _answer(run, x[:count])
-            if outputs is not None and outputs.ndim > 0 and outputs.shape[0] == count:
-                return True
-    return False
-
-
-def _same_with_an_axis(run: Run, x: Tensor, outputs: Tensor) -> bool:
-    """Whether run gives the same for x as one example as for its rows as examples."""
-    alone = _answer(run, x[None])
-    return alone is not None and alone.shape == (1, *outputs.shape) and _same(alone[0], outputs)
-
-
-def _are_examples(run: Run, x: Tensor) -> bool:
-    """Whether run takes the rows for examples, not for one example.
-
-    To be asked of more rows than there were: batch norm without statistics makes ±1 of two, however they are read.
-    """
-    outputs = _answer(run, x)
-    if outputs is None or outputs.ndim == 0 or len(outputs) != len(x):
-        return False
-    return not _same_with_an_axis(run, x, outputs)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-2, atol=1e-3 * _largest(b), equal_nan=True)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
-
-
-def _answer(run: Run, x: Inputs) -> Tensor | None:
+def _takes(run: Forward, x: Tensor) -> bool:
     try:
-        return run(x)
+        return bool(batched_outputs(run, x).shape)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a network may say in any way that it does not take what was only tried
-        return None
-
-
-def _without_batch_axis(x: Tensor) -> ValueError:
-    return ValueError(
-        f"expected inputs with a batch axis first, got one example of shape {tuple(x.shape)}; pass x[None], and targets so "
-        "too, or let a loader make batches"
-    )
+    except Exception:  # batch norm without statistics, or a forward for batches of one size, may refuse one example
+        return False
 
 
 @contextmanager
@@ -197,7 +135,9 @@ def _in_a_layer(error: Exception, x: Inputs, network: nn.Module) -> ValueError |
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
     advice = (
-        "channels come before height and width: pass x.movedim(-1, 1)" if last else "change the inputs or that layer"
+        "channels come before height and width: pass x.movedim(-1, 1)"
+        if last
+        else "change the inputs (a single example is x[None]) or that layer"
     )
     return ValueError(
         f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, was given {shapes[1]} and said: "

@@ -27,7 +27,7 @@ from dissensus.methods.node_checks import (
     warn_of_start,
 )
 from dissensus.methods.node_functions import NodeFunctions, collapsed
-from dissensus.methods.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
+from dissensus.methods.node_inputs import check_repeatable, of_another_length, repeated, repeated_inputs
 from dissensus.methods.node_latents import Complexity, for_examples, for_functions, kept, with_latents
 from dissensus.methods.node_posterior import LatentPosterior
 from dissensus.methods.node_settings import Bound, Divergence, check_settings
@@ -222,7 +222,8 @@ class NodeBNN(LatentPosterior):
         self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
             with left_as_found(self):
-                self._whole |= taken_whole(self.particles, x, self._whole)
+                if not self.draws_itself:
+                    check_repeatable(self.particles, x, self._whole)
                 check_layers(
                     self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
                 )
