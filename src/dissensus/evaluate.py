@@ -183,7 +183,7 @@ def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[A
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
-    described = functions.drawn.each(lambda member: member.likelihood.describe(outputs))
+    described = functions.drawn.particles.each(lambda member: member.likelihood.describe(outputs))
     predictive = functions.drawn.likelihood.predictive(*described)
     kind: Kind
     if isinstance(predictive, ClassificationPredictive):
