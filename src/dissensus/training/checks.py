@@ -1,6 +1,7 @@
 """What `fit` refuses, or remarks on, before anything is trained."""
 
 import logging
+import math
 import os
 from typing import Literal
 from weakref import WeakSet
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
 
@@ -22,28 +23,25 @@ def check_settings(
     posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
 ) -> None:
     """Raises where settings make no sense for this posterior."""
-    check_whole("epochs", epochs)
-    check_whole("accumulate", accumulate)
-    if patience is not None:
-        check_whole("patience", patience)
-    if clip is not None:
-        check_number("clip", clip)
-    if epochs < 1:
-        raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
-    if accumulate < 1:
-        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
-    if patience is not None and not posterior.goes_back:
+    whole("epochs", epochs)
+    whole("accumulate", accumulate, hint="1 steps after every batch")
+    if clip not in (None, math.inf):
+        number("clip", clip, above=0, hint="None does not clip")
+    if patience is None:
+        return
+    whole("patience", patience, least=0)
+    if not posterior.goes_back:
         raise ValueError(
             f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
             "run; leave it out"
         )
-    if patience is not None and validation is None:
+    if validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
-def check_extras(optimizer: object, scheduler: object, checkpoint: object, checkpoint_seconds: float) -> None:
+def check_extras(
+    optimizer: object, scheduler: object, checkpoint: str | os.PathLike[str] | None, checkpoint_seconds: float
+) -> None:
     """Raises where the scheduler cannot be stepped or the checkpoint not be written: it would be found out after an epoch."""
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
@@ -52,9 +50,8 @@ def check_extras(optimizer: object, scheduler: object, checkpoint: object, check
             f"expected a scheduler of the optimizer, got {scheduler!r}; build one, as "
             "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)"
         )
-    check_number("checkpoint_seconds", checkpoint_seconds)
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-        raise TypeError(f"expected checkpoint as a path, got {checkpoint!r}; name a file, as checkpoint='run.pt'")
+    if checkpoint_seconds != math.inf:
+        number("checkpoint_seconds", checkpoint_seconds)
     if checkpoint is not None and os.path.isdir(checkpoint):
         raise IsADirectoryError(
             f"expected a file as checkpoint, got the folder {checkpoint}; name a file in it, as "
@@ -79,9 +76,7 @@ def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
 
 def check_ranks(posterior: Posterior, ranks: Literal["independent"] | None) -> None:
     """Raises where nothing would be trained, or several processes of a group would not know of each other."""
-    if ranks not in (None, "independent"):
-        raise ValueError(f'expected ranks of None or "independent", got {ranks!r}; leave it out in a single process')
-    posterior.ranks = ranks or posterior.ranks
+    posterior.ranks = one_of("ranks", ranks, (None, "independent")) or posterior.ranks
     check_trainable(posterior)
 
 
