@@ -19,6 +19,7 @@ from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corr
 from dissensus.evaluation.evaluation import Evaluation, Kind
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Predictions, predictions
+from dissensus.methods.embedded import collapse_note
 
 log = logging.getLogger("dissensus")
 
@@ -54,7 +55,7 @@ def evaluate(
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
     found = _evaluated(posterior, loader, ood, shift, spec, score)
-    cautions = posterior.advice(metrics=found.metrics)
+    cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
     return replace(found, notes={**found.notes, **cautions})

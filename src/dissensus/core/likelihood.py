@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.numerics.checks import number, one_of
 
 
 class Likelihood(nn.Module, ABC):
@@ -193,10 +194,12 @@ class Regression(Likelihood):
 
     def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float | None = None) -> None:
         super().__init__()
-        if noise != "learned" and not (isinstance(noise, int | float) and noise > 0):
-            raise ValueError(f'expected a positive noise or "learned", got {noise!r}; pass the standard deviation of y')
-        if initial is not None and not initial > 0:
-            raise ValueError(f"expected a positive initial noise, got {initial}; pass a standard deviation")
+        if isinstance(noise, str):
+            one_of("noise", noise, ("learned",), hint="or pass the standard deviation of y")
+        else:
+            number("noise", noise, above=0, hint='pass the standard deviation of y, or "learned"')
+        if initial is not None:
+            number("initial", initial, above=0, hint="pass a standard deviation")
         self.noise = noise
         self.initial = initial
         if noise == "learned":

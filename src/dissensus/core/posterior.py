@@ -141,11 +141,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def predict(self, x: Inputs) -> Predictive:
         """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
-        if not batches.tensors(x):
-            raise TypeError(
-                f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; convert arrays with "
-                "torch.as_tensor, for loaders use ds.predict"
-            )
+        batches.size(x)  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):

@@ -15,7 +15,7 @@ from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 from dissensus.numerics.kernels import directions, squared_distances, working
 
 
@@ -128,12 +128,9 @@ class DistancesOverTraining:
         every: int = 1,
         tell: Callable[[int, MemberDistances], object] | None = None,
     ) -> None:
-        check_whole("every", every)
-        if every < 1:
-            raise ValueError(f"expected to look every k epochs with k of at least 1, got {every}; 1 looks after each")
         self.posterior = posterior
         self.x, self.y = x, y
-        self.every = every
+        self.every = whole("every", every)
         self.tell = tell
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []

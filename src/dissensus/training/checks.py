@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
+from dissensus.methods.embedded import without_effect
 from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
@@ -99,7 +100,7 @@ def say_remarks(
             length,
             epochs,
         )
-    for word in posterior.advice(optimizer=optimizer).values():
+    if (word := without_effect(posterior, optimizer)) is not None:
         log.info("%s", word)
     mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
     for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):

@@ -43,6 +43,7 @@ from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameters
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
+from dissensus.methods.embedded import collapse_note
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import damaged, is_number, read_json, read_toml, write_json, write_text
 from dissensus.temperature import temperature_scale
@@ -256,7 +257,7 @@ class Run:
         evaluation = replace(
             evaluation,
             metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-            notes={"classes": "\n".join(self.data.classes)} | posterior.advice(metrics=evaluation.metrics),
+            notes={"classes": "\n".join(self.data.classes)} | collapse_note(posterior, evaluation.metrics),
         )
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive
