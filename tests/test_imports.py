@@ -34,7 +34,7 @@ ROOMS = {
     "predict": "numerics core engine storage",
     "temperature": "core predict",
     "calibrate": "core predict metrics",
-    "evaluate": "core methods evaluation",
+    "evaluate": "numerics core methods evaluation",
     "export": "numerics core methods",
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "

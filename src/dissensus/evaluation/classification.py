@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.evaluation.predictions import Predictions
+from dissensus.evaluation.predictions import Numbers, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")
 OOD_METRICS = {
@@ -22,7 +22,7 @@ OOD_METRICS = {
 }
 
 
-def test_metrics(predictions: Predictions) -> dict[str, float]:
+def class_metrics(predictions: Predictions) -> dict[str, float]:
     """accuracy, nll, brier, ece and aurc of a labelled set."""
     predictive, y = _classes(predictions), predictions.targets
     probabilities = predictive.mean
@@ -37,7 +37,7 @@ def test_metrics(predictions: Predictions) -> dict[str, float]:
     }
 
 
-def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
+def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """One number per example, the reliability bins and the risk–coverage curve."""
     predictive, y = _classes(predictions), predictions.targets
     probabilities = predictive.mean
@@ -57,7 +57,7 @@ def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
     }
 
 
-def scores(predictions: Predictions) -> dict[str, Tensor]:
+def class_scores(predictions: Predictions) -> dict[str, Tensor]:
     """Name -> (N,) float64, higher = more foreign; mutual information only where there is more than one member."""
     predictive = _classes(predictions)
     found = {
@@ -79,7 +79,7 @@ def member_scores(predictions: Predictions, score: str) -> Tensor | None:
     return None if function is None else torch.stack([function(m) for m in _classes(predictions).members])
 
 
-def member_metrics(predictions: Predictions) -> dict[str, float]:
+def class_members(predictions: Predictions) -> dict[str, float]:
     """What members are worth alone and together; nothing for a single one."""
     if predictions.members == 1:
         return {}
@@ -114,3 +114,6 @@ def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None 
 
 def _classes(predictions: Predictions) -> ClassificationPredictive:
     return cast(ClassificationPredictive, predictions.predictive)
+
+
+CLASSIFICATION = Numbers("classification", class_metrics, class_arrays, class_scores, class_members)

@@ -25,7 +25,7 @@ class Resumed(NamedTuple):
 
     history: History
     best: Best
-    told: dict[str, int | None]
+    told: dict[str, Any]
 
 
 OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for

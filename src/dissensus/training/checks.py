@@ -20,7 +20,7 @@ log = logging.getLogger("dissensus")
 _told: WeakSet[Posterior] = WeakSet()
 
 
-def check_settings(
+def check_run_settings(
     posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
 ) -> None:
     """Raises where settings make no sense for this posterior."""

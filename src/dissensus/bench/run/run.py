@@ -40,7 +40,7 @@ from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.toml import toml
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
-from dissensus.evaluate import checked_score, evaluation_of, parameters
+from dissensus.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.methods.embedded import collapse_note
@@ -247,7 +247,7 @@ class Run:
             shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
             corrupted=counts,
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
-            parameters=parameters(posterior),
+            parameters=parameter_count(posterior),
             prevalence=self.config.evaluation.get("prevalence"),
             temperature=float(posterior.temperature),
         )
