@@ -90,7 +90,7 @@ def fit(
     """
     check_loader(loader, validation)
     checks.check_ranks(posterior, ranks)
-    checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
+    checks.check_extras(optimizer, scheduler, checkpoint_seconds)
     checks.check_run_settings(
         posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
     )

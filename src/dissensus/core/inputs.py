@@ -86,63 +86,44 @@ def explained(x: Inputs, particles: Particles) -> Iterator[None]:
     """Turns torch's own failure to run the network inside on x into an error that says what to convert, or where it failed."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        clear = _of_another_dtype(error, x, particles) or _in_a_layer(error, x, particles.template.network)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        clear = _in_a_layer(error, x, particles)
         if clear is None:
             raise
         raise clear from error
 
 
-def _of_another_dtype(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
-    if not isinstance(error, RuntimeError | TypeError) or not re.search(
-        r"dtype|scalar type|input type", str(error), re.IGNORECASE
-    ):
-        return None
-    state = (*particles.parameters(), *particles.buffers())
-    own = next((tensor.dtype for tensor in state if tensor.is_floating_point()), None)
-    found = [tensor.dtype for tensor in batches.tensors(x)]
-    if "indices" in str(error):
-        wrong = next((dtype for dtype in found if dtype not in (torch.int32, torch.int64)), None)
-        wanted, remedy = "integer inputs for an embedding", "pass x.long()"
-    else:
-        wrong = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
-        wrong = wrong or next((dtype for dtype in found if not dtype.is_floating_point), None)
-        wanted = f"inputs of {own}, as the network's weights"
-        remedy = f"pass x.to({own}), or bring the posterior to theirs with .to(dtype)"
-        if wrong is not None and not wrong.is_floating_point:
-            remedy = f"pass x.to({own}) (pixels: over 255), or convert them in the network's forward"
-    return None if own is None or wrong is None else ValueError(f"expected {wanted}, got {wrong}; {remedy}")
-
-
-def _in_a_layer(error: Exception, x: Inputs, network: nn.Module) -> ValueError | None:
+def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
     """The error, with the layer that raised it and the shapes it was given; None where somebody else's code did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
-    name = next((name for name, part in network.named_modules() if part is layer), None)
+    name = next((name for name, part in particles.template.network.named_modules() if part is layer), None)
     calls = [f.f_locals for f in inside if f.f_code.co_name == "_call_impl" and f.f_locals["self"] is layer]
     torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.surgery.") and isinstance(error, RuntimeError))
-    if (
-        name is None
-        or not calls
-        or not torchs
-        or type(error) not in (RuntimeError, ValueError, IndexError, AssertionError)
-    ):
+    if name is None or not calls or not torchs or type(error) is NotImplementedError:
         return None
     given = batches.tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))
-    last = bool(given) and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None)
     shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.tensors(x), given)]
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
-    advice = (
-        "channels come before height and width: pass x.movedim(-1, 1)"
-        if last
-        else "change the inputs (a single example is x[None]) or that layer"
-    )
     return ValueError(
         f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, was given {shapes[1]} and said: "
-        f"{first_line(error)}; {advice}"
+        f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
     )
+
+
+def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particles) -> str:
+    if "indices" in said:
+        return "pass x.long()"
+    own = next((tensor.dtype for tensor in particles.parameters() if tensor.is_floating_point()), None)
+    if re.search(r"dtype|scalar type|input type", said, re.IGNORECASE) and own is not None:
+        floating = all(tensor.is_floating_point() for tensor in given)
+        pixels = "bring the posterior to theirs with .to(dtype)" if floating else "divide pixels by 255 in its forward"
+        return f"pass x.to({own}), or {pixels}"
+    if given and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None):
+        return "channels come before height and width: pass x.movedim(-1, 1)"
+    return "change the inputs (a single example is x[None]) or that layer"
 
 
 def check_loader(*loaders: Iterable[Any] | None) -> None:

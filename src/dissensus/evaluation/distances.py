@@ -35,11 +35,8 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
     Tensors that all members share add nothing to the distance of weights.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the networks, for example in DeepEnsemble(...)"
-        )
-    particles = posterior.particles
+    with left_as_found(posterior):  # an error where it is a network
+        particles = posterior.particles
     if particles.members < 2:
         raise ValueError(
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "

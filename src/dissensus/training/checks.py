@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from typing import Literal
 from weakref import WeakSet
 
@@ -40,39 +39,24 @@ def check_run_settings(
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
-def check_extras(
-    optimizer: object, scheduler: object, checkpoint: str | os.PathLike[str] | None, checkpoint_seconds: float
-) -> None:
-    """Raises where the scheduler cannot be stepped or the checkpoint not be written: it would be found out after an epoch."""
+def check_extras(optimizer: object, scheduler: object, checkpoint_seconds: float) -> None:
+    """Raises where a scheduler or the time between checkpoints makes no sense: it would be found out after an epoch."""
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(
-            f"expected a scheduler of the optimizer, got {scheduler!r}; build one, as "
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)"
-        )
     if checkpoint_seconds != math.inf:
         number("checkpoint_seconds", checkpoint_seconds)
-    if checkpoint is not None and os.path.isdir(checkpoint):
-        raise IsADirectoryError(
-            f"expected a file as checkpoint, got the folder {checkpoint}; name a file in it, as "
-            f"checkpoint={os.path.join(checkpoint, 'run.pt')!r}"
-        )
 
 
 def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
-    """Raises where there is nothing to train, or this optimiser cannot train it, or asks for losses itself."""
+    """Raises where there is nothing to train, or this optimiser cannot train it."""
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise ValueError(
             "expected a posterior with parameters to train, got all of them frozen; set requires_grad on those that should "
             "train (a posterior that was saved frozen is loaded frozen)"
         )
     check_optimizer(posterior, optimizer)
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            "expected an optimizer that steps by gradients at hand, got LBFGS, which asks for losses again and again; use SGD "
-            "or Adam, or a loop of your own with posterior.loss"
-        )
+    if isinstance(optimizer, LBFGS):  # which asks for losses again and again
+        raise TypeError("expected an optimizer that steps by gradients at hand, got LBFGS; use SGD or Adam")
 
 
 def check_ranks(posterior: Posterior, ranks: Literal["independent"] | None) -> None:
