@@ -56,7 +56,7 @@ def evaluate(
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
     with drawn_once(posterior) as functions:
-        kind, loader_again = _kind(functions, loader)
+        kind, loader_again = _kind_of_predictions(functions, loader)
         score = checked_score(score, kind, functions.members)
         if kind == "segmentation":
             found = _segmentation(functions, loader_again, loader, ood, shift, spec, score)
@@ -178,7 +178,7 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     return found
 
 
-def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
+def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
     """What kind of predictions these are, by the first batch, and the loader's batches with that one still in."""
     left = batches.each(loader, anywhere=True)
     first = next(left, None)

@@ -124,7 +124,7 @@ def size(x: Inputs) -> int:
     found = tensors(x)
     if not found:
         raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {_described(x)}; convert x with torch.as_tensor, or "
+            f"expected inputs as a tensor, tuple or dict of tensors, got {_kinds_held(x)}; convert x with torch.as_tensor, or "
             "pass a loader to ds.predict"
         )
     if found[0].ndim == 0:
@@ -132,7 +132,7 @@ def size(x: Inputs) -> int:
     return found[0].shape[0]
 
 
-def _described(x: object) -> str:
+def _kinds_held(x: object) -> str:
     """The kind of inputs without a tensor, and what a tuple or dict holds in place of them."""
     held = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in held))

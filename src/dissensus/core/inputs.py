@@ -30,13 +30,12 @@ class KnownInputs:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
         self.doubted = False  # whether a doubt was logged: once is enough
-        self.around: Callable[[nn.Module, Callable[[], Tensor]], Tensor] | None = (
-            None  # runs the network; None: plainly
-        )
+        # Runs the network; None: plainly.
+        self.around: Callable[[nn.Module, Callable[[], Tensor]], Tensor] | None = None
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
-        key = _kind(x, dtype)
+        key = _kind_of_inputs(x, dtype)
         if key not in self.shapes:
             self.shapes[key] = batched_outputs(run, x).shape[1:]
         return torch.Size((batches.size(x), *self.shapes[key]))
@@ -49,7 +48,7 @@ class KnownInputs:
 
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
         """Raises where run cannot take x. Of a single tensor the first example will do, where the network takes one alone."""
-        key = _kind(x, dtype)
+        key = _kind_of_inputs(x, dtype)
         if batches.size(x) == 0 or key in self.taken or key in self.shapes:
             return
         if not isinstance(x, Tensor) or not _takes(run, x[:1]):
@@ -57,7 +56,7 @@ class KnownInputs:
         self.taken.add(key)
 
 
-def _kind(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
+def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
     return (dtype, *((tuple(tensor.shape[1:]), tensor.dtype) for tensor in batches.tensors(x)))
 
 

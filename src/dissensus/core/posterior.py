@@ -47,9 +47,7 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        self.base: tuple[Posterior] | None = (
-            None  # who cut the network that this one watches; in a tuple: it is no part
-        )
+        self.base: tuple[Posterior] | None = None  # the posterior that this one watches; in a tuple: it is no part
         self._known = inputs.KnownInputs()
         self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode

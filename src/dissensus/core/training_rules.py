@@ -40,7 +40,6 @@ class TrainingRules(Clock):
         super().__init__()
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
-        self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
         # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
         ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
         self.acts: str | None = ways[0] if ways and particles.members > 1 else None

@@ -57,32 +57,26 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
 
 def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Says which settings of the optimiser and the scheduler at hand give way to those of the checkpoint."""
-    for saved, mine in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
-        rates = [float(group.get("initial_lr", group["lr"])) for group in (saved, mine)]
-        if not math.isclose(*rates, rel_tol=1e-6):  # a captured step keeps its rate in float32
-            _warn(type(optimizer).__name__, {"lr": rates[0]}, {"lr": rates[1]})
-        _warn(type(optimizer).__name__, *({k: v for k, v in g.items() if k not in HOW} for g in (saved, mine)))
-    if scheduler is not None and state["scheduler"] is not None:
-        _warn(
-            type(scheduler).__name__,
-            *(
-                {k: v for k, v in each.items() if not k.startswith("_") and k not in MOVING}
-                for each in (state["scheduler"], scheduler.state_dict())
-            ),
-        )
+    groups = zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
+    pairs: list[tuple[Any, ...]] = [(optimizer, *map(_settings, pair)) for pair in groups]
+    if scheduler is not None:
+        pairs.append((scheduler, state["scheduler"], scheduler.state_dict()))
+    for whose, saved, mine in pairs:
+        for key in [key for key in saved if key in mine and key not in MOVING and not key.startswith("_")]:
+            a, b = (list(v) if isinstance(v, tuple) else v for v in (saved[key], mine[key]))
+            if not (isinstance(a, bool | int | float | str | list) and isinstance(b, bool | int | float | str | list)):
+                continue
+            if a != b and not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
+                log.warning(
+                    "the run goes on with %s %s = %s of its checkpoint, not the %s given now; for that one begin a new run",
+                    type(whose).__name__, key, a, b,
+                )  # fmt: skip
 
 
-def _warn(whose: str, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    for key in saved.keys() & mine.keys():
-        a, b = (list(v) if isinstance(v, tuple) else v for v in (saved[key], mine[key]))
-        if isinstance(a, bool | int | float | str | list) and isinstance(b, bool | int | float | str | list) and a != b:
-            log.warning(
-                "the run goes on with %s %s = %s of its checkpoint, not the %s given now; for that one begin a new run",
-                whose,
-                key,
-                a,
-                b,
-            )
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a user sets of an optimiser's group; the rate as a number, which a captured step keeps in float32."""
+    rate = {"lr": float(group.get("initial_lr", group["lr"]))}
+    return {key: value for key, value in group.items() if key not in HOW} | rate
 
 
 def _differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
