@@ -144,8 +144,6 @@ class RunningSummary:
 
     def summary(self) -> SummaryPredictive:
         """The summary of all members so far."""
-        if not self.count:
-            raise ValueError("expected at least one member to summarise, got none; add predictives first")
         if self._classification:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count
