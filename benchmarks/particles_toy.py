@@ -25,7 +25,7 @@ from typing import Any
 from finished import finished
 from rows import write_rows
 
-from dissensus.evaluation.evaluation import Evaluation, Kind
+from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.reporting import plots, scenes
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results, Swept
@@ -84,7 +84,7 @@ def results_of_rows(rows: list[dict[str, str]]) -> Results:
     origins: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         metrics = {key: float(value) for key, value in row.items() if key not in ORIGIN and value}
-        kind: Kind = "regression" if "rmse" in metrics else "classification"
+        kind: PredictionKind = "regression" if "rmse" in metrics else "classification"
         methods.setdefault(row["method"], []).append(Evaluation(kind, metrics, {}, ""))
         origins.setdefault(row["method"], []).append({"method": row["method"], "seed": int(row["seed"])})
     alphas = {row["method"]: float(row["alpha"]) for row in rows if row["alpha"]}

@@ -26,7 +26,7 @@ import dissensus as ds
 from dissensus import metrics
 from dissensus.bench.run.provenance import provenance
 from dissensus.core.optimisation import plateau_linear
-from dissensus.core.posterior import evaluation, refresh
+from dissensus.core.posterior import left_as_found, refresh
 from dissensus.data.splits import split_indices
 from dissensus.methods.parts.trajectory import constant_tail
 
@@ -100,7 +100,7 @@ def measured(case: Case, data: str | None) -> Row:
     variance = sum(float(each.sum()) for each in posterior.filters.variance.values())
     square = sum(float(weight.detach().square().sum()) for weight in posterior.filters.weights.values())
     found: Row = {"sigma_over_w": math.sqrt(variance / square)}
-    with evaluation(posterior):
+    with left_as_found(posterior):
         said = {"network": (posterior.current().predict(held_x), posterior.current().predict(foreign))}
     for covariance in ("shared", "diagonal"):
         posterior.covariance = covariance

@@ -700,9 +700,9 @@ def test_the_default_optimizer_and_schedule_fit(build):
 def test_a_prior_needs_the_size_of_the_data(build):
     with pytest.raises(ValueError, match="expected data_size with a prior"):
         build(weight_prior_std=1.0)
-    with pytest.raises(ValueError, match="expected a positive weight_prior_std"):
+    with pytest.raises(ValueError, match="expected weight_prior_std above 0"):
         build(weight_prior_std=0.0, data_size=10)
-    with pytest.raises(ValueError, match="expected a positive data_size"):
+    with pytest.raises(ValueError, match="expected data_size of at least 1"):
         build(weight_prior_std=1.0, data_size=0)
 
 

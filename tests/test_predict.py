@@ -184,7 +184,7 @@ def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
     draws = [p.sample(50, generator=torch.Generator().manual_seed(3)) for p in (summary, whole)]
     assert torch.equal(*draws)
-    with pytest.raises(TypeError, match="expected members for an interval"):
+    with pytest.raises(TypeError, match="expected a predictive that kept its members"):
         summary.interval(0.9)
 
 

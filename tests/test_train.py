@@ -501,10 +501,10 @@ def test_members_that_diverge_in_training_are_named():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"epochs": 0}, "expected at least one epoch, got 0"),
-        ({"accumulate": 0}, "expected to accumulate at least one batch, got 0"),
-        ({"clip": 0.0}, "expected a positive gradient norm to clip at, got 0.0"),
-        ({"clip": -1.0}, "expected a positive gradient norm"),
+        ({"epochs": 0}, "expected epochs of at least 1, got 0"),
+        ({"accumulate": 0}, "expected accumulate of at least 1, got 0"),
+        ({"clip": 0.0}, "expected clip above 0, got 0.0"),
+        ({"clip": -1.0}, "expected clip above 0"),
         ({"patience": 3}, "expected validation data with patience"),
         ({"precision": "fp8"}, "expected precision of auto"),
         ({"engine": "warp"}, "expected engine .*got 'warp'"),

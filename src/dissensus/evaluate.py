@@ -8,15 +8,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
+
 from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
-from dissensus.evaluation.evaluation import Evaluation, Kind
+from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
-from dissensus.evaluation.predictions import Predictions, predictions
+from dissensus.evaluation.predictions import Numbers, Predictions, predictions
+from dissensus.methods.parts.embedded import collapse_note
+from dissensus.numerics.checks import one_of
 
 log = logging.getLogger("dissensus")
 
@@ -51,43 +55,28 @@ def evaluate(
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
-    found = _evaluated(posterior, loader, ood, shift, spec, score)
-    cautions = posterior.advice(metrics=found.metrics)
-    for caution in cautions.values():
-        log.warning("%s", caution)
-    return replace(found, notes={**found.notes, **cautions})
-
-
-def _evaluated(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    ood: Loaders,
-    shift: Loaders,
-    spec: Corruptions | None,
-    score: str | None,
-) -> Evaluation:
     with drawn_once(posterior) as functions:
-        kind, loader_again = _kind(functions, loader)
+        kind, loader_again = _kind_of_predictions(functions, loader)
         score = checked_score(score, kind, functions.members)
         if kind == "segmentation":
-            return _segmentation(functions, loader_again, loader, ood, shift, spec, score)
-        standardiser = None if spec is None else spec.standardiser
-        test = predictions(functions, loader_again, picture=None if standardiser is None else standardiser.inverse)
-        foreign = {
-            name: predictions(functions, each, name=name, labelled=False, like=test.shapes)
-            for name, each in ood.items()
-        }
-        moved = {name: predictions(functions, each, name=name, like=test.shapes) for name, each in shift.items()}
-        damaged = None if spec is None else corrupted_counts(functions, loader, spec)
-        return evaluation_of(
-            test,
-            ood=foreign,
-            shift=moved,
-            corrupted=damaged,
-            score=score,
-            parameters=parameters(posterior),
-            temperature=float(posterior.temperature),
-        )
+            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score)
+        else:
+            picture = None if spec is None or spec.standardiser is None else spec.standardiser.inverse
+            test = predictions(functions, loader_again, picture=picture)
+            like = test.shapes
+            found = evaluation_of(
+                test,
+                ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
+                shift={n: predictions(functions, moved, name=n, like=like) for n, moved in shift.items()},
+                corrupted=None if spec is None else corrupted_counts(functions, loader, spec),
+                score=score,
+                parameters=parameter_count(posterior),
+                temperature=float(posterior.temperature),
+            )
+    cautions = collapse_note(posterior, found.metrics)
+    for caution in cautions.values():
+        log.warning("%s", caution)
+    return replace(found, notes=cautions)
 
 
 def evaluation_of(
@@ -106,11 +95,10 @@ def evaluation_of(
     prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
     predictions, stated where it is not 1.
     """
-    classes = isinstance(test.predictive, ClassificationPredictive)
-    part: Any = classification if classes else regression
-    found = part.test_metrics(test)
-    scores = part.scores(test)
-    arrays = part.test_arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
+    part = numbers_of(test)
+    classes = part is classification.CLASSIFICATION
+    found, scores = part.metrics(test), part.scores(test)
+    arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
         ranking = classification.ood_metrics(scores[score], foreign[score], prevalence)
@@ -119,47 +107,63 @@ def evaluation_of(
         found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
-        found |= {f"shift/{name}/{key}": value for key, value in part.test_metrics(each).items()}
-    if corrupted is not None:
-        found |= corrupted.metrics()
-        arrays |= corrupted.arrays()
-    found |= part.member_metrics(test) | test.network_metrics()
+        found |= {f"shift/{name}/{key}": value for key, value in part.metrics(each).items()}
+    members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
-        found |= _member_ood(test, ood, score)
-    found |= _stated(temperature)
-    found |= {"cost/parameters": float(parameters), "cost/predict_ms": test.milliseconds}
-    return Evaluation(
-        kind="classification" if classes else "regression",
-        metrics=found,
-        arrays=arrays,
-        score=score,
-        ood=tuple(ood),
-        shift=tuple(shift),
-        corruptions=() if corrupted is None else corrupted.types,
-        severities=() if corrupted is None else corrupted.severities,
+        members |= _member_ood(test, ood, score)
+    return _joined_evaluation(
+        Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
+        corrupted,
+        members,
+        temperature,
+        parameters,
+        test.milliseconds,
     )
 
 
-def checked_score(score: str | None, kind: Kind, members: int) -> str:
+def numbers_of(test: Predictions) -> Numbers:
+    """What gives the numbers of such predictions."""
+    classes = isinstance(test.predictive, ClassificationPredictive)
+    return classification.CLASSIFICATION if classes else regression.REGRESSION
+
+
+def _joined_evaluation(
+    found: Evaluation,
+    corrupted: CorruptedCounts | None,
+    members: Mapping[str, float],
+    temperature: float,
+    parameters: int,
+    milliseconds: float,
+) -> Evaluation:
+    """The evaluation with what every kind of predictions has: corrupted inputs, members, temperature and cost."""
+    # Whoever reads the numbers must know of a temperature.
+    stated = {} if temperature == 1.0 else {"temperature": temperature}
+    cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
+    if corrupted is None:
+        return replace(found, metrics={**found.metrics, **members, **stated, **cost})
+    return replace(
+        found,
+        metrics={**found.metrics, **corrupted.metrics(), **members, **stated, **cost},
+        arrays=found.arrays | corrupted.arrays(),
+        corruptions=corrupted.types,
+        severities=corrupted.severities,
+    )
+
+
+def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     """The score to rank OOD inputs by; an error where there is no such score."""
     known = regression.SCORES if kind == "regression" else classification.SCORES
     if score is None:
         return known[0]
-    if score not in known:
-        raise ValueError(f"expected a score of {', '.join(known)} for a {kind}, got {score!r}; choose one of them")
+    one_of("score", score, known, hint=f"a {kind} has these")
     if score == "mutual_information" and members == 1:
         raise ValueError("expected several members for mutual information, got one; rank by max_probability or entropy")
     return score
 
 
-def parameters(posterior: Posterior) -> int:
+def parameter_count(posterior: Posterior) -> int:
     """How many numbers the posterior holds as parameters, all members together, frozen ones too: they cost memory."""
     return sum(parameter.numel() for parameter in posterior.parameters())
-
-
-def _stated(temperature: float) -> dict[str, float]:
-    """The temperature as a metric, where there is one: whoever reads the numbers must know of it."""
-    return {} if temperature == 1.0 else {"temperature": temperature}
 
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
@@ -174,15 +178,16 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     return found
 
 
-def _kind(functions: Functions, loader: Iterable[Any]) -> tuple[Kind, Iterable[Any]]:
-    """What kind of predictions these are, by one input, and the loader's batches with the first one still in."""
+def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
+    """What kind of predictions these are, by the first batch, and the loader's batches with that one still in."""
     left = batches.each(loader, anywhere=True)
     first = next(left, None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-    functions.posterior.check_inputs(first.x)
-    predictive = functions.predict(batches.apply(first.x, lambda tensor: tensor[:1]))
-    kind: Kind
+    outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
+    described = functions.drawn.particles.each(lambda member: member.likelihood.describe(outputs))
+    predictive = functions.drawn.likelihood.predictive(*described)
+    kind: PredictionKind
     if isinstance(predictive, ClassificationPredictive):
         kind = "classification" if predictive.members.ndim == 3 else "segmentation"
     elif isinstance(predictive, RegressionPredictive):
@@ -212,24 +217,11 @@ def _segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics().items()}
-    arrays = sums.arrays()
-    if spec is not None:
-        damaged = corrupted_counts(functions, loader, spec)
-        found |= damaged.metrics()
-        arrays |= damaged.arrays()
-    found |= sums.member_metrics()
-    found |= _stated(float(functions.posterior.temperature))
-    found |= {
-        "cost/parameters": float(parameters(functions.posterior)),
-        "cost/predict_ms": 1000 * sums.seconds / images,
-    }
-    return Evaluation(
-        kind="segmentation",
-        metrics=found,
-        arrays=arrays,
-        score=score,
-        ood=tuple(ood),
-        shift=tuple(shift),
-        corruptions=() if spec is None else spec.types,
-        severities=() if spec is None else tuple(spec.severities),
+    return _joined_evaluation(
+        Evaluation("segmentation", found, sums.arrays(), score, tuple(ood), tuple(shift)),
+        None if spec is None else corrupted_counts(functions, loader, spec),
+        sums.member_metrics(),
+        float(functions.posterior.temperature),
+        parameter_count(functions.posterior),
+        1000 * sums.seconds / images,
     )

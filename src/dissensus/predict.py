@@ -15,7 +15,7 @@ from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.core.running import Ways
 from dissensus.core.summary import RunningSummary, SummaryPredictive
@@ -96,13 +96,13 @@ def _predicted_in_parts(
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    with evaluation(posterior):
+    with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
 
     @contextmanager
     def context() -> Iterator[None]:
         # Entered anew for every piece: between two of them the caller has the world as it was.
-        with evaluation(posterior), autocast(device, dtype):
+        with left_as_found(posterior), autocast(device, dtype):
             yield
 
     function: Callable[[batches.Inputs], tuple[Tensor, ...]] = drawn.describe

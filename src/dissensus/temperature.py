@@ -33,8 +33,8 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     view = copy.copy(posterior)  # at temperature 1: other threads may predict meanwhile with the one it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     weights: list[Tensor | None] = []
-    predictive, y = predict(view, _checked(view, loader, weights))
-    weight, counted = _joined(weights, y), posterior.likelihood.counted(y)
+    predictive, y = predict(view, _checked_batches(view, loader, weights))
+    weight, counted = _joined_weights(weights, y), posterior.likelihood.counted(y)
     if counted is not None:  # a label that does not count is an example without weight
         y, counts = torch.where(counted, y, 0), counted.double()
         weight = counts if weight is None else counts * spread(weight, counts)
@@ -91,7 +91,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
     return math.exp(highest)
 
 
-def _checked(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
+def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
     """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
     for batch in batches.each(loader, anywhere=True):
         posterior.check_batch(batch)
@@ -99,7 +99,7 @@ def _checked(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor |
         yield batch
 
 
-def _joined(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
+def _joined_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
     """The weights of all batches in one; None where there are none."""
     given = [weight for weight in weights if weight is not None]
     if not given:

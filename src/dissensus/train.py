@@ -17,7 +17,7 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior, evaluation, refresh
+from dissensus.core.posterior import Posterior, left_as_found, refresh
 from dissensus.core.turns import training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
@@ -75,8 +75,8 @@ def fit(
     with training(posterior.particles.template.network):  # use of it by another thread is an error meanwhile
         check_loader(loader, validation)
         checks.check_ranks(posterior, ranks)
-        checks.check_extras(optimizer, scheduler, checkpoint, checkpoint_seconds)
-        checks.check_settings(
+        checks.check_extras(optimizer, scheduler, checkpoint_seconds)
+        checks.check_run_settings(
             posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
         )
         posterior.to(_training_device(device, posterior))
@@ -198,7 +198,7 @@ class _Run:
 def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
     """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
     total, count = 0.0, 0.0
-    with evaluation(posterior):
+    with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
         for given in batches.each(loader, anywhere=True):
             x, y, weight = posterior.take(given)

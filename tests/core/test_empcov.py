@@ -128,14 +128,14 @@ def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
 
 def test_bad_input_is_a_clear_error():
     network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), tiny.points()[0]
-    with pytest.raises(ValueError, match="expected layer to be one of 0, 2, got '1'"):
+    with pytest.raises(ValueError, match="expected layer of 0, 2, got '1'"):
         EmpCov(x, network, "1")
     with pytest.raises(
         ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that sees"
     ):
         EmpCov(x, network, "2")
     for keyword in ("alpha", "epsilon"):
-        with pytest.raises(ValueError, match=f"expected a positive {keyword}, got 0"):
+        with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
             EmpCov(x, network, "0", **{keyword: 0})
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
     with pytest.raises(ValueError, match="expected a convolution without groups"):
@@ -148,7 +148,7 @@ def test_a_prior_that_does_not_fit_the_network_is_an_error_at_once():
     with pytest.raises(ValueError, match=r"expected a prior over 4 weights per output of '0.weight', got one over 5"):
         posterior.use_prior(wide, data_size=9)
     deeper = EmpCov(torch.randn(9, 4), nn.Sequential(nn.Sequential(nn.Linear(4, 3))), "0.0")
-    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got one on '0.0.weight'"):
+    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got '0.0.weight'"):
         posterior.use_prior(deeper, data_size=9)
     assert (posterior.prior, posterior.data_size) == (None, None)
 

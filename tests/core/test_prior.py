@@ -87,7 +87,7 @@ def test_a_number_of_examples_is_whole(value):
 
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_number_of_examples_is_at_least_one(value):
-    with pytest.raises(ValueError, match="expected a positive data_size, got"):
+    with pytest.raises(ValueError, match="expected data_size of at least 1, got"):
         prior_of(None, 1.0, value)
 
 
@@ -99,7 +99,7 @@ def test_a_deviation_is_a_number(value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0])
 def test_a_deviation_is_positive_and_finite(value):
-    with pytest.raises(ValueError, match=r"expected a positive weight_prior_std, got .*; pass a finite number above 0"):
+    with pytest.raises(ValueError, match="expected weight_prior_std above 0, got"):
         prior_of(None, value, 10)
 
 
@@ -220,7 +220,7 @@ def test_what_is_no_prior_is_a_clear_error():
     for odd in (1.0, "gaussian", StudentT):
         with pytest.raises(TypeError, match="expected a prior, got"):
             ds.MAP(network, prior=odd, data_size=12)
-    with pytest.raises(ValueError, match="expected a positive std, got 0"):
+    with pytest.raises(ValueError, match="expected std above 0, got 0"):
         ds.GaussianPrior(0)
     rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
     with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum over all tensors"):

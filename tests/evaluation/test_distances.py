@@ -158,7 +158,7 @@ def test_single_networks_and_wrong_types_are_errors():
         member_distances(ds.MCDropout(mlp(0.1)).double(), x, y)
     with pytest.raises(TypeError, match="expected a posterior, got Sequential"):
         member_distances(mlp(), x, y)
-    with pytest.raises(ValueError, match="k of at least 1"):
+    with pytest.raises(ValueError, match="expected every of at least 1"):
         DistancesOverTraining(ensemble(mlp, 2), x, y, every=0)
 
 

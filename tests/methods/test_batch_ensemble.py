@@ -10,6 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
+from dissensus.methods.parts.embedded import collapse_note
 from dissensus.surgery.conversion import Cut
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)
@@ -416,16 +417,16 @@ def test_evaluate_notes_that_the_members_are_one_model():
 
 def test_the_note_on_few_effective_members_does_not_blame_modulations_that_are_as_they_should_be():
     few = {"members/effective_members": 1.2}
-    told = ensemble(modulation=SIGN, members=4, regime="independent").advice(metrics=few)["collapse"]
+    told = collapse_note(ensemble(modulation=SIGN, members=4, regime="independent"), few)["collapse"]
     assert "unless a DeepEnsemble on the same data counts as few" in told
     assert "γ = M already: fewer members or wider layers" in told
     assert "Modulation.sign()" not in told
     assert (
-        "Modulation.sign()" in ensemble(modulation=SIGN, members=4, regime="collective").advice(metrics=few)["collapse"]
+        "Modulation.sign()" in collapse_note(ensemble(modulation=SIGN, members=4, regime="collective"), few)["collapse"]
     )
-    dropped = ds.DropoutEnsemble(tiny.mlp(), members=4).advice(metrics=few)["collapse"]
+    dropped = collapse_note(ds.DropoutEnsemble(tiny.mlp(), members=4), few)["collapse"]
     assert "a smaller keep" in dropped
-    assert ds.DeepEnsemble([tiny.mlp() for _ in range(4)]).advice(metrics=few) == {}
+    assert collapse_note(ds.DeepEnsemble([tiny.mlp() for _ in range(4)]), few) == {}
 
 
 def test_a_network_of_the_library_is_loaded_without_being_passed(tmp_path):

@@ -487,7 +487,7 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"train_samples": 0}, "expected train_samples of at least 1, got 0"),
         ({"samples": 0}, "expected samples of at least 1, got 0"),
         ({"data_size": None}, "expected data_size, got none"),
-        ({"data_size": 0}, "expected a positive data_size, got 0"),
+        ({"data_size": 0}, "expected data_size of at least 1, got 0"),
         ({"latent_momentum": 2}, "expected latent_momentum of at least 0 and below 1, got 2"),
         ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
         ({"layers": []}, r"expected a list of names of layers, got \[\]"),

@@ -697,7 +697,7 @@ def test_bad_input_is_a_clear_error():
             method([], data_size=10)
         with pytest.raises(ValueError, match="expected data_size, got none"):
             method(nets, data_size=None)
-        with pytest.raises(ValueError, match="expected a positive data_size, got 0"):
+        with pytest.raises(ValueError, match="expected data_size of at least 1, got 0"):
             method(nets, data_size=0)
         with pytest.raises(ValueError, match="expected score of kde, stein, spectral_stein, got 'svgd'"):
             method(nets, data_size=10, score="svgd")

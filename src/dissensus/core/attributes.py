@@ -75,11 +75,11 @@ def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
         values = {key: value for key, value in vars(part).items() if key not in left_out}
         values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}
-        found |= {f"{path}.{key}" if path else key: _described(value, known) for key, value in values.items()}
+        found |= {f"{path}.{key}" if path else key: _description(value, known) for key, value in values.items()}
     return found
 
 
-def _described(value: Any, known: Known) -> Any:
+def _description(value: Any, known: Known) -> Any:
     """A description that is equal for equal values; "#" within an object stands for one that it is part of."""
     if isinstance(value, weakref.ref):
         value = value()
@@ -88,26 +88,26 @@ def _described(value: Any, known: Known) -> Any:
     if id(value) not in known:
         known[id(value)] = "#", value
         try:
-            known[id(value)] = _in_parts(value, known), value
+            known[id(value)] = _description_of_parts(value, known), value
         except Exception:  # what can neither be read nor pickled equals itself alone
             known[id(value)] = _Here(id(value)), value
     return known[id(value)][0]
 
 
-def _in_parts(value: Any, known: Known) -> Any:
+def _description_of_parts(value: Any, known: Known) -> Any:
     if isinstance(value, _Here):
-        return _Here(_described(value.value, known))
+        return _Here(_description(value.value, known))
     if isinstance(value, Tensor) or type(value).__module__ == "numpy":
         plain = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
         return f"{type(value).__name__} {tuple(value.shape)} {value.dtype} {hashlib.sha256(plain.tobytes()).hexdigest()[:16]}"
     if isinstance(value, FunctionType):
         held = value.__defaults__, value.__kwdefaults__, [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__qualname__, _described(held, known), _Here((value.__module__, value.__code__))]
+        return [value.__qualname__, _description(held, known), _Here((value.__module__, value.__code__))]
     if isinstance(value, BuiltinFunctionType | type):
         return [value.__qualname__, _Here(value)]
     if type(value) in (list, tuple):
-        return [_described(each, known) for each in value]
+        return [_description(each, known) for each in value]
     if type(value) is dict:
-        return [[_described(key, known), _described(each, known)] for key, each in value.items()]
+        return [[_description(key, known), _description(each, known)] for key, each in value.items()]
     parts = value.__reduce_ex__(4)
-    return _Here([_described(list(each) if isinstance(each, Iterator) else each, known) for each in parts])
+    return _Here([_description(list(each) if isinstance(each, Iterator) else each, known) for each in parts])

@@ -27,8 +27,9 @@ class Batch(NamedTuple):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
         x, y, weight = batch = cls(*given)
-        if not isinstance(y, Tensor):
-            raise TypeError(f"expected targets as a tensor, got {type(y).__name__}; convert y with torch.as_tensor")
+        for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
+            if not isinstance(each, Tensor):
+                raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
         size(x)  # an error where x has no tensor
         check_weight(weight)
         check_finite(x, anywhere=anywhere)
@@ -123,14 +124,15 @@ def size(x: Inputs) -> int:
     found = tensors(x)
     if not found:
         raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {_described(x)}; convert x with torch.as_tensor"
+            f"expected inputs as a tensor, tuple or dict of tensors, got {_kinds_held(x)}; convert x with torch.as_tensor, or "
+            "pass a loader to ds.predict"
         )
     if found[0].ndim == 0:
         raise ValueError("expected inputs with a batch axis first, got a scalar; pass tensors of shape (B, ...)")
     return found[0].shape[0]
 
 
-def _described(x: object) -> str:
+def _kinds_held(x: object) -> str:
     """The kind of inputs without a tensor, and what a tuple or dict holds in place of them."""
     held = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in held))
@@ -174,14 +176,10 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
             )
 
 
-def check_weight(weight: object) -> None:
+def check_weight(weight: Tensor | None) -> None:
     """Raises where example weights are integers or a scalar, or on the host negative or not finite. All may be 0."""
     if weight is None:
         return
-    if not isinstance(weight, Tensor):
-        raise TypeError(
-            f"expected example weights as a tensor, got {type(weight).__name__}; convert them with torch.as_tensor"
-        )
     mask = weight.dtype == torch.bool
     if weight.ndim == 0 or not (mask or weight.is_floating_point()):
         raise ValueError(

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.prior import GaussianPrior, Prior, check_positive
+from dissensus.core.errors import unknown
+from dissensus.core.prior import GaussianPrior, Prior
+from dissensus.numerics.checks import number
 from dissensus.numerics.lengthscales import Moments, check_finite
 from dissensus.numerics.tree import Tensors
 
@@ -43,19 +45,14 @@ class EmpCov(Prior):
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
         if layer not in known:
-            raise ValueError(
-                f"expected layer to be one of {', '.join(known) or 'no linear layers'}, got {layer!r}; name the one that the "
-                "inputs reach first"
-            )
-        check_positive("alpha", alpha)
-        check_positive("epsilon", epsilon)
+            raise unknown("layer", layer, known)
         first = known[layer]
         if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
             raise ValueError(
                 f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
             )
         self.parameter = f"{layer}.weight" if layer else "weight"
-        self.alpha, self.epsilon = alpha, epsilon
+        self.alpha, self.epsilon = number("alpha", alpha, above=0), number("epsilon", epsilon, above=0)
         self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)
         self.norm_layers = self.rest is not None and self.rest.norm_layers
         dimension = first.weight[0].numel()
@@ -82,11 +79,8 @@ class EmpCov(Prior):
         return torch.stack(terms).sum()
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        if self.parameter not in shapes:
-            raise ValueError(
-                f"expected a prior on one of {', '.join(shapes)}, got one on '{self.parameter}'; name the layer as the network "
-                "does (of tied layers the first)"
-            )
+        if self.parameter not in shapes:  # of tied layers the network names the first
+            raise unknown("a prior on one", self.parameter, shapes)
         width = math.prod(shapes[self.parameter][1:])
         if width != len(self.root):
             raise ValueError(

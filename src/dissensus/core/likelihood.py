@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.numerics.checks import number, one_of
 
 
 class Likelihood(nn.Module, ABC):
@@ -122,6 +123,7 @@ class Classification(Likelihood):
         return probabilities, probabilities
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
+        _check_logits(outputs.shape)
         return (F.log_softmax(full_precision(outputs), dim=1),)
 
     def predictive(self, *described: Tensor) -> Predictive:
@@ -144,11 +146,7 @@ class Classification(Likelihood):
         return {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        if len(output_shape) < 2 or output_shape[1] < 2:
-            raise ValueError(
-                f"expected logits of shape (B, C) with C ≥ 2, got {tuple(output_shape)}; "
-                "give the network one output per class, or pass likelihood=Regression(...)"
-            )
+        _check_logits(output_shape)
         batch, classes, *space = output_shape
         if y.is_floating_point():
             if y.shape != output_shape:
@@ -196,10 +194,12 @@ class Regression(Likelihood):
 
     def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float | None = None) -> None:
         super().__init__()
-        if noise != "learned" and not (isinstance(noise, int | float) and noise > 0):
-            raise ValueError(f'expected a positive noise or "learned", got {noise!r}; pass the standard deviation of y')
-        if initial is not None and not initial > 0:
-            raise ValueError(f"expected a positive initial noise, got {initial}; pass a standard deviation")
+        if isinstance(noise, str):
+            one_of("noise", noise, ("learned",), hint="or pass the standard deviation of y")
+        else:
+            number("noise", noise, above=0, hint='pass the standard deviation of y, or "learned"')
+        if initial is not None:
+            number("initial", initial, above=0, hint="pass a standard deviation")
         self.noise = noise
         self.initial = initial
         if noise == "learned":
@@ -276,6 +276,14 @@ def _per_example(log_prob: Tensor) -> Tensor:
 def full_precision(outputs: Tensor) -> Tensor:
     """Outputs in at least float32: likelihoods are not evaluated in half precision."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+
+def _check_logits(shape: torch.Size) -> None:
+    if len(shape) < 2 or shape[1] < 2:
+        raise ValueError(
+            f"expected logits of shape (B, C) with C ≥ 2, got {tuple(shape)}; give the network one output per class, pass a "
+            "single example as x[None], or likelihood=Regression(...)"
+        )
 
 
 def _check_real_targets(shape: torch.Size, y: Tensor) -> None:

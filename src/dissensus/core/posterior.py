@@ -47,9 +47,7 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        self.base: tuple[Posterior] | None = (
-            None  # who cut the network that this one watches; in a tuple: it is no part
-        )
+        self.base: tuple[Posterior] | None = None  # the posterior that this one watches; in a tuple: it is no part
         self._known = inputs.KnownInputs()
         self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
         self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
@@ -140,14 +138,10 @@ class Posterior(TrainingRules, ABC):
     @final
     def predict(self, x: Inputs) -> Predictive:
         """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
-        if not batches.tensors(x):
-            raise TypeError(
-                f"expected a tensor, a tuple or a dict of tensors, got {type(x).__name__}; convert arrays with "
-                "torch.as_tensor, for loaders use ds.predict"
-            )
+        batches.size(x)  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
-        with evaluation(self):
+        with left_as_found(self):
             drawn = self.draw()  # first: it may have to say that there is nothing to draw from
             self.check_inputs(x)
             return self.checked(drawn.predict(x))
@@ -186,7 +180,7 @@ class Posterior(TrainingRules, ABC):
 
         A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
         """
-        with evaluation(self):
+        with left_as_found(self):
             return Predictor(self.draw(), float(self.temperature))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
@@ -227,7 +221,7 @@ class Posterior(TrainingRules, ABC):
         particles, x = self.particles, batches.to(x, self.device)
 
         def run() -> Tensor:
-            with evaluation(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
+            with left_as_found(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
                 outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
                 self.draws_itself |= watch.drew
             return outputs
@@ -253,7 +247,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 
 
 @contextmanager
-def evaluation(posterior: Posterior) -> Iterator[None]:
+def left_as_found(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
     if not isinstance(posterior, Posterior):
         raise TypeError(

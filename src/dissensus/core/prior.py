@@ -1,7 +1,6 @@
 """Priors on the weights: a mean loss over N data points carries −log p(θ) / N."""
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
@@ -9,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import number, whole
 from dissensus.numerics.tree import Tensors
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
@@ -62,8 +61,7 @@ class GaussianPrior(Prior):
 
     def __init__(self, std: float) -> None:
         super().__init__()
-        check_positive("std", std)
-        self.std = float(std)
+        self.std = float(number("std", std, above=0))
 
     def log_prob(self, params: Tensors) -> Tensor:
         return -torch.stack([tensor.square().sum() for tensor in params.values()]).sum() / (2 * self.std**2)
@@ -116,10 +114,9 @@ def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
 def prior_of(prior: Any = None, weight_prior_std: float | None = None, data_size: int | None = None) -> Prior | None:
     """The prior that the keywords of a method mean; a table is a file's note of one."""
     if data_size is not None:
-        check_whole("data_size", data_size)
-        check_positive("data_size", data_size)
+        whole("data_size", data_size, hint="pass len(training_set)")
     if weight_prior_std is not None:
-        check_positive("weight_prior_std", weight_prior_std)
+        number("weight_prior_std", weight_prior_std, above=0)
         if prior is not None:
             raise ValueError("expected prior or weight_prior_std, got both; the second is short for GaussianPrior(std)")
         prior = GaussianPrior(weight_prior_std)
@@ -132,13 +129,6 @@ def prior_of(prior: Any = None, weight_prior_std: float | None = None, data_size
     if not callable(prior) or isinstance(prior, type):
         raise TypeError(f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function of tensors by name")
     return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
-
-
-def check_positive(keyword: str, value: float) -> None:
-    """Raises where this is no finite number above 0."""
-    check_number(keyword, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"expected a positive {keyword}, got {value}; pass a finite number above 0")
 
 
 def norm_parameters(module: nn.Module) -> set[str]:

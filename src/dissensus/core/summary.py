@@ -28,7 +28,8 @@ class SummaryPredictive(Predictive):
     @property
     def members(self) -> Tensor:
         raise TypeError(
-            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise"
+            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise (a "
+            "temperature is set before: ds.temperature_scale)"
         )
 
     @property
@@ -65,7 +66,7 @@ class ClassificationSummary(SummaryPredictive):
         return ClassificationPredictive(self._described[0]).log_prob(y)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        raise TypeError("expected members for an interval of probabilities, got a summary; use ds.predict")
+        return ClassificationPredictive(self.members).interval(level)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
@@ -75,7 +76,7 @@ class ClassificationSummary(SummaryPredictive):
         return sample_classes(self.mean, n, generator)
 
     def tempered(self, temperature: float) -> Predictive:
-        raise TypeError("expected members to temper, got a summary; temper the posterior before it is summarised")
+        return ClassificationPredictive(self.members).tempered(temperature)
 
 
 class RegressionSummary(SummaryPredictive):
@@ -143,8 +144,6 @@ class RunningSummary:
 
     def summary(self) -> SummaryPredictive:
         """The summary of all members so far."""
-        if not self.count:
-            raise ValueError("expected at least one member to summarise, got none; add predictives first")
         if self._classification:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
@@ -39,7 +39,6 @@ class TrainingRules(Clock):
         super().__init__()
         self.particles = particles
         self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
-        self.base: tuple[Any] | None = None  # the posterior that this one watches; in a tuple: it is no part
         # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
         ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
         self.acts: str | None = ways[0] if ways and particles.members > 1 else None
@@ -176,12 +175,6 @@ class TrainingRules(Clock):
         """
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
-
-    def advice(
-        self, *, optimizer: Optimizer | None = None, metrics: Mapping[str, float] | None = None
-    ) -> dict[str, str]:
-        """Name -> what a user should hear of this optimiser (`fit` logs it) or of an evaluation with these metrics."""
-        return {}
 
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.evaluation.predictions import Predictions
+from dissensus.evaluation.predictions import Numbers, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")
 OOD_METRICS = {
@@ -22,9 +22,9 @@ OOD_METRICS = {
 }
 
 
-def test_metrics(predictions: Predictions) -> dict[str, float]:
+def class_metrics(predictions: Predictions) -> dict[str, float]:
     """accuracy, nll, brier, ece and aurc of a labelled set."""
-    predictive, y = _classes(predictions), predictions.targets
+    predictive, y = _categorical(predictions), predictions.targets
     probabilities = predictive.mean
     correct = metrics.accuracy_values(probabilities, y)
     return {
@@ -37,9 +37,9 @@ def test_metrics(predictions: Predictions) -> dict[str, float]:
     }
 
 
-def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
+def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """One number per example, the reliability bins and the risk–coverage curve."""
-    predictive, y = _classes(predictions), predictions.targets
+    predictive, y = _categorical(predictions), predictions.targets
     probabilities = predictive.mean
     confidence, prediction = probabilities.max(1)
     correct = metrics.accuracy_values(probabilities, y)
@@ -57,9 +57,9 @@ def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
     }
 
 
-def scores(predictions: Predictions) -> dict[str, Tensor]:
+def class_scores(predictions: Predictions) -> dict[str, Tensor]:
     """Name -> (N,) float64, higher = more foreign; mutual information only where there is more than one member."""
-    predictive = _classes(predictions)
+    predictive = _categorical(predictions)
     found = {
         "max_probability": metrics.max_probability_score(predictive.log_mean),
         "entropy": metrics.entropy_score(predictive.log_mean),
@@ -76,14 +76,14 @@ def member_scores(predictions: Predictions, score: str) -> Tensor | None:
     if score == "energy":
         return predictions.energy
     function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
-    return None if function is None else torch.stack([function(m) for m in _classes(predictions).members])
+    return None if function is None else torch.stack([function(m) for m in _categorical(predictions).members])
 
 
-def member_metrics(predictions: Predictions) -> dict[str, float]:
+def class_members(predictions: Predictions) -> dict[str, float]:
     """What members are worth alone and together; nothing for a single one."""
     if predictions.members == 1:
         return {}
-    members, y = _classes(predictions).members, predictions.targets
+    members, y = _categorical(predictions).members, predictions.targets
     nll = torch.stack([metrics.nll(member, y) for member in members])
     accuracy = torch.stack([metrics.accuracy(member.exp(), y) for member in members])
     return {
@@ -108,9 +108,12 @@ def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = 
 
 def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
     """ece_union: of test and OOD inputs together, every answer to an OOD input wrong; prevalence: their share."""
-    inside, outside = _classes(test).mean, _classes(ood).mean
+    inside, outside = _categorical(test).mean, _categorical(ood).mean
     return {"ece_union": float(metrics.union_ece(inside, test.targets, outside, prevalence=prevalence))}
 
 
-def _classes(predictions: Predictions) -> ClassificationPredictive:
+def _categorical(predictions: Predictions) -> ClassificationPredictive:
     return cast(ClassificationPredictive, predictions.predictive)
+
+
+CLASSIFICATION = Numbers("classification", class_metrics, class_arrays, class_scores, class_members)

@@ -140,8 +140,8 @@ def corrupted_counts(
 ) -> CorruptedCounts:
     """CorruptedCounts of all inputs of a loader; `tell` is called with the inputs done so far after every batch."""
     types, severities = spec.types, tuple(spec.severities)
-    sums = _Sums((len(types), len(severities)))
-    clean = _Sums(())
+    table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
+    clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
     for x, y, _ in batches.each(loader, anywhere=True):
         if not is_image(x):
@@ -153,12 +153,12 @@ def corrupted_counts(
         images, y = x.to(functions.device), y.to(functions.device)  # type: ignore[union-attr]
         index = torch.arange(seen, seen + len(y), device=functions.device)
         seen += len(y)
-        clean.add((), _outcome(functions, images, y))
+        clean += _outcome(functions, images, y).sums()
         examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
         for t, name in enumerate(types):
             for s, severity in enumerate(severities):
                 outcome = _outcome(functions, spec.apply(images, name, severity, index), y)
-                sums.add((t, s), outcome)
+                table[t, s] += outcome.sums()
                 examples += outcome.per_example(len(y))
         examples /= len(types) * len(severities)
         example_accuracy.append(examples[0])
@@ -169,38 +169,25 @@ def corrupted_counts(
         raise ValueError(
             "expected images to corrupt, got no batch; pass a loader that can be gone through more than once"
         )
+    nll, counts, confidence, correct = _separated(table)
+    clean_nll, *bins = _separated(clean)
+    total = bins[0].sum()
     return CorruptedCounts(
         types=types,
         severities=severities,
-        nll=sums.nll,
-        counts=sums.counts,
-        confidence=sums.confidence,
-        correct=sums.correct,
-        clean=clean.metrics(),
+        nll=nll,
+        counts=counts,
+        confidence=confidence,
+        correct=correct,
+        clean=torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)]),
         example_accuracy=torch.cat(example_accuracy),
         example_nll=torch.cat(example_nll),
     )
 
 
-class _Sums:
-    """Sums of outcomes, one set per place of a table."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.nll = torch.zeros(shape, dtype=torch.float64)
-        self.counts, self.confidence, self.correct = (torch.zeros(*shape, BINS, dtype=torch.float64) for _ in range(3))
-
-    def add(self, place: tuple[int, ...], outcome: _Outcome) -> None:
-        self.nll[place] += outcome.nll.sum()
-        counts, confidence, correct = bin_sums(outcome.confidence, outcome.correct, BINS)
-        self.counts[place] += counts
-        self.confidence[place] += confidence
-        self.correct[place] += correct
-
-    def metrics(self) -> Tensor:
-        """(3,) accuracy, nll and ece of a table with one place."""
-        total = self.counts.sum()
-        ece = ece_from_sums(self.counts, self.confidence, self.correct)
-        return torch.stack([self.correct.sum() / total, self.nll / total, ece])
+def _separated(sums: Tensor) -> list[Tensor]:
+    """nll (...), and counts, confidence and correctness (..., K) of the bins, from sums (..., 1 + 3K)."""
+    return [each.clone() for each in (sums[..., 0], *sums[..., 1:].reshape(*sums.shape[:-1], 3, BINS).unbind(-2))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +198,10 @@ class _Outcome:
     correct: Tensor  # (n,) float64
     nll: Tensor  # (n,) float64
     example: Tensor  # (n,) which example it belongs to
+
+    def sums(self) -> Tensor:
+        """(1 + 3K,) the summed nll, then counts, confidence and correctness of K bins."""
+        return torch.cat([self.nll.sum()[None], *bin_sums(self.confidence, self.correct, BINS)])
 
     def per_example(self, examples: int) -> Tensor:
         """(2, B) mean accuracy and mean nll of each example."""

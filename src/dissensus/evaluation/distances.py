@@ -12,10 +12,10 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 from dissensus.numerics.kernels import directions, squared_distances, working
 
 
@@ -35,11 +35,8 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
     Tensors that all members share add nothing to the distance of weights.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the networks, for example in DeepEnsemble(...)"
-        )
-    particles = posterior.particles
+    with left_as_found(posterior):  # an error where it is a network
+        particles = posterior.particles
     if particles.members < 2:
         raise ValueError(
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
@@ -55,7 +52,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         gradient, outputs = input_gradient(selected, x)
         return outputs.detach(), gradient.detach()
 
-    with evaluation(posterior), batches.unchanged(x):
+    with left_as_found(posterior), batches.unchanged(x):
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         predictive = posterior.checked(posterior.current().predict(x))
     own = {
@@ -128,12 +125,9 @@ class DistancesOverTraining:
         every: int = 1,
         tell: Callable[[int, MemberDistances], object] | None = None,
     ) -> None:
-        check_whole("every", every)
-        if every < 1:
-            raise ValueError(f"expected to look every k epochs with k of at least 1, got {every}; 1 looks after each")
         self.posterior = posterior
         self.x, self.y = x, y
-        self.every = every
+        self.every = whole("every", every)
         self.tell = tell
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["classification", "regression", "segmentation"]
+PredictionKind = Literal["classification", "regression", "segmentation"]
 
 ABOUT = ("classes",)  # notes on what was evaluated
 
@@ -21,7 +21,7 @@ class Evaluation:
     `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
     """
 
-    kind: Kind
+    kind: PredictionKind
     metrics: dict[str, float]
     arrays: dict[str, Tensor]
     score: str  # what ood/… metrics rank by

@@ -15,7 +15,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.metrics import energy_score
@@ -37,7 +37,7 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        context = partial(evaluation, posterior)  # for every batch: between two, other threads have their turn
+        context = partial(left_as_found, posterior)  # for every batch: between two, other threads have their turn
         self._describe = CapturedFunction(drawn.describe, drawn, context)
         self._everything = CapturedFunction(lambda x: drawn.each(_outputs_and_description, x), drawn, context)
 
@@ -74,7 +74,7 @@ class Functions:
 @contextmanager
 def drawn_once(posterior: Posterior) -> Iterator[Functions]:
     """Functions of one draw; eval mode without gradients, modes and random streams put back afterwards."""
-    with evaluation(posterior):
+    with left_as_found(posterior):
         drawn = posterior.draw()
     with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):
         yield Functions(posterior, drawn)

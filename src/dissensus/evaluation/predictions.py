@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
 from dissensus.metrics import disagreement, max_probability_score
@@ -53,6 +54,16 @@ class Predictions:
         return found
 
 
+class Numbers(NamedTuple):
+    """The functions that give the numbers of one kind of predictions."""
+
+    kind: PredictionKind
+    metrics: Callable[[Predictions], dict[str, float]]
+    arrays: Callable[[Predictions], dict[str, Tensor]]
+    scores: Callable[[Predictions], dict[str, Tensor]]  # (N,) float64, higher = more foreign
+    members: Callable[[Predictions], dict[str, float]]  # nothing for a single one
+
+
 def predictions(
     functions: Functions,
     loader: Iterable[Any],
@@ -85,7 +96,7 @@ def predictions(
         seen += batches.size(x)
         if labelled and functions.ignore_index is not None:
             counted = y.cpu() != functions.ignore_index
-            answer, index = rows(answer, counted), index[counted]
+            answer, index = chosen_rows(answer, counted), index[counted]
             x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y.cpu()[counted]
         shown_at = labelled and is_image(x) and len(shapes) == 1
         if shown_at and isinstance(answer.predictive, ClassificationPredictive) and len(index):
@@ -147,7 +158,7 @@ def on_host(answer: Answer) -> Answer:
     return Answer(answer.predictive.to("cpu"), None if answer.energy is None else answer.energy.cpu())
 
 
-def rows(answer: Answer, keep: Tensor) -> Answer:
+def chosen_rows(answer: Answer, keep: Tensor) -> Answer:
     """The answer for some of the inputs; keep: (B,) boolean."""
     return Answer(answer.predictive[keep], None if answer.energy is None else answer.energy[:, keep])
 

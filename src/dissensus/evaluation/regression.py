@@ -9,13 +9,13 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import RegressionPredictive
-from dissensus.evaluation.predictions import Predictions
+from dissensus.evaluation.predictions import Numbers, Predictions
 
 SCORES = ("variance", "epistemic")
 LEVEL = 0.9
 
 
-def test_metrics(predictions: Predictions) -> dict[str, float]:
+def regression_metrics(predictions: Predictions) -> dict[str, float]:
     """rmse, nll of the mixture, gaussian_nll of its first two moments, crps, and coverage and width of 90 % intervals."""
     predictive, y = _gaussians(predictions), predictions.targets
     means, variances = predictive.described()
@@ -30,7 +30,7 @@ def test_metrics(predictions: Predictions) -> dict[str, float]:
     }
 
 
-def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
+def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """One number per example (means over outputs), the probability integral transform and the risk–coverage curve."""
     predictive, y = _gaussians(predictions), predictions.targets
     means, variances = predictive.described()
@@ -51,7 +51,7 @@ def test_arrays(predictions: Predictions) -> dict[str, Tensor]:
     }
 
 
-def scores(predictions: Predictions) -> dict[str, Tensor]:
+def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
     """Name -> (N,) float64, higher = more foreign: variances summed over outputs."""
     predictive = _gaussians(predictions)
     return {
@@ -60,7 +60,7 @@ def scores(predictions: Predictions) -> dict[str, Tensor]:
     }
 
 
-def member_metrics(predictions: Predictions) -> dict[str, float]:
+def regression_members(predictions: Predictions) -> dict[str, float]:
     """What members are worth alone and together; nothing for a single one."""
     if predictions.members == 1:
         return {}
@@ -87,3 +87,6 @@ def _flat(values: Tensor) -> Tensor:
 
 def _gaussians(predictions: Predictions) -> RegressionPredictive:
     return cast(RegressionPredictive, predictions.predictive)
+
+
+REGRESSION = Numbers("regression", regression_metrics, regression_arrays, regression_scores, regression_members)

@@ -13,7 +13,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
-from dissensus.core.posterior import evaluation
+from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.methods.parts.stacked import StackedPosterior
@@ -166,7 +166,7 @@ class FeatureRDE(StackedPosterior):
                     )
                 return seen[0].shape
 
-            with evaluation(self):
+            with left_as_found(self):
                 params = {**particles.shared_parameters(), **row.own}
                 found, _ = particles.call(shape, params, {**particles.shared_buffers(), **row.buffers})
             self._feature_shapes[key] = found

@@ -20,7 +20,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import evaluation
+from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords, prior_of
 from dissensus.methods.parts.curvature import STRUCTURES, Curvature, Gathered, Structure
 from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
@@ -90,7 +90,7 @@ class Laplace(SamplingPosterior):
         prior_of(data_size=data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
-        with evaluation(self):
+        with left_as_found(self):
             curvature = self._gathered(loader, data_size or self.data_size)
         for each in curvature:
             each.precision.fill_(chosen(self.prior_precision, each))

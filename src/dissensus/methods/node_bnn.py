@@ -17,7 +17,7 @@ from dissensus.core.functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
-from dissensus.core.posterior import evaluation
+from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.parts.networks import placeholders
 from dissensus.methods.parts.node_checks import (
@@ -27,7 +27,7 @@ from dissensus.methods.parts.node_checks import (
     warn_of_start,
 )
 from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
-from dissensus.methods.parts.node_inputs import of_another_length, repeated, repeated_inputs, taken_whole
+from dissensus.methods.parts.node_inputs import check_repeatable, of_another_length, repeated, repeated_inputs
 from dissensus.methods.parts.node_latents import (
     Bound,
     Complexity,
@@ -230,8 +230,9 @@ class NodeBNN(LatentPosterior):
             warn_of_start(self.particles.template.network, started_at)
         self._whole |= of_another_length(x)
         if shapes not in self._checked and batches.size(x):
-            with evaluation(self):
-                self._whole |= taken_whole(self.particles, x, self._whole)
+            with left_as_found(self):
+                if not self.draws_itself:
+                    check_repeatable(self.particles, x, self._whole)
                 check_layers(
                     self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
                 )

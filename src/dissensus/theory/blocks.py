@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import exact_convolutions
 from dissensus.theory.inputs import checked_pair
@@ -126,7 +126,7 @@ def posterior_blocks(
         return found
 
     posterior.check_inputs(x1)
-    with evaluation(posterior), exact_convolutions():
+    with left_as_found(posterior), exact_convolutions():
         return ensemble_blocks(
             outputs,
             trained,

@@ -3,7 +3,7 @@
 import copy
 import zipfile
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ from dissensus.training.loaderstate import loader_state, restore_loader
 
 
 class Resumed(NamedTuple):
-    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them; empty in older files."""
+    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them."""
 
     history: History
     best: Best
-    told: dict[str, int | None]
+    told: dict[str, Any]
 
 
 OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
@@ -69,7 +69,7 @@ def resume(
         resumed = Resumed(
             History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
             Best(**state["best"]),
-            state.get("told", {}),
+            state["told"],
         )
         if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
             raise ValueError(misfit)
@@ -83,10 +83,7 @@ def resume(
             f"expected a checkpoint of this posterior in {path}, got another file ({reason}); remove it, or pass another "
             "checkpoint="
         ) from error
-    if "loader" in state:
-        restore_loader(loader, state["loader"])
-    if not posterior.goes_back:  # a file of an earlier version may have kept one
-        return resumed._replace(history=replace(resumed.history, best=None), best=Best())
+    restore_loader(loader, state["loader"])
     return resumed
 
 
@@ -121,7 +118,7 @@ def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | 
 def _load(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     posterior.load_state_dict(state["posterior"])
     optimizer.load_state_dict(state["optimizer"])
-    if scheduler is not None and state["scheduler"] is not None:
+    if state["scheduler"] is not None and scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     torch.set_rng_state(state["random"].cpu())
     if posterior.device.type == "cuda" and state["cuda"] is not None:

@@ -1,7 +1,7 @@
 """What `fit` refuses, or remarks on, before anything is trained."""
 
 import logging
-import os
+import math
 from typing import Literal
 from weakref import WeakSet
 
@@ -11,77 +11,57 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.methods.parts.embedded import without_effect
+from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
 
 _told: WeakSet[Posterior] = WeakSet()
 
 
-def check_settings(
+def check_run_settings(
     posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
 ) -> None:
     """Raises where settings make no sense for this posterior."""
-    check_whole("epochs", epochs)
-    check_whole("accumulate", accumulate)
-    if patience is not None:
-        check_whole("patience", patience)
-    if clip is not None:
-        check_number("clip", clip)
-    if epochs < 1:
-        raise ValueError(f"expected at least one epoch, got {epochs}; pass epochs=1 or more")
-    if accumulate < 1:
-        raise ValueError(f"expected to accumulate at least one batch, got {accumulate}; 1 steps after every batch")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"expected a positive gradient norm to clip at, got {clip}; None does not clip")
-    if patience is not None and not posterior.goes_back:
+    whole("epochs", epochs)
+    whole("accumulate", accumulate, hint="1 steps after every batch")
+    if clip not in (None, math.inf):
+        number("clip", clip, above=0, hint="None does not clip")
+    if patience is None:
+        return
+    whole("patience", patience, least=0)
+    if not posterior.goes_back:
         raise ValueError(
             f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
             "run; leave it out"
         )
-    if patience is not None and validation is None:
+    if validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
-def check_extras(optimizer: object, scheduler: object, checkpoint: object, checkpoint_seconds: float) -> None:
-    """Raises where the scheduler cannot be stepped or the checkpoint not be written: it would be found out after an epoch."""
+def check_extras(optimizer: object, scheduler: object, checkpoint_seconds: float) -> None:
+    """Raises where a scheduler or the time between checkpoints makes no sense: it would be found out after an epoch."""
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(
-            f"expected a scheduler of the optimizer, got {scheduler!r}; build one, as "
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)"
-        )
-    check_number("checkpoint_seconds", checkpoint_seconds)
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-        raise TypeError(f"expected checkpoint as a path, got {checkpoint!r}; name a file, as checkpoint='run.pt'")
-    if checkpoint is not None and os.path.isdir(checkpoint):
-        raise IsADirectoryError(
-            f"expected a file as checkpoint, got the folder {checkpoint}; name a file in it, as "
-            f"checkpoint={os.path.join(checkpoint, 'run.pt')!r}"
-        )
+    if checkpoint_seconds != math.inf:
+        number("checkpoint_seconds", checkpoint_seconds)
 
 
 def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
-    """Raises where there is nothing to train, or this optimiser cannot train it, or asks for losses itself."""
+    """Raises where there is nothing to train, or this optimiser cannot train it."""
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise ValueError(
             "expected a posterior with parameters to train, got all of them frozen; set requires_grad on those that should "
             "train (a posterior that was saved frozen is loaded frozen)"
         )
     check_optimizer(posterior, optimizer)
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            "expected an optimizer that steps by gradients at hand, got LBFGS, which asks for losses again and again; use SGD "
-            "or Adam, or a loop of your own with posterior.loss"
-        )
+    if isinstance(optimizer, LBFGS):  # which asks for losses again and again
+        raise TypeError("expected an optimizer that steps by gradients at hand, got LBFGS; use SGD or Adam")
 
 
 def check_ranks(posterior: Posterior, ranks: Literal["independent"] | None) -> None:
     """Raises where nothing would be trained, or several processes of a group would not know of each other."""
-    if ranks not in (None, "independent"):
-        raise ValueError(f'expected ranks of None or "independent", got {ranks!r}; leave it out in a single process')
-    posterior.ranks = ranks or posterior.ranks
+    posterior.ranks = one_of("ranks", ranks, (None, "independent")) or posterior.ranks
     check_trainable(posterior)
 
 
@@ -104,7 +84,7 @@ def say_remarks(
             length,
             epochs,
         )
-    for word in posterior.advice(optimizer=optimizer).values():
+    if (word := without_effect(posterior, optimizer)) is not None:
         log.info("%s", word)
     mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
     for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):

@@ -11,7 +11,7 @@ from dissensus.core.posterior import Posterior
 class Length:
     """Batches and optimiser steps of an epoch. `batches`: None where the loader does not know how many it gives.
 
-    `over`: epochs that a checkpoint brought along; `done`: their steps, where it says; `steps_per_epoch`: as it says.
+    `over`: epochs that a checkpoint brought along; `done`: their steps; `steps_per_epoch`: as it says.
     """
 
     def __init__(
@@ -22,20 +22,19 @@ class Length:
         epochs: int,
         accumulate: int,
         over: int = 0,
-        done: int | None = None,
+        done: int = 0,
         steps_per_epoch: int | None = None,
     ) -> None:
         self.posterior = posterior
         self.epochs = epochs
-        self.over = over
         self.batches = batches.length(loader)
-        self.behind = done
+        self.done = done
         self.unknown = False
         self.first = int(posterior.steps)  # of the epochs that follow
         if self.batches is not None:
             steps_per_epoch = max(1, math.ceil(self.batches / accumulate))
         if steps_per_epoch is not None:
-            self._tell(steps_per_epoch, over * steps_per_epoch if done is None else done)
+            posterior.begin(steps_per_epoch, epochs, done=done)
         elif over < epochs:
             posterior.begin_unmeasured(epochs)
             self.unknown = posterior.steps_per_epoch is None  # else the caller has begun the run already
@@ -43,12 +42,6 @@ class Length:
     def epoch_over(self) -> None:
         """Tells the posterior, where the epoch just trained is what the length is known by."""
         if self.unknown:
+            self.unknown = False
             trained = int(self.posterior.steps) - self.first
-            self._tell(max(1, trained), trained + (self.over * trained if self.behind is None else self.behind))
-
-    def _tell(self, steps_per_epoch: int, done: int) -> None:
-        self.unknown = False
-        if done:
-            self.posterior.begin(steps_per_epoch, self.epochs, done=done)
-        else:
-            self.posterior.begin(steps_per_epoch, self.epochs)
+            self.posterior.begin(max(1, trained), self.epochs, done=trained + self.done)

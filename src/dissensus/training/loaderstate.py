@@ -19,7 +19,7 @@ def loader_state(loader: Iterable[Any]) -> dict[str, Any]:
     Loaders that draw from torch's global generator, as a DataLoader does by itself, need neither.
     """
     own = loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
-    if not _plain(own):
+    if not _holds_no_code(own):
         log.warning(
             "the loader's state_dict() holds more than numbers, text and tensors, so the checkpoint leaves it out: a run "
             "that is resumed may see other batches"
@@ -60,10 +60,10 @@ def _generators(loader: Iterable[Any]) -> dict[str, torch.Generator]:
     return found
 
 
-def _plain(value: Any) -> bool:
+def _holds_no_code(value: Any) -> bool:
     """Whether a file that holds no code can hold this."""
     if isinstance(value, dict):
-        return all(_plain(key) and _plain(each) for key, each in value.items())
+        return all(_holds_no_code(key) and _holds_no_code(each) for key, each in value.items())
     if isinstance(value, list | tuple):
-        return all(_plain(each) for each in value)
+        return all(_holds_no_code(each) for each in value)
     return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, Tensor)

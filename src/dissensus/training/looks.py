@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dissensus.core.functions import DrawnFunctions
-from dissensus.core.posterior import Posterior, evaluation
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.methods.parts.trajectory import evenly_spaced
 
@@ -23,6 +23,6 @@ def looks(posterior: Posterior, epoch: int, epochs: int) -> bool:
 def look(posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
     """The functions that are drawn to judge this epoch; None where it is judged by those in training, or not at all."""
     if isinstance(posterior, RecordingPosterior) and posterior.judged_by == "draw" and looks(posterior, epoch, epochs):
-        with evaluation(posterior):
+        with left_as_found(posterior):
             return posterior.look(validation)
     return None

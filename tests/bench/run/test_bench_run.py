@@ -265,7 +265,7 @@ def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
 
 
 def test_settings_are_checked_before_anything_is_trained(tmp_path):
-    for override, message in (("evaluation.corrupt=foq", "'fog'"), ("evaluation.score=entropi", "expected a score")):
+    for override, message in (("evaluation.corrupt=foq", "'fog'"), ("evaluation.score=entropi", "expected score of")):
         task = load_task("digits", size="smoke", overrides=[override])
         with pytest.raises(ValueError, match=message):
             jobs.bench(task, out=tmp_path)

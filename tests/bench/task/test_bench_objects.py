@@ -137,7 +137,7 @@ def test_one_argument_of_a_likelihood_is_set_whatever_its_form(config):
         ('annealing = {cyclic = "four"}', "", "expected values that annealing cyclic takes, got {'cycles': 'four'}"),
         ("", 'likelihood = "regresion"', "expected likelihood of .* got 'regresion'; did you mean 'regression'?"),
         ("", "likelihood = {noise = 0.1}", "expected likelihood of .* got 'noise'"),
-        ("", "likelihood = {regression = {noise = -1}}", "expected a positive noise"),
+        ("", "likelihood = {regression = {noise = -1}}", "expected noise above 0"),
         ("", "likelihood = {regression = {nois = 1}}", "did you mean 'noise'?"),
         ("", "likelihood = 3", "expected likelihood by name, got 3"),
     ],

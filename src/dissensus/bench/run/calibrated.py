@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from dissensus.core.predictive import ClassificationPredictive
-from dissensus.evaluation import classification, regression
+from dissensus.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 from dissensus.temperature import best_temperature
@@ -21,14 +19,14 @@ def with_calibration(evaluation: Evaluation, test: Predictions, held: Prediction
     `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` at the best one, which is
     `calibrated/temperature`. What is fitted by the held-out rows is that one number.
     """
-    part: Any = classification if isinstance(test.predictive, ClassificationPredictive) else regression
+    part = numbers_of(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
     temperature = best_temperature(held.predictive.tempered(1 / own), held.targets)
     scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature / own)) for p in (test, held))
-    found = {f"calibrated/{key}": value for key, value in part.test_metrics(scaled).items()}
+    found = {f"calibrated/{key}": value for key, value in part.metrics(scaled).items()}
     found["calibrated/temperature"] = temperature
     for name, rows in (("nll", held), ("nll_scaled", scaled_held)):
         found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
-    arrays = {key.removeprefix("test/"): value for key, value in part.test_arrays(scaled).items()}
+    arrays = {key.removeprefix("test/"): value for key, value in part.arrays(scaled).items()}
     kept = {f"calibrated/{name}": arrays[name] for name in KEPT if name in arrays}
     return replace(evaluation, metrics=evaluation.metrics | found, arrays=evaluation.arrays | kept)

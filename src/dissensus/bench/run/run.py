@@ -40,9 +40,10 @@ from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.toml import toml
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
-from dissensus.evaluate import checked_score, evaluation_of, parameters
+from dissensus.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
+from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.damage import damaged
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import is_number, read_json, read_toml, write_json, write_text
@@ -247,7 +248,7 @@ class Run:
             shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
             corrupted=counts,
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
-            parameters=parameters(posterior),
+            parameters=parameter_count(posterior),
             prevalence=self.config.evaluation.get("prevalence"),
             temperature=float(posterior.temperature),
         )
@@ -257,7 +258,7 @@ class Run:
         evaluation = replace(
             evaluation,
             metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-            notes={"classes": "\n".join(self.data.classes)} | posterior.advice(metrics=evaluation.metrics),
+            notes={"classes": "\n".join(self.data.classes)} | collapse_note(posterior, evaluation.metrics),
         )
         if GRID in splits:
             said = read_predictions(splits[GRID]).predictive

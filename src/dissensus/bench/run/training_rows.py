@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from dissensus.core.predictive import ClassificationPredictive
-from dissensus.evaluation import classification, regression
+from dissensus.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 
@@ -15,8 +13,8 @@ KEPT = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
 
 def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
     """The evaluation with train/NAME of the training rows: accuracy or RMSE, NLL, and the members' own."""
-    part: Any = classification if isinstance(said.predictive, ClassificationPredictive) else regression
-    found = part.test_metrics(said) | part.member_metrics(said)
+    part = numbers_of(said)
+    found = part.metrics(said) | part.members(said)
     return replace(
         evaluation, metrics=evaluation.metrics | {f"train/{key}": found[key] for key in KEPT if key in found}
     )

@@ -85,23 +85,6 @@ class EmbeddedPosterior(Posterior):
         """What makes members differ more."""
         raise NotImplementedError
 
-    def advice(
-        self, *, optimizer: optim.Optimizer | None = None, metrics: Mapping[str, float] | None = None
-    ) -> dict[str, str]:
-        found, members, effective = {}, self.particles.members, (metrics or {}).get("members/effective_members")
-        if optimizer is not None and not SCALE_FREE.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
-            found["regime"] = (
-                f"γ = {self.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
-                "divides gradients by their size; SGD shows the difference"
-            )
-        if effective is not None and members >= 4 and effective < FEW:
-            # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
-            found["collapse"] = (
-                f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the same data "
-                f"counts as few, since all networks err on the same examples; {self.remedy}"
-            )
-        return found
-
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles, ordinary=folded)
 
@@ -130,6 +113,29 @@ def convertible_copy(
 
     network, account = converted(module, remember, layers=layers)
     return network, found, account
+
+
+def without_effect(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
+    """What a user should know of training with this optimiser where it leaves γ of an embedded ensemble without effect."""
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    if not isinstance(posterior, EmbeddedPosterior) or SCALE_FREE.isdisjoint(kinds):
+        return None
+    return (
+        f"γ = {posterior.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
+        "divides gradients by their size; SGD shows the difference"
+    )
+
+
+def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[str, str]:
+    """{"collapse": a warning} where the metrics of an embedded ensemble look like those of one model; else nothing."""
+    members, effective = posterior.particles.members, metrics.get("members/effective_members", FEW)
+    if not isinstance(posterior, EmbeddedPosterior) or members < 4 or effective >= FEW:
+        return {}
+    # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
+    return {
+        "collapse": f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the same data "
+        f"counts as few, since all networks err on the same examples; {posterior.remedy}"
+    }
 
 
 def embed(

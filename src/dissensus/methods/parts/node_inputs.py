@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.particles import Member, Particles
+from dissensus.core.particles import Particles
 
 
 def repeated_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
@@ -38,59 +38,29 @@ def of_another_length(x: Inputs) -> set[int]:
     return {i for i, tensor in enumerate(batches.tensors(x)) if tensor.ndim and len(tensor) not in (1, size)}
 
 
-def taken_whole(particles: Particles, x: Inputs, known: Collection[int]) -> set[int]:
-    """Numbers of further tensors t in x, as long as the batch, that the network takes whole.
+def check_repeatable(particles: Particles, x: Inputs, whole: Collection[int]) -> None:
+    """Raises where examples that stand twice in a batch, x₁, x₁, x₂, x₂, …, have other outputs than when they stand once.
 
-    Those by which the last example is what it is in the batch, f(x, t)_B = f(x_B, t), and is not with its row of t alone.
-    Raises where t is (B, B, ...) and the last example is another one either way: then t belongs to pairs of examples.
+    Then one of several tensors as long as the batch has no row per example: it is a table, or belongs to pairs of examples.
     """
-    size, several = batches.size(x), batches.tensors(x)
-    square = {i: t.shape[:2] == (size, size) for i, t in enumerate(several)}
-    doubtful = [i for i, t in enumerate(several) if i and i not in known and t.ndim and len(t) == size > 1]
+    size = batches.size(x)
+    beside = [t for i, t in enumerate(batches.tensors(x)) if i and i not in whole and t.ndim and len(t) == size > 1]
+    if not beside:
+        return
 
-    def last_of(some: Inputs, rows: int) -> Tensor | None:
-        """The last example's outputs; None where the network does not give one for each of so many."""
+    def outputs(some: Inputs) -> Tensor:
+        found: Tensor = particles.call(lambda member: batches.call(member.network, some), *particles.at(0))[0]
+        return found
 
-        def run(member: Member) -> Tensor:
-            return batches.call(member.network, some)
-
-        try:
-            outputs: Tensor = particles.call(run, *particles.at(0))[0]
-        except Exception:  # whatever a forward says to one example beside the rows of many
-            return None
-        return outputs[-1] if outputs.ndim and len(outputs) == rows else None
-
-    found: set[int] = set()
-    together = last_of(x, size) if doubtful else None
-    for i in sorted(doubtful, key=square.__getitem__):  # pairs last: what else is taken whole is known by then
-        whole, sliced = last_of(_last(x, {*known, *found, i}), 1), last_of(_last(x, {*known, *found}), 1)
-        if together is None:
-            continue
-        rounding = 100 * torch.finfo(together.dtype).eps * _largest(together)
-        if sliced is not None and _largest(sliced - together) <= 10 * rounding:
-            continue
-        if whole is not None and _largest(whole - together) <= rounding:
-            found.add(i)
-        elif square[i]:
-            raise ValueError(
-                f"expected inputs with a row for each example, got one of shape {tuple(several[i].shape)} for {size} examples "
-                "that the network reads as pairs; NodeBNN repeats examples, which pairs do not follow: compute them in forward"
-            )
-    return found
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest absolute value that is finite; logits may be −inf."""
-    finite = tensor[tensor.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _last(x: Inputs, whole: Collection[int]) -> Inputs:
-    """The last example of x, beside what belongs to none."""
-    size, number = batches.size(x), count()
-
-    def one(tensor: Tensor) -> Tensor:
-        mine = next(number) not in whole and tensor.ndim > 0 and len(tensor) == size
-        return tensor[-1:] if mine else tensor
-
-    return batches.apply(x, one)
+    once = repeated(outputs(x), 2)
+    try:
+        twice = outputs(repeated_inputs(x, 2, whole=whole))
+    except (RuntimeError, ValueError, IndexError):
+        twice = once[:0]
+    rounding = 1e-3 * float(once.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    if twice.shape != once.shape or not torch.allclose(twice, once, rtol=0.0, atol=rounding, equal_nan=True):
+        raise ValueError(
+            f"expected inputs with a row for each example, got {[tuple(t.shape) for t in beside]} beside {size} examples, of "
+            "which the network reads one whole; NodeBNN repeats examples: keep a table in the network as a buffer, compute "
+            "what belongs to pairs of examples in forward, or let batches have another size than the table"
+        )
