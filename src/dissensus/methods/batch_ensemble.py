@@ -19,7 +19,7 @@ from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, converted, watch_reads
+from dissensus.surgery.conversion import CONVERTIBLE, convertible_copy, watch_reads
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import ends, follow
@@ -113,13 +113,7 @@ def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
 ) -> tuple[nn.Module, Account]:
     """(a copy of the module with neutral r and s, the account); in the talk's form without the first r and the last s."""
-    found: dict[str, nn.Module] = {}
-
-    def remember(name: str, layer: nn.Module) -> nn.Module:
-        found[name] = layer
-        return layer
-
-    network, account = converted(module, remember, layers=layers)
+    network, found, account = convertible_copy(module, layers=layers)
     names = _layers(network, account)
     followed = follow(network, names)
     first, last = ends(names, followed)

@@ -11,8 +11,9 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.statistics import statistics_names
 from dissensus.methods.embedded import EmbeddedPosterior, Regime, check_members, checked_gamma, embed
-from dissensus.surgery.conversion import converted, watch_reads
-from dissensus.surgery.modulated import features, modulated
+from dissensus.surgery.conversion import convertible_copy, watch_reads
+from dissensus.surgery.factored import features
+from dissensus.surgery.modulated import modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order, ends, follow
 
@@ -44,23 +45,16 @@ class DropoutEnsemble(EmbeddedPosterior):
                 f"expected keep between 0 and 1, got {keep!r}; it is the share of units kept, 0.9 is a usual one"
             )
         gamma = 1.0 if regime == "auto" else checked_gamma(regime, members, lambda: keep)
-        found: dict[str, nn.Module] = {}
-
-        def remember(name: str, layer: nn.Module) -> nn.Module:
-            found[name] = layer
-            return layer
-
-        network, account = converted(module, remember)
+        network, found, account = convertible_copy(module)
         followed = follow(network, list(found))
         stems = ends(list(found), followed)[0]
-        rest = [name for name in call_order(network, found) if name not in stems]
+        rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
             raise ValueError(
                 "expected at least two linear or convolutional layers to drop units between, got "
                 f"{', '.join(stems) or 'one'} alone; masks are on hidden units: pass a deeper network"
             )
         for name in stems:
-            del account.converted[name]
             account.left[name] = "one of the first: inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}

@@ -25,7 +25,6 @@ from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
 from dissensus.surgery.conversion import folded, plain
-from dissensus.surgery.reads import noting_reads
 
 log = logging.getLogger("dissensus")
 
@@ -51,7 +50,6 @@ class EmbeddedPosterior(Posterior):
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
         super().__init__(particles, **prior)
-        self._known.around = noting_reads
         self.account = account
         self._factors = tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)

@@ -37,7 +37,6 @@ from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import plain
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing
-from dissensus.surgery.reads import noting_reads
 
 
 class NodeBNN(LatentPosterior):
@@ -112,7 +111,6 @@ class NodeBNN(LatentPosterior):
         check_settings(settings, samples=samples)
         particles, made = with_latents(networks, settings, likelihood)
         super().__init__(particles, **prior)
-        self._known.around = noting_reads
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)

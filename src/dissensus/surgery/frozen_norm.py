@@ -32,9 +32,6 @@ class FrozenNorm(Cut):
         normed: Tensor = _Normed.apply(input, *_tensors(layer), layer.eps)  # type: ignore[no-untyped-call]
         return normed
 
-    def fold(self) -> None:
-        """Nothing was added."""
-
 
 def freeze_norms(member: Member) -> None:
     """Keeps the statistics of the member's norm layers as they are while the rest trains; torch's own batch norms are cut."""
