@@ -56,15 +56,21 @@ class Factored(Cut):
         if isinstance(factors, Kernel):
             return self._with_kernel(factors, input, *args, **keywords)
         before, scalar, behind = factors
-        if not (self.members_at_once or isinstance(self, DENSE) or any(f is not None and f.ndim > 1 for f in factors)):
+        given = before if before is not None else behind if behind is not None else scalar
+        each = given is not None and given.ndim > 1  # whether every example has its own
+        if not (each or self.members_at_once or isinstance(self, DENSE)):
             return self._with_kernel(folded_kernel(self, factors), input, *args, **keywords)
+        # The short backward pass of `scaled` reads the product, which must then be there as it was, and has no gradient for
+        # a factor of 0: it is for factors of examples, which are random numbers, and not for those that all examples share.
         if before is not None:
-            input = self._times(input, before, kept=True, alone=True)
+            across = self._across(before, input)
+            input = scaled(input, across, alone=True) if each else input * across
         outputs: Tensor = super().forward(input, *args, **keywords)
         if scalar is not None and self.bias is not None:
             outputs = outputs + self._across(self.bias * (scalar - 1), outputs)
         if behind is not None:
-            outputs = self._times(outputs, behind, kept=not self.rewritten, alone=False)
+            across = self._across(behind, outputs)
+            outputs = scaled(outputs, across, alone=False) if each and not self.rewritten else outputs * across
         return outputs
 
     def fold(self) -> None:
@@ -93,27 +99,21 @@ class Factored(Cut):
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
 
-    def _times(self, x: Tensor, factors: Tensor, *, kept: bool, alone: bool) -> Tensor:
-        """x times factors. `kept`: the product stays as it is; `alone`: it goes to one layer only."""
-        across = self._across(factors, x)
-        # The short backward pass reads the product, which must then be there as it was, and has no gradient for a factor
-        # of 0: it is for factors of examples, which are random numbers, and not for those that all examples share.
-        return scaled(x, across, alone=alone) if kept and factors.ndim > 1 else x * across
-
     def _across(self, factors: Tensor, x: Tensor) -> Tensor:
         """Factors (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
-        space = self.weight.ndim - 2
+        factors, dense = factors.to(x.dtype), isinstance(self, DENSE)
+        space = 0 if dense else len(self.kernel_size)  # type: ignore[arg-type]
         if factors.ndim == 1:  # one set for all examples, wherever those are
-            return factors.to(x.dtype).view(-1, *[1] * space)
+            return factors if dense else factors.view(-1, *[1] * space)
         examples, width = factors.shape
-        between, dense = x.ndim - 2, isinstance(self, DENSE)
+        between = x.ndim - 2
         if between < 0 or len(x) != examples or (not dense and between != space):
             raise ValueError(
                 f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
                 f"shape {tuple(x.shape)}; latents are drawn for each example: leave this layer out with layers=[...]"
             )
         shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
-        return factors.to(x.dtype).reshape(shape)
+        return factors.reshape(shape)
 
 
 def features(layer: nn.Module) -> tuple[int, int]:
