@@ -699,7 +699,7 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=None)
         with pytest.raises(ValueError, match="expected a positive data_size, got 0"):
             method(nets, data_size=0)
-        with pytest.raises(ValueError, match="expected a score of kde, stein, spectral_stein, got 'svgd'"):
+        with pytest.raises(ValueError, match="expected score of kde, stein, spectral_stein, got 'svgd'"):
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)

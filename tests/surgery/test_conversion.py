@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.nets.ntk import NTKLinear
-from dissensus.surgery.conversion import Cut, convertible_copy, cut, folded, plain
+from dissensus.surgery.conversion import Cut, convertible_copy, cut, folded, uncut
 
 
 class Tripled(Cut):
@@ -58,7 +58,7 @@ def test_every_kind_of_layer_is_cut_folded_and_plain_again(kind):
     assert type(network[0]) is type(layer)
     torch.testing.assert_close(cut_network(x), 3 * network(x))
     torch.testing.assert_close(folded(copy.deepcopy(cut_network))(x), 3 * network(x))
-    again = plain(cut_network)
+    again = uncut(cut_network)
     assert type(again[0]) is type(layer)
     assert list(again.state_dict()) == list(network.state_dict())
     assert torch.equal(again(x), network(x))
@@ -167,7 +167,7 @@ def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
         torch.testing.assert_close(fast, slow)
         assert not torch.allclose(fast, layer(x), atol=1e-2)
         torch.testing.assert_close(folded(cut_layer)(x), fast)
-    assert plain(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+    assert uncut(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
 def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_too():

@@ -24,7 +24,7 @@ from dissensus.core.splitting import tensors_of
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import folded, plain
+from dissensus.surgery.conversion import folded, uncut
 
 log = logging.getLogger("dissensus")
 
@@ -103,7 +103,7 @@ class EmbeddedPosterior(Posterior):
         return MemberFunctions(self.particles, ordinary=folded)
 
     def given(self) -> nn.Module:
-        return plain(self.particles.member(0))
+        return uncut(self.particles.member(0))
 
 
 def embed(

@@ -34,7 +34,7 @@ from dissensus.methods.node_settings import Bound, Divergence, check_settings
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
-from dissensus.surgery.conversion import plain
+from dissensus.surgery.conversion import uncut
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing
 
@@ -229,7 +229,7 @@ class NodeBNN(LatentPosterior):
     # ------------------------------------------------------------------ state and files
 
     def given(self) -> nn.Module:
-        return plain(self.particles.member(0))
+        return uncut(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
         held = self.mean.ndim == 2

@@ -20,11 +20,12 @@ from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
+from dissensus.core.statistics import statistics_names
 from dissensus.methods.networks import Networks, described, one_or_many, rebuilt
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import refresh_statistics, statistics_names
+from dissensus.surgery.normalization import refresh_statistics
 
 
 class SamplingPosterior(Posterior):

@@ -107,11 +107,11 @@ def convertible_copy(
     return copied, found, account
 
 
-def plain(network: nn.Module) -> nn.Module:
+def uncut(network: nn.Module) -> nn.Module:
     """The converted network, changed in place, with ordinary layers again: weights as they are, added tensors dropped."""
     for layer in list(network.modules()):
         if isinstance(layer, Cut):
-            _uncut(layer)
+            _uncut_layer(layer)
     _fast_paths(network, off=False)
     return network
 
@@ -126,7 +126,7 @@ def folded(network: nn.Module) -> nn.Module:
     for layer in cuts:
         read = {"weight": layer.weight, "bias": layer.bias} if layer.read_past else None
         layer.fold()
-        _uncut(layer)
+        _uncut_layer(layer)
         if read is not None:
             own = copy.deepcopy(layer)
             own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -146,7 +146,7 @@ def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
     return "; its weight is read past it, where nothing of this is done" if layer.read_past else ""
 
 
-def _uncut(layer: Cut) -> None:
+def _uncut_layer(layer: Cut) -> None:
     added = layer.added
     layer.__class__ = layer.plain_class  # type: ignore[assignment]
     vars(layer).pop("read_past", None)
