@@ -1,8 +1,8 @@
 """Multilayer perceptrons for vectors and flattened images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -66,8 +66,8 @@ class MLP(nn.Module):
             "bias_variance": bias_variance,
         }
         variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
-        given = {name: variance for name, variance in variances.items() if variance is not None}
-        linear = partial(NTKLinear, **given) if ntk else nn.Linear
+        given: dict[str, Any] = {name: variance for name, variance in variances.items() if variance is not None}
+        linear: Callable[[int, int], nn.Module] = partial(NTKLinear, **given) if ntk else nn.Linear
         layers: list[nn.Module] = []
         width = inputs
         for units, rate in zip(hidden, rates, strict=True):

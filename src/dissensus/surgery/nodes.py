@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -107,35 +107,31 @@ def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
     return found
 
 
-@contextmanager
-def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> Iterator[None]:
+def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
     """Inside, these layers multiply by these latents."""
-    with placed([network.get_submodule(name) for name in nodes], nodes.values()):
-        yield
+    return placed([network.get_submodule(name) for name in nodes], nodes.values())
 
 
-@contextmanager
-def placed(layers: Sequence[nn.Module], nodes: Iterable[Factors | Kernel]) -> Iterator[None]:
+def placed(layers: Sequence[nn.Module], nodes: Iterable[Factors | Kernel]) -> AbstractContextManager[None]:
     """`standing` for layers that are known already."""
-    for layer, each in zip(layers, nodes, strict=True):
-        vars(layer)["nodes"] = each  # past nn.Module's own setting of attributes, which costs as much as a launch
-    try:
-        yield
-    finally:
-        for layer in layers:
-            vars(layer)["nodes"] = None
+    return _given(layers, "nodes", nodes)
+
+
+def watched(layers: Sequence[Noded]) -> AbstractContextManager[None]:
+    """Inside, the layers keep what they return to a batch with latents of its own, in `seen`, empty at first."""
+    return _given(layers, "seen", [[] for _ in layers])
 
 
 @contextmanager
-def watched(layers: Sequence[Noded]) -> Iterator[None]:
-    """Inside, the layers keep what they return to a batch with latents of its own, in `seen`, empty at first."""
-    for layer in layers:
-        vars(layer)["seen"] = []
+def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
+    """Inside, the layers have these values of an attribute, which is None afterwards."""
+    for layer, value in zip(layers, values, strict=True):
+        vars(layer)[attribute] = value  # past nn.Module's own setting of attributes, which costs as much as a launch
     try:
         yield
     finally:
         for layer in layers:
-            vars(layer)["seen"] = None
+            vars(layer)[attribute] = None
 
 
 def written_into(layer: Noded) -> bool:
