@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -131,19 +130,16 @@ def folded_kernel(layer: Any, factors: Factors) -> Kernel:
     """Weight and bias that alone compute what the layer does with these factors, each (C,)."""
     before, scalar, behind = factors
     weight, bias, transposed = layer.weight, layer.bias, isinstance(layer, TRANSPOSED)
+    groups, space = getattr(layer, "groups", 1), [1] * (weight.ndim - 2)
     # Rows are outputs, but for transposed convolutions, where they are inputs; the others count within their group.
     for each, rows in ((before, transposed), (behind, not transposed)):
-        if each is not None:
-            spread = each[:, None] if rows else _in_groups(each, getattr(layer, "groups", 1), len(weight))
-            weight = weight * spread.reshape(*spread.shape, *[1] * (weight.ndim - 2))
+        if each is not None and rows:
+            weight = weight * each.reshape(-1, 1, *space)
+        elif each is not None:
+            spread = each.reshape(groups, -1, *space)
+            weight = weight * (spread if groups == 1 else spread.repeat_interleave(len(weight) // groups, dim=0))
     if bias is not None and scalar is not None:
         bias = bias * scalar
     if bias is not None and behind is not None:
         bias = bias * behind
     return Kernel(weight, bias)
-
-
-def _in_groups(factors: Tensor, groups: int, rows: int) -> Tensor:
-    """(rows or 1, C / groups) of factors (C,): each row has those of its group."""
-    grouped = factors.reshape(groups, -1)
-    return grouped if groups == 1 else torch.repeat_interleave(grouped, rows // groups, dim=0)
