@@ -491,7 +491,7 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"latent_momentum": 2}, "expected latent_momentum of at least 0 and below 1, got 2"),
         ({"layers": "0"}, r"expected a list of names of layers, got '0'; pass layers=\[...\]"),
         ({"layers": []}, r"expected a list of names of layers, got \[\]"),
-        ({"mode": "inside"}, "expected a mode of in, out, both, got 'inside'"),
+        ({"mode": "inside"}, "expected mode of in, out, both, got 'inside'"),
         ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
         ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
         ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),

@@ -7,7 +7,10 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import SWA, SWAG
-from dissensus.numerics.flat import flatten
+
+
+def flatten(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
 
 
 class Scalars(nn.Module):

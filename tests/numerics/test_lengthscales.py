@@ -106,22 +106,22 @@ def test_fewer_rows_than_directions_are_enough(monkeypatch):
 
 def test_bad_input_is_a_clear_error():
     x = inputs()
-    with pytest.raises(ValueError, match="expected alpha from 0"):
+    with pytest.raises(ValueError, match=r"expected alpha of at least 0 and of at most 1, got 1\.5"):
         pca_lengthscales(x, 1.5)
-    with pytest.raises(TypeError, match="expected alpha as a number from 0 to 1, got 'pca'"):
+    with pytest.raises(TypeError, match="expected alpha as a number, got 'pca'"):
         pca_lengthscales(x, "pca")
     for array in (x.numpy(), [x.numpy()]):
-        with pytest.raises(TypeError, match=r"got ndarray; convert arrays with torch\.from_numpy"):
+        with pytest.raises(TypeError, match=r"got ndarray; .* convert arrays with torch\.from_numpy"):
             pca_lengthscales(array)
     with pytest.raises(
         ValueError, match=r"expected batches of 6 numbers per input, .* got a batch of shape \(300, 5\)"
     ):
         pca_lengthscales([x, x[:, :5]])
-    with pytest.raises(ValueError, match='expected form "poster" or "paper", got \'slides\''):
+    with pytest.raises(ValueError, match="expected form of poster, paper, got 'slides'"):
         pca_lengthscales(x, form="slides")
-    with pytest.raises(ValueError, match="expected a rank of at least 1, got 0"):
+    with pytest.raises(ValueError, match="expected rank of at least 1, got 0"):
         pca_lengthscales(x, rank=0)
-    with pytest.raises(ValueError, match="expected at least one pass"):
+    with pytest.raises(ValueError, match="expected passes of at least 1, got 0"):
         pca_lengthscales(x, passes=0)
     with pytest.raises(ValueError, match="expected at least two inputs, got 1"):
         pca_lengthscales(x[:1])
@@ -130,7 +130,7 @@ def test_bad_input_is_a_clear_error():
     with pytest.raises(ValueError, match="expected finite inputs"):
         pca_lengthscales(torch.full((5, 3), torch.nan))
     with pytest.raises(
-        ValueError, match=r"expected inputs of shape \(N, ...\) or batches of them, got a tensor of shape \(5,\)"
+        ValueError, match=r"expected inputs as a tensor \(N, ...\) or batches of them, got a tensor of shape \(5,\)"
     ):
         pca_lengthscales(torch.ones(5))
     with pytest.raises(ValueError, match="expected training inputs, got none"):

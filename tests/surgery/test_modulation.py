@@ -59,19 +59,19 @@ def test_the_same_generator_gives_the_same_factors_and_leaves_the_global_one_alo
 
 
 def test_wrong_laws_are_refused():
-    with pytest.raises(ValueError, match=r"expected p from 0 to 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"expected p of at least 0 and of at most 1, got 1\.5; it is a probability"):
         ds.Modulation.sign(1.5)
-    with pytest.raises(ValueError, match="expected a std of at least 0, got -1"):
+    with pytest.raises(ValueError, match="expected std of at least 0, got -1"):
         ds.Modulation.normal(0, -1)
-    with pytest.raises(ValueError, match=r"expected keep from 0 to 1, got -0\.1"):
+    with pytest.raises(ValueError, match=r"expected keep of at least 0 and of at most 1, got -0\.1"):
         ds.Modulation.bernoulli(-0.1)
-    with pytest.raises(ValueError, match="expected a finite value, got nan"):
+    with pytest.raises(ValueError, match="expected value as a finite number, got nan"):
         ds.Modulation.constant(math.nan)
-    with pytest.raises(ValueError, match="expected p from −1 to 1, got 2"):
+    with pytest.raises(ValueError, match="expected p of at least -1 and of at most 1, got 2; p² is the collectivity"):
         ds.Modulation.between(2)
-    with pytest.raises(ValueError, match="expected a law of constant, sign, normal, bernoulli, got 'cauchy'"):
+    with pytest.raises(ValueError, match="expected law of constant, sign, normal, bernoulli, got 'cauchy'"):
         ds.Modulation.from_config({"law": "cauchy"})
-    with pytest.raises(ValueError, match="expected mean, std for normal, got mean"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'std'"):
         ds.Modulation.from_config({"law": "normal", "mean": 1.0})
     with pytest.raises(TypeError, match="expected a law with atoms"):
         ds.Modulation.normal(0, 1).atoms()

@@ -11,7 +11,8 @@ import dissensus.surgery
 from dissensus.nets import NTKLinear
 from dissensus.surgery import channel_kernels as kernels
 from dissensus.surgery.conversion import folded
-from dissensus.surgery.nodes import Nodes, by_layer, folded_tensors, standing, with_nodes
+from dissensus.surgery.factored import Factors, folded_kernel
+from dissensus.surgery.nodes import by_layer, standing, with_nodes
 from dissensus.surgery.scaling import scaled
 
 LAYERS = {
@@ -51,7 +52,7 @@ def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mo
         on_activations = made.network(x)
     with standing(made.network, by_layer(made.sites, z.expand(5, -1))):
         per_example = made.network(x)
-    weight, bias = folded_tensors(layer, layer.weight, layer.bias, nodes["0"])
+    weight, bias = folded_kernel(layer, nodes["0"])
     state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     expected = torch.func.functional_call(layer, state, (x,))
     torch.testing.assert_close(on_activations, expected, rtol=0, atol=1e-12)
@@ -129,12 +130,12 @@ def test_folding_a_tied_layer_leaves_the_other_alone():
     with standing(made.network, by_layer(made.sites, z)):
         expected = made.network(x)
     plain = copy.deepcopy(made.network)
-    plain.head.nodes = Nodes(behind=z)
+    plain.head.nodes = Factors(behind=z)
     torch.testing.assert_close(folded(plain)(x), expected)
 
 
 def test_an_unknown_mode_is_a_clear_error():
-    with pytest.raises(ValueError, match="expected a mode of in, out, both, got 'input'"):
+    with pytest.raises(ValueError, match="expected mode of in, out, both, got 'input'"):
         with_nodes(nn.Linear(2, 2), "input")
 
 

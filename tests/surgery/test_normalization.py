@@ -7,7 +7,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
-from dissensus.surgery.normalization import refresh_statistics, statistics_names
+from dissensus.core.statistics import statistics_names
+from dissensus.surgery.normalization import refresh_statistics
 
 SIZES = (5, 8, 3)
 

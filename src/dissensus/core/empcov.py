@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dissensus.core.errors import unknown
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.numerics.checks import number
-from dissensus.numerics.lengthscales import Moments, check_finite
+from dissensus.numerics.lengthscales import Moments, check_finite_rows
 from dissensus.numerics.tree import Tensors
 
 
@@ -102,7 +102,7 @@ def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Itera
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
         x = x.detach().to(first.weight.device, torch.promote_types(x.dtype, torch.float32))
-        check_finite(x.flatten(1), before)
+        check_finite_rows(x.flatten(1), before)
         before += len(x)
         if isinstance(first, nn.Conv2d):
             patches = F.unfold(x, first.kernel_size, first.dilation, first.padding, first.stride)  # type: ignore[arg-type]

@@ -30,8 +30,6 @@ class KnownInputs:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
         self.doubted = False  # whether a doubt was logged: once is enough
-        # Runs the network; None: plainly.
-        self.around: Callable[[nn.Module, Callable[[], Tensor]], Tensor] | None = None
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
         """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""

@@ -219,15 +219,9 @@ class Posterior(TrainingRules, ABC):
 
     def _first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.to(x, self.device)
-
-        def run() -> Tensor:
-            with left_as_found(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
-                outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
-                self.draws_itself |= watch.drew
-            return outputs
-
-        around = self._known.around
-        outputs = run() if around is None else around(particles.template.network, run)
+        with left_as_found(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
+            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
+            self.draws_itself |= watch.drew
         self._known.doubt(self.likelihood.doubt(outputs))
         return outputs
 

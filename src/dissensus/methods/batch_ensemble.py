@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, watch_reads
+from dissensus.surgery.conversion import CONVERTIBLE, convertible_copy, watch_reads
 from dissensus.surgery.modulated import Modulated, modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import ends, follow

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, convertible_copy, embed, gamma_of
+from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of
 from dissensus.numerics.checks import share, whole
-from dissensus.surgery.conversion import watch_reads
-from dissensus.surgery.modulated import features, modulated
+from dissensus.surgery.conversion import convertible_copy, watch_reads
+from dissensus.surgery.factored import features
+from dissensus.surgery.modulated import modulated
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.order import call_order, ends, follow
 
@@ -44,14 +45,13 @@ class DropoutEnsemble(EmbeddedPosterior):
         network, found, account = convertible_copy(module)
         followed = follow(network, list(found))
         stems = ends(list(found), followed)[0]
-        rest = [name for name in call_order(network, found) if name not in stems]
+        rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
             raise ValueError(
                 "expected at least two linear or convolutional layers to drop units between, got "
                 f"{', '.join(stems) or 'one'} alone; masks are on hidden units: pass a deeper network"
             )
         for name in stems:
-            del account.converted[name]
             account.left[name] = "one of the first: inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}

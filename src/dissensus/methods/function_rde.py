@@ -108,7 +108,7 @@ class FunctionRDE(StackedPosterior):
         strength = self.strength(z["outputs"].shape[1], gathered=self.batches_per_step)
         matrix = scores.MATRICES[self.score](squared_distances(repelled)) * strength
         v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
-        v[where] = scores.apply(matrix, repelled - repelled.mean(0))
+        v[where] = scores.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
             v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)

@@ -42,10 +42,9 @@ from dissensus.methods.parts.node_posterior import LatentPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
-from dissensus.surgery.conversion import plain
+from dissensus.surgery.conversion import uncut
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing
-from dissensus.surgery.reads import noting_reads
 
 
 class NodeBNN(LatentPosterior):
@@ -121,7 +120,6 @@ class NodeBNN(LatentPosterior):
         check_settings(settings, samples=samples)
         particles, made = with_latents(networks, settings, likelihood)
         super().__init__(particles, **prior)
-        self._known.around = noting_reads
         self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
         self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
@@ -241,7 +239,7 @@ class NodeBNN(LatentPosterior):
     # ------------------------------------------------------------------ state and files
 
     def given(self) -> nn.Module:
-        return plain(self.particles.member(0))
+        return uncut(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
         held = self.mean.ndim == 2

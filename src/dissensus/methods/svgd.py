@@ -59,9 +59,9 @@ class SVGD(StackedPosterior):
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         kernel, h = scores.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = scores.apply(kernel * (self.annealed(self.annealing) / count), gradients)
+        driving = scores.apply_matrix(kernel * (self.annealed(self.annealing) / count), gradients)
         slopes = scores.slopes(kernel, h) / (count * size)
-        repulsion = scores.apply(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        repulsion = scores.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
@@ -93,6 +93,6 @@ class SVGD(StackedPosterior):
         kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
         driving = kernel * (self.annealed(self.annealing) / count)
-        repulsion = scores.apply(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
-        v = {"outputs": scores.apply(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
+        repulsion = scores.apply_matrix(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
+        v = {"outputs": scores.apply_matrix(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

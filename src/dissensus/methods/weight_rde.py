@@ -57,7 +57,7 @@ class WeightRDE(StackedPosterior):
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
-        repulsion = scores.apply(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        repulsion = scores.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = self.annealed(self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.

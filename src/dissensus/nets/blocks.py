@@ -1,4 +1,4 @@
-"""Small parts that torch lacks: a residual connection and the error function as modules."""
+"""Small parts that torch lacks: a residual connection and the error function as modules; how convolutions begin."""
 
 import torch
 from torch import Tensor, nn
@@ -21,3 +21,12 @@ class Erf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.erf(x)
+
+
+def draw_convolutions(network: nn.Module) -> None:
+    """Draws the kernels of all convolutions anew, N(0, 2/fan_out) (He et al., ICCV 2015), and sets their biases to 0."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,11 +1,13 @@
 """Multilayer perceptrons for vectors and flattened images."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from dissensus.nets.ntk import NTKLinear
+from dissensus.numerics.checks import one_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -35,15 +37,9 @@ class MLP(nn.Module):
         bias_variance: float | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"expected an activation of {', '.join(ACTIVATIONS)}, got {activation!r}; name one of them"
-            )
-        if init not in ("torch", "he", "normal"):
-            raise ValueError(f"expected init of torch, he, normal, got {init!r}; torch is torch's own default")
-        if parameterization not in ("standard", "ntk"):
-            raise ValueError(f"expected parameterization of standard, ntk, got {parameterization!r}; name one of them")
-        ntk = parameterization == "ntk"
+        one_of("activation", activation, ACTIVATIONS)
+        one_of("init", init, ("torch", "he", "normal"), hint="torch is torch's own default")
+        ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"
         if ntk and init != "torch":
             raise ValueError(
                 f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance= instead'
@@ -69,13 +65,9 @@ class MLP(nn.Module):
             "weight_variance": weight_variance,
             "bias_variance": bias_variance,
         }
-
-        def linear(inputs: int, outputs: int) -> nn.Module:
-            if not ntk:
-                return nn.Linear(inputs, outputs)
-            variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
-            return NTKLinear(inputs, outputs, **{k: v for k, v in variances.items() if v is not None})
-
+        variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
+        given: dict[str, Any] = {name: variance for name, variance in variances.items() if variance is not None}
+        linear: Callable[[int, int], nn.Module] = partial(NTKLinear, **given) if ntk else nn.Linear
         layers: list[nn.Module] = []
         width = inputs
         for units, rate in zip(hidden, rates, strict=True):

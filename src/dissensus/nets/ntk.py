@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.numerics.checks import number
+
 
 class NTKLinear(nn.Module):
     """(..., inputs) -> (..., outputs): x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
@@ -17,11 +19,8 @@ class NTKLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, weight_variance: float = 2.0, bias_variance: float = 0.0) -> None:
         super().__init__()
-        if not weight_variance > 0 or not bias_variance >= 0:
-            raise ValueError(
-                f"expected a positive weight_variance and a bias_variance of at least 0, got {weight_variance} and "
-                f"{bias_variance}; 2 and 0 keep the size of ReLU activations"
-            )
+        number("weight_variance", weight_variance, above=0, hint="2 keeps the size of ReLU activations")
+        number("bias_variance", bias_variance, least=0)
         self.in_features, self.out_features = inputs, outputs
         self.weight = nn.Parameter(weight_variance**0.5 * torch.randn(outputs, inputs))
         self.bias = nn.Parameter(bias_variance**0.5 * torch.randn(outputs))

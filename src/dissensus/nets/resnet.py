@@ -7,6 +7,9 @@ section, and depth 18, 34 with 64-128-256-512 channels, 1×1 shortcuts and a 3×
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.nets.blocks import draw_convolutions
+from dissensus.numerics.checks import one_of
+
 THIN = {20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # blocks per stage
 WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
@@ -16,8 +19,7 @@ class ResNet(nn.Module):
 
     def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3) -> None:
         super().__init__()
-        if depth not in THIN and depth not in WIDE:
-            raise ValueError(f"expected a depth of {sorted([*THIN, *WIDE])}, got {depth}; choose one of them")
+        one_of("depth", depth, sorted([*THIN, *WIDE]))
         self.config = {"depth": depth, "outputs": outputs, "channels": channels}
         widths: tuple[int, ...] = (16, 32, 64) if depth in THIN else (64, 128, 256, 512)
         counts: tuple[int, ...] = (THIN[depth],) * 3 if depth in THIN else WIDE[depth]
@@ -29,13 +31,11 @@ class ResNet(nn.Module):
             blocks = []
             for j in range(count):
                 stride = 2 if i > 1 and j == 0 else 1
-                blocks.append(Block(previous, width, stride, learned_shortcut=depth in WIDE))
+                blocks.append(BasicBlock(previous, width, stride, learned_shortcut=depth in WIDE))
                 previous = width
             self.add_module(f"layer{i}", nn.Sequential(*blocks))
         self.linear = nn.Linear(previous, outputs)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+        draw_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
@@ -45,7 +45,7 @@ class ResNet(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3×3 convolutions around a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, learned_shortcut: bool) -> None:

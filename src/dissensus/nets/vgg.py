@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from dissensus.nets.blocks import draw_convolutions
+
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # each ends in a pooling
 
 
@@ -28,10 +30,7 @@ class VGG16(nn.Module):
         self.features = nn.Sequential(*layers)
         hidden = [[*([nn.Dropout(dropout)] if dropout else []), nn.Linear(512, 512), nn.ReLU()] for _ in range(2)]
         self.head = nn.Sequential(*hidden[0], *hidden[1], nn.Linear(512, outputs))
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out")
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        draw_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x).mean((2, 3)))

@@ -3,6 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.nets.blocks import draw_convolutions
+from dissensus.numerics.checks import whole
+
 
 class WideResNet(nn.Module):
     """(B, C, H, W) -> (B, outputs): three stages of 16, 32, 64 times `width` channels, (depth − 4)/6 blocks in each.
@@ -16,8 +19,7 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"expected a depth of 6n + 4 (10, 16, 22, 28, 40), got {depth}; choose one of them")
-        if width < 1:
-            raise ValueError(f"expected a width of at least 1, got {width}; 10 is the paper's, 1 a thin network")
+        whole("width", width, hint="10 is the paper's, 1 a thin network")
         self.config = {
             "depth": depth,
             "width": width,
@@ -36,9 +38,7 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.bn = nn.BatchNorm2d(previous)
         self.linear = nn.Linear(previous, outputs)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+        draw_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.blocks(self.conv1(x))))

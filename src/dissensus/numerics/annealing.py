@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_number, check_whole
+from dissensus.numerics.checks import number, one_of, whole
 
 SCHEDULES = ("constant", "linear", "hyper", "cyclic")
 
@@ -34,20 +34,11 @@ class Annealing:
     cycles: int = 5
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, got {self.schedule!r}; name one of them")
-        for keyword in ("steps", "cycles"):
-            if getattr(self, keyword) is not None:
-                check_whole(keyword, getattr(self, keyword))
-        check_number("weight", self.weight)
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"expected at least one step to anneal over, got {self.steps}; None takes the whole run")
-        if not self.weight > 0:
-            raise ValueError(
-                f"expected a positive weight of the driving force, got {self.weight}; 1 leaves it as it is"
-            )
-        if self.cycles < 1:
-            raise ValueError(f"expected at least one cycle, got {self.cycles}; 5 is the paper's")
+        one_of("schedule", self.schedule, SCHEDULES)
+        if self.steps is not None:
+            whole("steps", self.steps, hint="None takes the whole run")
+        whole("cycles", self.cycles, hint="5 is the paper's")
+        number("weight", self.weight, above=0, hint="1 leaves the driving force as it is")
 
     def __call__(self, step: Tensor, run: int | None) -> Tensor | float:
         """() a_t at the step (), of a run of so many steps. Tensor arithmetic: a captured step goes on with the clock."""

@@ -1,4 +1,4 @@
-"""Flat weights: all tensors of a network as one vector, and one block of memory seen as many tensors."""
+"""Flat weights: one vector taken apart into the tensors of a network, and one block of memory seen as many tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,19 +16,9 @@ def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
-def flatten(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """(P,) all entries, tensor after tensor; a copy without a graph."""
-    if not tensors:
-        return torch.zeros(0, dtype=dtype)
-    dtype = dtype or state_dtype(list(tensors.values()))
-    return torch.cat([tensor.detach().to(dtype).flatten() for tensor in tensors.values()])
-
-
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
     """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors in `like`."""
     sizes = [tensor.numel() for tensor in like.values()]
-    if sum(sizes) != flat.shape[-1]:
-        raise ValueError(f"expected a vector of {sum(sizes)} entries, got {flat.shape[-1]}; flatten the same tensors")
     parts = torch.split(flat, sizes, dim=-1)
     return {
         name: part.reshape(*flat.shape[:-1], *tensor.shape).to(tensor.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import Lengthscales
 
 # The median bandwidth makes the force grow like 1/distance. Below this squared bandwidth it grows no more.
@@ -74,10 +75,6 @@ def input_gradient_log_density(
     "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
     `weight`: (B,) weights of the examples in the mean over b.
     """
-    if gradients.ndim != 3:
-        raise ValueError(
-            f"expected gradients of shape (M, B, D), got {tuple(gradients.shape)}; flatten each example's input"
-        )
     if lengthscales is not None and lengthscales.dimension != gradients.shape[2]:
         raise ValueError(
             f"expected lengthscales of {gradients.shape[2]} dimensions, got {lengthscales.dimension}; "
@@ -102,8 +99,7 @@ def batch_log_density(
     s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
 ) -> Tensor:
     """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: of the squared bandwidth."""
-    if bandwidth not in BANDWIDTHS:
-        raise ValueError(f"expected a bandwidth of {', '.join(BANDWIDTHS)}, got {bandwidth!r}; name one of them")
+    one_of("bandwidth", bandwidth, BANDWIDTHS)
     members, size, _ = s.shape
     mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
     other = mine.detach()

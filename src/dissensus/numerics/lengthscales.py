@@ -7,16 +7,14 @@ The kernel compares unit vectors by (s − s')ᵀ Σ⁻¹ (s − s'). With the p
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import number, one_of, whole
 
 LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
 EXTRA = 10  # directions beyond the rank that the randomised range finder carries (Halko, Martinsson & Tropp 2011)
@@ -91,21 +89,11 @@ def pca_lengthscales(
     randomised subspace iteration without a D × D matrix, in `passes` over the data (one where it can be read once
     only), and the variance that is left over is spread evenly over the remaining D − R directions.
     """
-    if not isinstance(alpha, Real):
-        raise TypeError(f"expected alpha as a number from 0 to 1, got {alpha!r}; 1 takes the principal components")
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(
-            f"expected alpha from 0 (identity) to 1 (principal components), got {alpha}; pass a share between them"
-        )
-    if form not in ("poster", "paper"):
-        raise ValueError(f'expected form "poster" or "paper", got {form!r}; name one of them')
-    for keyword, value in (("rank", rank), ("passes", passes)):
-        if value is not None:
-            check_whole(keyword, value)
-    if rank is not None and rank < 1:
-        raise ValueError(f"expected a rank of at least 1, got {rank}; None chooses one")
-    if passes < 1:
-        raise ValueError(f"expected at least one pass over the data, got {passes}; 3 are enough")
+    number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 takes the principal components")
+    one_of("form", form, ("poster", "paper"))
+    if rank is not None:
+        whole("rank", rank, hint="None chooses one")
+    whole("passes", passes, hint="3 are enough")
     readable_once = isinstance(inputs, Iterator)
     first, rows = _peek(inputs)
     dimension = first.shape[1]
@@ -162,8 +150,6 @@ class Moments:
         mean = total / count
         covariance = (product - count * torch.outer(mean, mean @ omega)) / (count - 1)
         trace = (squares - count * mean.square().sum()) / (count - 1)
-        if not bool(trace.isfinite()):
-            raise ValueError("expected finite inputs, got NaN or infinity; clean the data")
         if float(trace) <= 1e-12 * float(shift.square().sum()) / omega.shape[0]:  # type: ignore[union-attr]
             raise ValueError("expected inputs that vary, got equal rows; pass the training inputs")
         return cls(covariance, trace)
@@ -198,29 +184,24 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     before = 0
     for batch in torch.split(inputs, 1024) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"expected inputs as a tensor (N, ...) or batches of them, got {type(x).__name__}; convert arrays with "
-                "torch.from_numpy"
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            found = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise (ValueError if isinstance(x, Tensor) else TypeError)(
+                f"expected inputs as a tensor (N, ...) or batches of them, got {found}; give them a batch axis, and convert "
+                "arrays with torch.from_numpy"
             )
-        if x.ndim < 2:
-            raise ValueError(
-                f"expected inputs of shape (N, ...) or batches of them, got a tensor of shape {tuple(x.shape)}; "
-                "give them a batch axis"
-            )
-        width = math.prod(x.shape[1:]) if width is None else width
-        if math.prod(x.shape[1:]) != width:
+        rows = x.detach().flatten(1).to(torch.promote_types(x.dtype, torch.float32))
+        if rows.shape[1] != (width := width or rows.shape[1]):
             raise ValueError(
                 f"expected batches of {width} numbers per input, as in the first one, got a batch of shape "
                 f"{tuple(x.shape)}; bring inputs to one shape"
             )
-        rows = x.detach().reshape(len(x), width).to(torch.promote_types(x.dtype, torch.float32))
-        check_finite(rows, before)
+        check_finite_rows(rows, before)
         before += len(rows)
         yield rows
 
 
-def check_finite(rows: Tensor, before: int = 0) -> None:
+def check_finite_rows(rows: Tensor, before: int = 0) -> None:
     """Raises where inputs (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a covariance."""
     if not bool((finite := rows.isfinite()).all()):
         row, column = (~finite).nonzero()[0].tolist()

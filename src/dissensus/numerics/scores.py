@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.kernels import as_rows, median_bandwidth, rbf, squared_distances
 
 RIDGE = 0.01  # η
@@ -58,9 +59,8 @@ def svgd(z: Tensor, score: Tensor, *, bandwidth: float | None = None) -> Tensor:
 
     The direction of Stein variational gradient descent (Liu & Wang, NeurIPS 2016).
     """
-    _check_particles(z)
     kernel, h = kernel_and_bandwidth(squared_distances(z), bandwidth)
-    direction: Tensor = apply(kernel / len(z), score) - apply(slopes(kernel, h) / len(z), z - z.mean(0))
+    direction: Tensor = apply_matrix(kernel / len(z), score) - apply_matrix(slopes(kernel, h) / len(z), z - z.mean(0))
     return direction
 
 
@@ -100,7 +100,7 @@ def slopes(kernel: Tensor, bandwidth: Tensor | float) -> Tensor:
     return (kernel - torch.diag(kernel.sum(1))) / bandwidth
 
 
-def apply(matrix: Tensor, z: Any) -> Any:
+def apply_matrix(matrix: Tensor, z: Any) -> Any:
     """A z over the member axis of every tensor (M, ...) in a tree, in each tensor's own dtype."""
 
     def one(tensor: Tensor) -> Tensor:
@@ -111,19 +111,14 @@ def apply(matrix: Tensor, z: Any) -> Any:
 
 def check_score(score: str) -> None:
     """Raises where there is no estimator of this name."""
-    if score not in MATRICES:
-        raise ValueError(f"expected a score of {', '.join(MATRICES)}, got {score!r}; name one of them")
+    one_of("score", score, MATRICES)
 
 
 def _estimate(matrix: Callable[..., Tensor], z: Tensor, bandwidth: float | None) -> Tensor:
-    _check_particles(z)
-    score: Tensor = apply(matrix(squared_distances(z), bandwidth), z - z.mean(0))  # rows of the matrix sum to zero
+    score: Tensor = apply_matrix(
+        matrix(squared_distances(z), bandwidth), z - z.mean(0)
+    )  # rows of the matrix sum to zero
     return score
-
-
-def _check_particles(z: Tensor) -> None:
-    if z.ndim != 2:
-        raise ValueError(f"expected particles of shape (M, P), got {tuple(z.shape)}; flatten all but the member axis")
 
 
 def _solve(kernel: Tensor, right: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def find_triton() -> Any:
         from dissensus.surgery import channel_programs
 
         tried = torch.ones(64, device="cuda")  # one example of two channels and 32 places
-        channel_programs.times_outer[(2,)](tried, tried, torch.empty_like(tried), 32, 2, 3, BLOCK=32)
+        channel_programs.times[(2,)](tried, tried, torch.empty_like(tried), 3, 32, 2, 1, 32, ROWS=32, WIDTH=1)
     except Exception as error:  # whatever a compiler may say
         log.info("latents and frozen batch norm run without kernels of their own (%s)", first_line(error))
         return None
@@ -84,52 +84,22 @@ def takes_bfloat16(device: torch.device) -> bool:
 def times(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
     """x times factors (N, C)."""
     y = torch.empty_like(x)
-    programs, sizes = find_triton(), _sizes(at)
-    with torch.cuda.device(x.device):
-        if at.innermost:
-            programs.times_inner[at.examples, sizes["blocks"]](
-                x, factors, y, at.places, at.channels, factors.stride(0), ROWS=sizes["rows"], WIDTH=sizes["width"]
-            )
-        else:
-            programs.times_outer[(at.examples * at.channels,)](
-                x, factors, y, at.places, at.channels, factors.stride(0), BLOCK=sizes["block"]
-            )
+    _launch("times", at, x, factors, y, factors.stride(0))
     return y
 
 
 def times_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[Tensor, Tensor]:
     """(g times factors, (Σ over places of g y) / factors), the latter (N, C) and 0 where the factor is."""
-    for_x, for_factors = (
-        torch.empty_like(g),
-        torch.empty(at.examples, at.channels, dtype=factors.dtype, device=g.device),
-    )
-    programs, sizes = find_triton(), _sizes(at)
-    with torch.cuda.device(g.device):
-        if at.innermost:
-            programs.times_inner_backward[at.examples, sizes["blocks"]](
-                g, y, factors, for_x, for_factors, at.places, at.channels, factors.stride(0),
-                ROWS=sizes["rows"], WIDTH=sizes["width"],
-            )  # fmt: skip
-        else:
-            programs.times_outer_backward[(at.examples * at.channels,)](
-                g, y, factors, for_x, for_factors, at.places, at.channels, factors.stride(0), BLOCK=sizes["block"]
-            )
+    for_x = torch.empty_like(g)
+    for_factors = torch.empty(at.examples, at.channels, dtype=factors.dtype, device=g.device)
+    _launch("times_backward", at, g, y, factors, for_x, for_factors, factors.stride(0))
     return for_x, for_factors
 
 
 def normed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout) -> Tensor:
     """(x − mean) / √(var + eps) · weight + bias, each (C,)."""
     y = torch.empty_like(x)
-    programs, sizes = find_triton(), _sizes(at)
-    with torch.cuda.device(x.device):
-        if at.innermost:
-            programs.normed_inner[at.examples, sizes["blocks"]](
-                x, mean, var, weight, bias, y, at.places, at.channels, eps, ROWS=sizes["rows"], WIDTH=sizes["width"]
-            )
-        else:
-            programs.normed_outer[(at.examples * at.channels,)](
-                x, mean, var, weight, bias, y, at.places, at.channels, eps, BLOCK=sizes["block"]
-            )
+    _launch("normed", at, x, mean, var, weight, bias, y, eps)
     return y
 
 
@@ -139,30 +109,20 @@ def normed_backward(
     """Gradients for (x, weight, bias)."""
     for_x = torch.empty_like(g)
     sums = torch.empty(2, at.examples, at.channels, dtype=torch.float32, device=g.device)
-    programs, sizes = find_triton(), _sizes(at)
-    with torch.cuda.device(g.device):
-        if at.innermost:
-            programs.normed_inner_backward[at.examples, sizes["blocks"]](
-                g, x, mean, var, weight, for_x, sums, at.places, at.channels, eps,
-                ROWS=sizes["rows"], WIDTH=sizes["width"],
-            )  # fmt: skip
-        else:
-            programs.normed_outer_backward[(at.examples * at.channels,)](
-                g, x, mean, var, weight, for_x, sums, at.places, at.channels, eps, BLOCK=sizes["block"]
-            )
+    _launch("normed_backward", at, g, x, mean, var, weight, for_x, *sums, eps)
     for_weight, for_bias = sums.sum(1).to(weight.dtype)
     return for_x, for_weight, for_bias
 
 
-def _sizes(at: Layout) -> dict[str, int]:
-    """Of tiles: `rows` of `width` channels where these are innermost, `blocks` of them side by side; else `block` places."""
-    width = min(_power(at.channels), 128)
-    return {
-        "width": width,
-        "rows": min(_power(at.places), TILE // width),
-        "blocks": -(-at.channels // width),
-        "block": min(_power(at.places), TILE),
-    }
+def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
+    """Runs the program over tiles of up to TILE numbers: places of several channels where these are innermost, else of one."""
+    width = min(_power(at.channels), 128) if at.innermost else 1
+    steps = (at.channels, 1) if at.innermost else (1, at.places)
+    grid = (at.examples * -(-at.channels // width),)
+    with torch.cuda.device(first.device):
+        getattr(find_triton(), program)[grid](
+            first, *others, at.places, at.channels, *steps, ROWS=min(_power(at.places), TILE // width), WIDTH=width
+        )
 
 
 def _power(number: int) -> int:

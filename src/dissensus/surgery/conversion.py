@@ -1,4 +1,4 @@
-"""Layer surgery: a copy of any network whose linear and convolutional layers are others, with the same weights.
+"""Layer surgery: a copy of any network whose linear and convolutional layers do something else with the same weights.
 
 A converted layer keeps its place, its object, its hooks and the names of its tensors: its class alone becomes a subclass of
 what it was (`Cut`), as torch's own parametrizations do. A wrapper would put "layer." into the names of a state dict, fail
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 NESTED = "use_nested_tensor_of_torch"
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
 
-Make = Callable[[str, nn.Module], nn.Module]
+CutKind = TypeVar("CutKind", bound="Cut")
 
 
 class Cut(nn.Module):
@@ -40,26 +40,11 @@ class Cut(nn.Module):
 
     plain_class: ClassVar[type[nn.Module]]
     added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
-    # Whether the network uses its weight beside calling it: folded, that would be another weight. None: not known yet.
-    read_past: bool | None = False
-
-    def kernel(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) of the plain layer that computes the same."""
-        raise NotImplementedError
+    # Whether the network may use its weight beside calling it: folded, that would be another weight.
+    read_past: bool = False
 
     def fold(self) -> None:
-        """Puts into weight and bias, as new parameters, what the added tensors do; those stay, without effect any more.
-
-        New ones, since the old may be tied to an embedding, which must not be folded along.
-        """
-        for name, new in zip(("weight", "bias"), self.kernel(), strict=True):
-            old = getattr(self, name)
-            if new is not None and old is not None:
-                setattr(self, name, nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad))
-
-    def done(self) -> str:
-        """What the account says of the layer."""
-        return f"now {type(self).__name__}"
+        """Puts into weight and bias what the added tensors do; those stay, without effect any more."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made on the fly have no name that pickle could look them up by.
@@ -77,64 +62,57 @@ class Apart(Cut):
         return self.own(*args, **keywords)
 
 
-def cut(layer: nn.Module, kind: type[Cut]) -> nn.Module:
+def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
     """The layer itself, now of the class (kind, what it was); the caller adds what `kind.added` names."""
     layer.__class__ = _cut_class(kind, type(layer))
-    return layer
+    return cast("CutKind", layer)
 
 
-def converted(network: nn.Module, make: Make, *, layers: Sequence[str] | None = None) -> tuple[nn.Module, Account]:
-    """(a copy of the network with `make(name, layer)` in place of every convertible layer, what was done and what was not).
+def convertible_copy(
+    network: nn.Module, *, layers: Sequence[str] | None = None
+) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+    """(a copy of the network, its layers that can be cut by name, an account of those that are left).
 
-    Convertible: linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
-    order in which modules are registered. `make` is given the copy's own layer and returns it cut, or another module. A
-    layer that has several names stays one, tied weights stay tied. `layers`: patterns of names, as file names have them
-    ("encoder.*"); None is all.
+    Those are linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
+    order in which modules are registered. A layer that has several names is there once, tied weights stay tied. `layers`:
+    patterns of names, as file names have them ("encoder.*"); None is all. The caller cuts the layers and tells the account.
     """
     check_initialised(network)
     if layers is not None and (isinstance(layers, str) or not layers):
         raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
     copied, account, reasons = _copied(network), Account(), _reasons(network)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in copied.modules():
-        for leaf, child in parent._modules.items():
-            places.setdefault(id(child), []).append((parent, leaf))
-    unmatched = set(layers or ())
-    for name, layer in list(copied.named_modules()):
-        matched = {pattern for pattern in layers or () if fnmatchcase(name, pattern)}
-        unmatched -= matched
-        if name in reasons:
-            account.left[name] = reasons[name]
-        elif isinstance(layer, CONVERTIBLE) and layers is not None and not matched:
-            account.left[name] = "not among the layers asked for"
-        elif isinstance(layer, CONVERTIBLE):
-            made = make(name, layer)
-            if made is not layer:
-                made.train(layer.training)
-                for parent, leaf in places.get(id(layer), []):
-                    parent._modules[leaf] = made
-                copied = made if layer is copied else copied
-            account.converted[name] = made.done() if isinstance(made, Cut) else f"now {type(made).__name__}"
+    known = {name: part for name, part in copied.named_modules() if isinstance(part, CONVERTIBLE)}
+    patterns = ["*"] if layers is None else layers
+    unmatched = [
+        each for each in layers or () if not any(fnmatchcase(name, each) for name, _ in network.named_modules())
+    ]
     if unmatched:
         raise ValueError(
-            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; "
-            f"the network has {_few([name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)])}"
+            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; the network has {_few(list(known))}"
         )
-    if not account.converted:
+    found: dict[str, nn.Module] = {}
+    for name, _ in copied.named_modules():
+        if name in reasons:
+            account.left[name] = reasons[name]
+        elif name in known and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found[name] = known[name]
+        elif name in known:
+            account.left[name] = "not among the layers asked for"
+    if not found:
         why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
         raise ValueError(
             f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "
             f"converted{f' ({why})' if why else ''}; pass one built of nn.Linear or nn.Conv layers"
         )
     _fast_paths(copied, off=True)
-    return copied, account
+    return copied, found, account
 
 
-def plain(network: nn.Module) -> nn.Module:
+def uncut(network: nn.Module) -> nn.Module:
     """The converted network, changed in place, with ordinary layers again: weights as they are, added tensors dropped."""
     for layer in list(network.modules()):
         if isinstance(layer, Cut):
-            _uncut(layer)
+            _uncut_layer(layer)
     _fast_paths(network, off=False)
     return network
 
@@ -145,11 +123,11 @@ def folded(network: nn.Module) -> nn.Module:
     Layers whose weight the network reads past them, or may read, have the folded one apart: no one weight does what they do.
     """
     cuts = [layer for layer in network.modules() if isinstance(layer, Cut)]
-    _fast_paths(network, off=any(layer.read_past is not False for layer in cuts))  # torch's fast path is such a reader
+    _fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path is such a reader
     for layer in cuts:
-        read = None if layer.read_past is False else {"weight": layer.weight, "bias": layer.bias}
+        read = {"weight": layer.weight, "bias": layer.bias} if layer.read_past else None
         layer.fold()
-        _uncut(layer)
+        _uncut_layer(layer)
         if read is not None:
             own = copy.deepcopy(layer)
             own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -160,17 +138,16 @@ def folded(network: nn.Module) -> nn.Module:
 
 
 def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
-    """What the account adds of a layer that is not called, or whose weight is read past it, which is then never folded."""
+    """What the account adds of a layer that is not called, or whose weight is, or may be, read past it."""
+    layer.read_past = followed is None or name in followed.read
     if followed is None:
-        layer.read_past = None  # `reads.noting_reads` finds out, with the first inputs
-        return ""
-    layer.read_past = name in followed.read
+        return "; a forward that cannot be followed may read its weight past it"
     if name not in followed.calls:
         return "; not met where the forward was followed: is only its weight read?"
     return "; its weight is read past it, where nothing of this is done" if layer.read_past else ""
 
 
-def _uncut(layer: Cut) -> None:
+def _uncut_layer(layer: Cut) -> None:
     added = layer.added
     layer.__class__ = layer.plain_class  # type: ignore[assignment]
     vars(layer).pop("read_past", None)
@@ -194,10 +171,7 @@ def _copied(network: nn.Module) -> nn.Module:
 def _reasons(network: nn.Module) -> dict[str, str]:
     """Name -> why a layer with parameters cannot be converted. Norm layers are no matter of conversion."""
     found: dict[str, str] = {}
-    readers: dict[str, str] = {}
-    for name, part in network.named_modules():
-        if isinstance(part, READERS):
-            readers[name] = type(part).__name__
+    readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
     for name, part in network.named_modules():
         reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
         held = any(parameter is not None for parameter in part._parameters.values())

@@ -20,20 +20,15 @@ class FrozenNorm(Cut):
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
-        plain = self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if plain or not input.is_cuda or any(each is None for each in _tensors(layer)):
+        tensors = _tensors(layer)
+        wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
+        if not wanted or kernels.layout(input) is None or any(each is None for each in tensors):
+            return super().forward(input)  # type: ignore[no-any-return]
+        if kernels.in_transform(*tensors) or input.shape[1] != len(layer.weight):  # a kernel would read past the end
             return super().forward(input)  # type: ignore[no-any-return]
         layer._check_input_dim(input)
-        if input.shape[1] != len(layer.weight):  # torch says what is wrong, where a kernel would read past the end
-            return super().forward(input)  # type: ignore[no-any-return]
-        at = kernels.layout(input)
-        if at is None or kernels.in_transform(*_tensors(layer)):
-            return super().forward(input)  # type: ignore[no-any-return]
-        normed: Tensor = _Normed.apply(input, *_tensors(layer), layer.eps)  # type: ignore[no-untyped-call]
+        normed: Tensor = _Normed.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
         return normed
-
-    def fold(self) -> None:
-        """Nothing was added."""
 
 
 def freeze_norms(member: Member) -> None:

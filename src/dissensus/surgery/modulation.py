@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import number, one_of
+
 LAWS: dict[str, tuple[str, ...]] = {
     "constant": ("value",),
     "sign": ("p",),
@@ -36,7 +38,7 @@ class Modulation:
     @staticmethod
     def constant(value: float = 1.0) -> Modulation:
         """The same factor for all: members do not differ by it."""
-        return Modulation("constant", (_finite("value", value),))
+        return Modulation("constant", (float(number("value", value)),))
 
     @staticmethod
     def sign(p: float = 0.5) -> Modulation:
@@ -46,20 +48,17 @@ class Modulation:
     @staticmethod
     def normal(mean: float, std: float) -> Modulation:
         """N(mean, std²)."""
-        if not std >= 0:
-            raise ValueError(f"expected a std of at least 0, got {std}; pass a deviation, not a variance with a sign")
-        return Modulation("normal", (_finite("mean", mean), _finite("std", std)))
+        return Modulation("normal", (float(number("mean", mean)), float(number("std", std, least=0))))
 
     @staticmethod
     def bernoulli(keep: float, scale: float = 1.0) -> Modulation:
         """`scale` with probability keep, else 0: dropout's masks; scale = 1/keep is inverted dropout."""
-        return Modulation("bernoulli", (_probability("keep", keep), _finite("scale", scale)))
+        return Modulation("bernoulli", (_probability("keep", keep), float(number("scale", scale))))
 
     @staticmethod
     def between(p: float) -> Modulation:
         """p + √(1 − p²) N(0, 1), of second moment 1: from independent members (p = 0) to equal ones (p = 1)."""
-        if not -1 <= p <= 1:
-            raise ValueError(f"expected p from −1 to 1, got {p}; p² is the collectivity")
+        number("p", p, least=-1, most=1, hint="p² is the collectivity")
         return Modulation.normal(p, math.sqrt(1 - p**2))
 
     @property
@@ -141,16 +140,8 @@ class Modulation:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> Modulation:
         """The modulation that `config` described."""
-        law = config.get("law")
-        if law not in LAWS:
-            raise ValueError(f"expected a law of {', '.join(LAWS)}, got {law!r}; take what .config() gave")
-        given = {key: float(value) for key, value in config.items() if key != "law"}
-        if sorted(given) != sorted(LAWS[law]):
-            raise ValueError(
-                f"expected {', '.join(LAWS[law])} for {law}, got {', '.join(given) or 'nothing'}; "
-                "take what .config() gave"
-            )
-        made: Modulation = getattr(Modulation, law)(**given)
+        law: str = one_of("law", config.get("law", ""), LAWS, hint="take what .config() gave")
+        made: Modulation = getattr(Modulation, law)(**{key: value for key, value in config.items() if key != "law"})
         return made
 
     def __str__(self) -> str:
@@ -158,13 +149,5 @@ class Modulation:
         return f"{self.law}({', '.join(f'{name}={value:g}' for name, value in named)})"
 
 
-def _finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"expected a finite {name}, got {value}; pass a number")
-    return float(value)
-
-
 def _probability(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"expected {name} from 0 to 1, got {value}; it is a probability")
-    return float(value)
+    return float(number(name, value, least=0, most=1, hint="it is a probability"))

@@ -16,8 +16,6 @@ from dissensus.core.particles import Member, Particles, Rows
 from dissensus.core.statistics import statistics_layers, statistics_names
 from dissensus.numerics.tree import Tensors
 
-__all__ = ["enough_examples", "estimating", "refresh_statistics", "statistics_layers", "statistics_names"]
-
 
 @contextmanager
 def enough_examples(x: batches.Inputs) -> Iterator[None]:

@@ -1,8 +1,10 @@
-"""The order in which a network calls its layers, found without an input.
+"""The order in which a network calls its layers, and what else it does with their weights, found without an input.
 
-The network is run on symbols (torch.fx), every layer of torch's own taken as one step. Not by torch.fx's tracer, which changes
-`nn.Module` for the whole process meanwhile: here layers of a copy get a forward of their own. Networks whose forward
-asks for sizes or values cannot be run so; then layers stand in the order in which they are registered.
+The network is run on symbols (torch.fx), every layer of torch's own taken as one step. Why symbols, and not a run on a batch:
+the answer is needed when a posterior is built or read from a file, before there are inputs; and a batch shows one way through
+the forward, while another size may take another. A symbol cannot be compared, counted or looped over, so that a forward
+which chooses its way by sizes or values fails on it: what comes out holds for all inputs, or nothing comes out, and then
+layers stand in the order in which they are registered and each counts as read by others.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# Operations that take no more than a dtype, a device or a size from a tensor.
+VALUE_FREE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")
 
 
 class Followed(NamedTuple):
@@ -29,17 +34,9 @@ class Followed(NamedTuple):
     last: list[fx.Node]  # where in the graph the network's outputs are made
 
 
-def call_order(network: nn.Module, names: Iterable[str]) -> list[str]:
+def call_order(names: Sequence[str], followed: Followed | None) -> list[str]:
     """These names of layers in the order of their first call; those never met, or all where there is no telling, as given."""
-    wanted = list(names)
-    met = calls(network, wanted) or []
-    return [*met, *(name for name in wanted if name not in met)]
-
-
-def calls(network: nn.Module, wanted: Sequence[str]) -> list[str] | None:
-    """Those of these layers that a forward pass calls, in the order of their first call; None where there is no telling."""
-    followed = follow(network, wanted)
-    return None if followed is None else list(dict.fromkeys(followed.calls))
+    return list(dict.fromkeys([*(followed.calls if followed else ()), *names]))
 
 
 def ends(names: Sequence[str], followed: Followed | None) -> tuple[list[str], list[str]]:
@@ -57,15 +54,15 @@ def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
 
 
 def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
-    """What a forward pass does with these layers; None where there is no telling.
-
-    Looked for in a copy, without the hooks: what a forward leaves behind in its module, or a hook elsewhere, must be no symbol.
-    """
+    """What a forward pass does with these layers; None where there is no telling."""
     if "" in wanted:  # the network is itself the layer
         return Followed([""], set(), [""], [""], {}, [])
     met: list[str] = []
     places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
-    tracer = fx.Tracer()
+    # Not by the tracer's own `trace`, which changes `nn.Module` for the whole process meanwhile: layers of a copy get a
+    # forward of their own instead. A copy without hooks, since what a forward leaves behind in its module, or a hook
+    # elsewhere, must be no symbol; its parameters are the network's own, which nothing here writes into.
+    tracer, used = fx.Tracer(), _Used()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
     def step(name: str, inside: list[str]) -> Any:
@@ -86,37 +83,37 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         tracer.root = network
         for name, part in network.named_modules():
             part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
+            # Layers inside one of torch's own (attention, transformers) count as called where that one is: its forward
+            # asks for sizes. A sequence only calls its parts, one after the other.
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
             if name and (leaf or name in wanted):
                 vars(part)["forward"] = step(name, [f"{name}.{each}" for each, _ in part.named_modules() if each])
         needed = [p for p in inspect.signature(network.forward).parameters.values() if p.default is p.empty]
         plain = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
-        with torch.enable_grad():
-            result = network(
-                *[tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
-            )
+        symbols = [tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
+        with used:
+            result = network(*symbols)
     except Exception:  # whatever a forward says to symbols
         return None
+    # No layer has run, so whatever computed with a parameter was no layer's own forward. Operations between tensors are
+    # seen when they run; those between a tensor and a symbol do not run, but leave the tensor's name in the graph.
+    with_symbols = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
+    used.ids |= {id(parameter) for name, parameter in network.named_parameters() if name in with_symbols}
+    read = {name for name in wanted if any(id(p) in used.ids for p in network.get_submodule(name).parameters())}
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
-    stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, _sources)]
-    return Followed(
-        met, _used(wanted, tracer), list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last
-    )
+    stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, "all_input_nodes")]
+    return Followed(met, read, list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last)
 
 
 def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
     """The layers that the last nodes come from; of those, where there are such, the ones that feed no other layer."""
-    found = _next(last, places, _sources)
-    pure = [node for node in found if not _next(list(node.users), places, lambda each: list(each.users))]
+    found = _next(last, places, "all_input_nodes")
+    pure = [node for node in found if not _next(node.users, places, "users")]
     return list(dict.fromkeys(places[node][-1] for node in sorted(pure or found)))
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    return node.all_input_nodes
-
-
 def _next(
-    start: list[fx.Node], places: dict[fx.Node, list[str]], step: Callable[[fx.Node], list[fx.Node]]
+    start: Iterable[fx.Node], places: dict[fx.Node, list[str]], along: Literal["all_input_nodes", "users"]
 ) -> list[fx.Node]:
     """The layers that are met first on all ways from these nodes."""
     seen: set[fx.Node] = set()
@@ -129,28 +126,18 @@ def _next(
         if node in places:
             found.append(node)
         else:
-            left.extend(step(node))
+            left.extend(getattr(node, along))
     return found
 
 
-def _used(wanted: Sequence[str], tracer: fx.Tracer) -> set[str]:
-    """Layers with a parameter that met a symbol, itself or what was computed of it; not its dtype alone."""
-    got = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
-    met = {id(parameter) for name, parameter in tracer.root.named_parameters() if name in got}
-    met |= _leaves([each for each in tracer.tensor_attrs if isinstance(each, Tensor)])
-    return {name for name in wanted if any(id(p) in met for p in tracer.root.get_submodule(name).parameters())}
+class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, notes the tensors that operations compute with: detached, without gradients or as a number all the same."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids: set[int] = set()
 
-def _leaves(computed: list[Tensor]) -> set[int]:
-    """The ids of the parameters that these tensors were computed of."""
-    left, seen = [each.grad_fn for each in computed], set()
-    found = set()
-    while left:
-        step: Any = left.pop()
-        if step is None or step in seen:
-            continue
-        seen.add(step)
-        if hasattr(step, "variable"):
-            found.add(id(step.variable))
-        left.extend(each for each, _ in step.next_functions)
-    return found
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.name().startswith(VALUE_FREE):
+            self.ids |= {id(each) for each in tree_leaves((args, kwargs))}
+        return func(*args, **(kwargs or {}))

@@ -22,8 +22,9 @@ from dissensus.core.alone import likelihood_of
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.modes import plain_attention
 from dissensus.core.particles import Particles, Rows
+from dissensus.core.statistics import statistics_layers
 from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import estimating, statistics_layers
+from dissensus.surgery.normalization import estimating
 
 ITERATIONS, TOLERANCE = 100, 1e-4
 PROBES = 8  # of the trace that members' kernels are compared by

@@ -133,7 +133,7 @@ def test_one_argument_of_a_likelihood_is_set_whatever_its_form(config):
         ("annealing = {cyclic = [1, 2]}", "", "expected at most 1 values in order for annealing cyclic, got 2"),
         ("annealing = {cyclic = 1, linear = 2}", "", "expected one name in annealing .* got cyclic, linear"),
         ("annealing = 3", "", "expected annealing by name, got 3; write"),
-        ("annealing = {cyclic = 0}", "", "expected at least one cycle, got 0"),
+        ("annealing = {cyclic = 0}", "", "expected cycles of at least 1, got 0"),
         ('annealing = {cyclic = "four"}', "", "expected values that annealing cyclic takes, got {'cycles': 'four'}"),
         ("", 'likelihood = "regresion"', "expected likelihood of .* got 'regresion'; did you mean 'regression'?"),
         ("", "likelihood = {noise = 0.1}", "expected likelihood of .* got 'noise'"),

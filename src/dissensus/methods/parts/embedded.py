@@ -26,8 +26,7 @@ from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import converted, folded, plain
-from dissensus.surgery.reads import noting_reads
+from dissensus.surgery.conversion import folded, uncut
 
 log = logging.getLogger("dissensus")
 
@@ -52,7 +51,6 @@ class EmbeddedPosterior(Posterior):
 
     def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
         super().__init__(particles, **prior)
-        self._known.around = noting_reads
         self.account = account
         self._factors = tuple(factors)
         log.info("%s, %d members of shared weights\n%s", type(self).__name__, particles.members, account)
@@ -89,7 +87,7 @@ class EmbeddedPosterior(Posterior):
         return MemberFunctions(self.particles, ordinary=folded)
 
     def given(self) -> nn.Module:
-        return plain(self.particles.member(0))
+        return uncut(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
         return {"members": self.particles.members, **own_settings(self), **self.prior_config()}
@@ -99,20 +97,6 @@ class EmbeddedPosterior(Posterior):
         constructor: Any = cls  # which takes the network itself, as this class's does not
         built: Self = constructor(network, likelihood=likelihood, **config)
         return built
-
-
-def convertible_copy(
-    module: nn.Module, *, layers: Sequence[str] | None = None
-) -> tuple[nn.Module, dict[str, nn.Module], Account]:
-    """(a copy of the module, the layers of the copy that may be cut, by name, its account)."""
-    found: dict[str, nn.Module] = {}
-
-    def remember(name: str, layer: nn.Module) -> nn.Module:
-        found[name] = layer
-        return layer
-
-    network, account = converted(module, remember, layers=layers)
-    return network, found, account
 
 
 def without_effect(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:

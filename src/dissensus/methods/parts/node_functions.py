@@ -18,7 +18,8 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.nodes import Kernel, Nodes, Site, by_layer, folded_tensors, placed, standing, takes_kernel
+from dissensus.surgery.factored import Factors, Kernel, folded_kernel, takes_kernel
+from dissensus.surgery.nodes import Site, by_layer, placed, standing
 
 MOST_KERNELS = 2**28  # bytes; a network with larger ones takes so long itself that folding them anew is not seen
 
@@ -43,7 +44,7 @@ class NodeFunctions(DrawnFunctions):
         self.training = False
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
-        self._standing: list[dict[str, Nodes | Kernel]] | None = None
+        self._standing: list[dict[str, Factors | Kernel]] | None = None
         self._parts: tuple[Particles, list[nn.Module]] | None = None
 
     @classmethod
@@ -70,7 +71,7 @@ class NodeFunctions(DrawnFunctions):
             return
         numbers = {name: number for number, name in enumerate(nodes[0])}
         for name, layer in layers.items():
-            each = [folded_tensors(layer, layer.weight, layer.bias, mine[name]) for mine in nodes]  # type: ignore[arg-type]
+            each = [folded_kernel(layer, mine[name]) for mine in nodes]
             for part, tensors in zip(Kernel._fields, zip(*each, strict=True), strict=True):
                 if tensors[0] is not None:
                     self.drawn.plant(f"{part}.{numbers[name]}", torch.stack(tensors), persistent=False)
@@ -81,13 +82,13 @@ class NodeFunctions(DrawnFunctions):
         return tensors_of(self.drawn)["latents"]
 
     @property
-    def standing(self) -> list[dict[str, Nodes | Kernel]]:
+    def standing(self) -> list[dict[str, Factors | Kernel]]:
         """Of each function: layer -> what stands there."""
         if self._standing is None:
             kernels = {name: tensor for name, tensor in tensors_of(self.drawn).items() if name != "latents"}
             self._standing = []
             for i, latents in enumerate(self.latents):
-                found: dict[str, Nodes | Kernel] = {**by_layer(self.sites, latents)}
+                found: dict[str, Factors | Kernel] = {**by_layer(self.sites, latents)}
                 for number, name in enumerate(found):
                     weight, bias = kernels.get(f"weight.{number}"), kernels.get(f"bias.{number}")
                     if weight is not None:

@@ -20,13 +20,14 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
+from dissensus.core.statistics import statistics_names
 from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import check_whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import refresh_statistics, statistics_names
+from dissensus.surgery.normalization import refresh_statistics
 
 log = logging.getLogger("dissensus")
 

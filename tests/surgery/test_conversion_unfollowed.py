@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
-from dissensus.surgery.conversion import Cut
 
 
 class Unfollowed(nn.Module):
@@ -126,14 +125,3 @@ def test_torchs_fast_path_does_not_read_past_weights_that_are_apart():
     with torch.no_grad():
         torch.testing.assert_close(member(x), outputs)
         torch.testing.assert_close(posterior.member(1).eval()(x), outputs)
-
-
-def test_a_weight_that_is_asked_for_its_dtype_alone_is_folded():
-    x = torch.randn(5, 4)
-    posterior = POSTERIORS["node"](Unfollowed(alike)).eval()
-    kinds = {name: type(part) for name, part in posterior.particles.template.network.named_modules()}
-    posterior.predict(x)
-    network = posterior.particles.template.network
-    assert {name: type(part) for name, part in network.named_modules()} == kinds
-    assert {part.read_past for part in network.modules() if isinstance(part, Cut)} == {False}
-    assert not any(isinstance(part, Cut) for part in posterior.collapse(0).modules())

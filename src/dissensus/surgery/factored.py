@@ -1,0 +1,145 @@
+"""Layers with factors around them: s ∘ (W (r ∘ x) + b·c), r for inputs, s for outputs, c a scalar on the bias.
+
+In a convolution a factor is a channel's. Factors may differ from example to example; one set of them for all examples can be
+folded into weight and bias, after which the layer is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.surgery.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, Cut
+from dissensus.surgery.scaling import scaled
+
+
+class Factors(NamedTuple):
+    """Factors of one layer, each (N, C) for N examples or (C,) for all; None: none there."""
+
+    before: Tensor | None = None  # r, of inputs
+    bias: Tensor | None = None  # c, (N, 1) or (1,)
+    behind: Tensor | None = None  # s, of outputs
+
+
+class Kernel(NamedTuple):
+    """Weight and bias of one layer with its factors, the same for all examples, folded in."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Factored(Cut):
+    """A linear or convolutional layer that multiplies its inputs and outputs by factors; without any it is the plain one.
+
+    Factors (C,) of a convolution are folded into its kernel at every call: that is smaller than what passes it. Where all
+    members run in one product (`members_at_once`, set by those who vectorise), and in dense layers, factors act on
+    activations, so that the kernel stays one for all. The two agree to rounding.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    known_as: str = ""  # the layer's name, for errors
+    members_at_once: bool = False
+    rewritten: bool = True  # whether others write into the outputs, as in-place activations do; so until looked at
+
+    def factors(self) -> Factors | Kernel | None:
+        """What the layer computes with now."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        factors = self.factors()
+        if factors is None:
+            return super().forward(input, *args, **keywords)  # type: ignore[no-any-return]
+        if isinstance(factors, Kernel):
+            return self._with_kernel(factors, input, *args, **keywords)
+        before, scalar, behind = factors
+        given = before if before is not None else behind if behind is not None else scalar
+        each = given is not None and given.ndim > 1  # whether every example has its own
+        if not (each or self.members_at_once or isinstance(self, DENSE)):
+            return self._with_kernel(folded_kernel(self, factors), input, *args, **keywords)
+        # The short backward pass of `scaled` reads the product, which must then be there as it was, and has no gradient for
+        # a factor of 0: it is for factors of examples, which are random numbers, and not for those that all examples share.
+        if before is not None:
+            across = self._across(before, input)
+            input = scaled(input, across, alone=True) if each else input * across
+        outputs: Tensor = super().forward(input, *args, **keywords)
+        if scalar is not None and self.bias is not None:
+            outputs = outputs + self._across(self.bias * (scalar - 1), outputs)
+        if behind is not None:
+            across = self._across(behind, outputs)
+            outputs = scaled(outputs, across, alone=False) if each and not self.rewritten else outputs * across
+        return outputs
+
+    def fold(self) -> None:
+        """Puts into weight and bias, as new parameters, what the factors do; those stay, without effect any more.
+
+        New ones, since the old may be tied to an embedding, which must not be folded along.
+        """
+        factors = self.factors()
+        kernel = factors if isinstance(factors, Kernel) else folded_kernel(self, factors or Factors())
+        for name, new in kernel._asdict().items():
+            if new is not None:
+                old = getattr(self, name)
+                setattr(self, name, nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad))
+
+    def _with_kernel(self, kernel: Kernel, input: Tensor, output_size: Any = None) -> Tensor:
+        """What the plain layer gives with this weight and bias in place of its own."""
+        layer: Any = self
+        if isinstance(self, nn.Linear):
+            return F.linear(input, *kernel)
+        if not isinstance(self, TRANSPOSED):
+            return layer._conv_forward(input, *kernel)  # type: ignore[no-any-return]
+        places = kernel.weight.ndim - 2
+        padding = layer._output_padding(
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, places, layer.dilation
+        )
+        function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
+        return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
+
+    def _across(self, factors: Tensor, x: Tensor) -> Tensor:
+        """Factors (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
+        factors, dense = factors.to(x.dtype), isinstance(self, DENSE)
+        space = 0 if dense else len(self.kernel_size)  # type: ignore[arg-type]
+        if factors.ndim == 1:  # one set for all examples, wherever those are
+            return factors if dense else factors.view(-1, *[1] * space)
+        examples, width = factors.shape
+        between = x.ndim - 2
+        if between < 0 or len(x) != examples or (not dense and between != space):
+            raise ValueError(
+                f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
+                f"shape {tuple(x.shape)}; latents are drawn for each example: leave this layer out with layers=[...]"
+            )
+        shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
+        return factors.reshape(shape)
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer, channels of a convolution."""
+    kind = "features" if isinstance(layer, DENSE) else "channels"
+    return getattr(layer, f"in_{kind}"), getattr(layer, f"out_{kind}")
+
+
+def takes_kernel(layer: nn.Module) -> bool:
+    """Whether the layer computes with a `Kernel` where it is given one."""
+    return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
+
+
+def folded_kernel(layer: Any, factors: Factors) -> Kernel:
+    """Weight and bias that alone compute what the layer does with these factors, each (C,)."""
+    before, scalar, behind = factors
+    weight, bias, transposed = layer.weight, layer.bias, isinstance(layer, TRANSPOSED)
+    groups, space = getattr(layer, "groups", 1), [1] * (weight.ndim - 2)
+    # Rows are outputs, but for transposed convolutions, where they are inputs; the others count within their group.
+    for each, rows in ((before, transposed), (behind, not transposed)):
+        if each is not None and rows:
+            weight = weight * each.reshape(-1, 1, *space)
+        elif each is not None:
+            spread = each.reshape(groups, -1, *space)
+            weight = weight * (spread if groups == 1 else spread.repeat_interleave(len(weight) // groups, dim=0))
+    if bias is not None and scalar is not None:
+        bias = bias * scalar
+    if bias is not None and behind is not None:
+        bias = bias * behind
+    return Kernel(weight, bias)
