@@ -108,7 +108,7 @@ def test_a_band_is_three_standard_deviations_about_the_mean():
 
 def test_the_chosen_value_is_marked_on_the_curve():
     figure = sweep(3)
-    marked = next(line for line in figure.axes[0].lines if "chosen" in str(line.get_label()))
+    marked = next(line for line in figure.axes[0].lines if line.get_markerfacecolor() == "none")
     values = 0.9 + 0.001 * np.arange(18).reshape(3, 6)
     assert marked.get_xdata() == [0.4]
     assert marked.get_ydata() == pytest.approx([values.mean(0)[3]])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dissensus.reporting.plots import INK, MARKERS, PERCENT, STYLE, Array, short
+from dissensus.reporting.plots import INK, Array, Curve, Panel, curve_figure, marked, short
 
 SPACES = {
     "weight": "distance of weights",
@@ -24,24 +23,18 @@ def distances_over_training(
     curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Mapping[str, str]
 ) -> Figure:
     """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
-    width, height = 10.4, 3.2
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height))
-        panels = figure.subplots(1, len(curves), squeeze=False)[0]
-        names = list(dict.fromkeys(name for each in curves.values() for name in each))
-        for axes, (space, methods) in zip(panels, curves.items(), strict=True):
-            for name, (epochs, values) in methods.items():
-                axes.plot(epochs, values, color=palette[name], linewidth=1.5, label=short(name))
-            axes.set(xlabel="epochs", title=SPACES.get(space, space))
-            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-        panels[0].set_ylabel("mean over pairs of members")
-        handles, labels = panels[0].get_legend_handles_labels()
-        rows = -(-len(names) // 5)
-        columns = -(-len(names) // rows)
-        figure.legend(handles, labels, loc="lower center", ncols=columns)
-        bottom = (0.5 + 0.2 * rows) / height
-        figure.subplots_adjust(left=0.08, right=0.985, top=1 - 0.3 / height, bottom=bottom, wspace=0.32)
+    panels = [
+        Panel(
+            [Curve(*points, short(name), {"color": palette[name]}) for name, points in methods.items()],
+            {"xlabel": "epochs", "title": SPACES.get(space, space)},
+        )
+        for space, methods in curves.items()
+    ]
+    figure = curve_figure(panels, size=(10.4, 2.8))
+    figure.axes[0].set_ylabel("mean over pairs of members")
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
     return figure
 
 
@@ -66,39 +59,27 @@ def sweep(
     colours: Mapping[str, str],
 ) -> Figure:
     """Accuracies against a setting, mean over seeds with their spread; the chosen value marked, other methods as lines."""
-    width, height = 3.5 * len(panels), 3.1
     places = np.asarray(settings, dtype=float)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height))
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            values = np.asarray(panel.values, dtype=float)  # (S, V)
-            mean, spread = values.mean(0), _spread(values)
-            axes.errorbar(
-                places, mean, yerr=spread, color=colours[label], marker=MARKERS[0], markersize=4.5, linewidth=1.6,
-                capsize=2.5, label=short(label),
-            )  # fmt: skip
-            at = int(np.argmin(np.abs(places - chosen)))
-            axes.plot(
-                places[at], mean[at], marker="o", markersize=11, markerfacecolor="none", color=INK, linestyle="none",
-                label=f"chosen, {key} = {chosen:g}",
-            )  # fmt: skip
-            for name, other in panel.others.items():
-                level = np.asarray(other, dtype=float)
-                axes.axhline(level.mean(), color=colours[name], linestyle="--", linewidth=1.4, label=short(name))
-            axes.set(xlabel=key, title=panel.title)
-            axes.yaxis.set_major_formatter(PERCENT)
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-            axes.margins(y=0.2)
-            low, high = axes.get_ylim()
-            room = max(SPAN - (high - low), 0) / 2
-            axes.set_ylim(low - room, high + room)
-        figure.axes[0].set_ylabel("accuracy")
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="lower center", ncols=len(labels))
-        figure.subplots_adjust(left=0.85 / width, right=0.985, top=1 - 0.3 / height, bottom=0.78 / height, wspace=0.3)
+    at = int(np.argmin(np.abs(places - chosen)))
+    circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": INK, "linestyle": "none"}
+    drawn = []
+    for panel in panels:
+        values = np.asarray(panel.values, dtype=float)  # (S, V)
+        mean, sd = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else None
+        look = {"color": colours[label], "yerr": sd, "capsize": 2.5, **marked(0)}
+        swept = [
+            Curve(places, mean, short(label), look),
+            Curve(places[[at]], mean[[at]], f"chosen, {key} = {chosen:g}", circle),
+        ]
+        for name, other in panel.others.items():
+            level = [float(np.mean(other))] * 2
+            swept.append(Curve(places[[0, -1]], level, short(name), {"color": colours[name], "linestyle": "--"}))
+        drawn.append(Panel(swept, {"xlabel": key, "title": panel.title, "ymargin": 0.2}, percent="y"))
+    figure = curve_figure(drawn, size=(3.5 * len(panels), 2.7))
+    figure.axes[0].set_ylabel("accuracy")
+    for axes in figure.axes:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        low, high = axes.get_ylim()
+        room = max(SPAN - (high - low), 0) / 2
+        axes.set_ylim(low - room, high + room)
     return figure
-
-
-def _spread(values: Any) -> Any:
-    """(V,) standard deviation over seeds of (S, V); none for a single seed."""
-    return values.std(0, ddof=1) if len(values) > 1 else None
