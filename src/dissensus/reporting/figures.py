@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,6 +23,7 @@ from dissensus.reporting import plots, scenes
 from dissensus.reporting.results import Results
 from dissensus.reporting.scenes import Made
 from dissensus.reporting.tables import Draws
+from dissensus.storage.files import write_bytes
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,13 @@ def auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
     """AUROC of one score on one OOD set; None where the evaluation does not have it."""
     pair = _pair(evaluation, foreign, score)
     return None if pair is None else float(metrics.auroc(*pair))
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """The figure on white, for pages that take no SVG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, facecolor="white")
+    write_bytes(path, buffer.getvalue())
 
 
 def svg(figure: Figure, prefix: str) -> str:
