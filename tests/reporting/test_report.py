@@ -327,7 +327,7 @@ def every_figure() -> dict[str, Figure]:
         "roc": plots.roc(
             {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
         ),
-        "risk": plots.risk_coverage(
+        "risk": plots.risk_coverage_figure(
             {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
         ),
         "corruption": plots.corruption_curves(
@@ -342,7 +342,7 @@ def every_figure() -> dict[str, Figure]:
             {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
             cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette,
         ),
-        "coverage": plots.interval_coverage({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
+        "coverage": plots.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
     }  # fmt: skip
 
 

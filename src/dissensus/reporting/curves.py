@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -41,41 +40,37 @@ def distances_over_training(
 SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something
 
 
-class SweepPanel(NamedTuple):
-    """One quantity over the values of a setting, (S, V) for S seeds, and of methods without it, (S,)."""
-
-    title: str
-    values: Array
-    others: Mapping[str, Array]
-
-
 def sweep(
-    settings: Sequence[float],
-    panels: Sequence[SweepPanel],
+    titles: Mapping[str, Mapping[str, Sequence[float]]],
+    values: Mapping[str, float],
     *,
     key: str,
     label: str,
-    chosen: float,
-    colours: Mapping[str, str],
+    chosen: str,
+    palette: Mapping[str, str],
 ) -> Figure:
-    """Accuracies against a setting, mean over seeds with their spread; the chosen value marked, other methods as lines."""
-    places = np.asarray(settings, dtype=float)
-    at = int(np.argmin(np.abs(places - chosen)))
+    """Accuracies against a setting, mean over seeds with their spread; the chosen value marked, other methods as lines.
+
+    titles[title][method]: one number per seed; values: of the setting, for the methods that have it, ascending.
+    """
+    x, colour = list(values.values()), palette[next(iter(values))]
     circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": INK, "linestyle": "none"}
-    drawn = []
-    for panel in panels:
-        values = np.asarray(panel.values, dtype=float)  # (S, V)
-        mean, sd = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else None
-        look = {"color": colours[label], "yerr": sd, "capsize": 2.5, **marked(0)}
-        swept = [
-            Curve(places, mean, short(label), look),
-            Curve(places[[at]], mean[[at]], f"chosen, {key} = {chosen:g}", circle),
+    panels = []
+    for title, methods in titles.items():
+        mean = {name: float(np.mean(each)) for name, each in methods.items()}
+        sd = [np.std(methods[name], ddof=1) for name in values] if min(map(len, methods.values())) > 1 else None
+        look = {"color": colour, "yerr": sd, "capsize": 2.5, **marked(0)}
+        curves = [
+            Curve(x, [mean[name] for name in values], short(label), look),
+            Curve([values[chosen]], [mean[chosen]], f"chosen, {key} = {values[chosen]:g}", circle),
+            *(
+                Curve([x[0], x[-1]], [mean[name]] * 2, short(name), {"color": palette[name], "linestyle": "--"})
+                for name in methods
+                if name not in values
+            ),
         ]
-        for name, other in panel.others.items():
-            level = [float(np.mean(other))] * 2
-            swept.append(Curve(places[[0, -1]], level, short(name), {"color": colours[name], "linestyle": "--"}))
-        drawn.append(Panel(swept, {"xlabel": key, "title": panel.title, "ymargin": 0.2}, percent="y"))
-    figure = curve_figure(drawn, size=(3.5 * len(panels), 2.7))
+        panels.append(Panel(curves, {"xlabel": key, "title": title, "ymargin": 0.2}, percent="y"))
+    figure = curve_figure(panels, size=(3.5 * len(panels), 2.7))
     figure.axes[0].set_ylabel("accuracy")
     for axes in figure.axes:
         axes.yaxis.set_major_locator(MaxNLocator(5))

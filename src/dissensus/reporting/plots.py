@@ -121,7 +121,7 @@ def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array,
     held = counts > 0
     left, width = edges[:-1][held], np.diff(edges)[held]
     with matplotlib.rc_context(STYLE):
-        figure, (upper, lower) = _figure(2, 1, size=(WIDTH, 4.1), sharex=True, height_ratios=(3, 1))
+        figure, (upper, lower) = _figure(2, 1, size=(WIDTH, 4.1), gap=0.2, sharex=True, height_ratios=(3, 1))
         upper.bar(left, accuracy[held], width, align="edge", color=colour, alpha=0.75, linewidth=0)
         gap = confidence[held] - accuracy[held]
         upper.bar(
@@ -185,7 +185,7 @@ def roc(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette
     return curve_figure([Panel([*drawn, DIAGONAL], axes, percent="xy")], note="area")
 
 
-def risk_coverage(
+def risk_coverage_figure(
     curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Mapping[str, str]
 ) -> Figure:
     """Risk that is left when only the surest inputs are answered, against the share that is."""
@@ -234,7 +234,7 @@ def cost_scatter(
     return curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
 
 
-def interval_coverage(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
+def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
     """Share of targets inside central intervals against their level, of P(Y ≤ y) at the targets."""
     levels, drawn = np.linspace(0, 1, 101), [DIAGONAL._replace(label="calibrated")]
     for name, values in cumulative.items():
@@ -266,10 +266,26 @@ def marked(i: int, *, size: float = 4.5) -> dict[str, Any]:
 
 
 def _figure(
-    rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (WIDTH, HEIGHT), **keywords: Any
+    rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (WIDTH, HEIGHT), gap: float = 0.8, **keywords: Any
 ) -> tuple[Figure, Any]:
-    figure = Figure(figsize=size, layout="constrained")  # not through pyplot: nothing global is kept
-    return figure, figure.subplots(rows, columns, **keywords)
+    figure = Figure(figsize=size)  # not through pyplot: nothing global is kept
+    axes = figure.subplots(rows, columns, **keywords)
+    _margins(figure, gap=gap)
+    return figure, axes
+
+
+def _margins(figure: Figure, *, below: float = 0.0, gap: float = 0.8) -> None:
+    """Room for ticks and labels, all in inches: `gap` between rows, `below` under everything.
+
+    A layout engine of matplotlib would find it too, and take as long as the drawing itself.
+    """
+    (width, height), (rows, columns) = figure.get_size_inches(), figure.axes[0].get_gridspec().get_geometry()
+    left, right, top, bottom, between = 0.87, 0.25, 0.32, 0.52 + below, 0.8
+    across, down = width - left - right - (columns - 1) * between, height - top - bottom - (rows - 1) * gap
+    figure.subplots_adjust(
+        left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height,
+        wspace=between * columns / across, hspace=gap * rows / down,
+    )  # fmt: skip
 
 
 def _legend(figure: Figure, title: str | None = None) -> None:
@@ -281,9 +297,11 @@ def _legend(figure: Figure, title: str | None = None) -> None:
     width, height = figure.get_size_inches()
     columns = max(1, int(width / (0.6 + 0.065 * max(map(len, handles)))))  # inches of a line and of a letter
     lines = -(-len(handles) // columns)
-    figure.set_size_inches(width, height + 0.19 * (lines + (title is not None)))
-    below = {"loc": "outside lower center", "ncols": -(-len(handles) // lines), "title": title, "title_fontsize": 8.5}
-    figure.legend(handles.values(), handles.keys(), **below)
+    below = 0.19 * (lines + (title is not None))
+    figure.set_size_inches(width, height + below)
+    _margins(figure, below=below)
+    place = {"loc": "lower center", "ncols": -(-len(handles) // lines), "title": title, "title_fontsize": 8.5}
+    figure.legend(handles.values(), handles.keys(), **place)
 
 
 def _log_ticks(axis: Any) -> None:

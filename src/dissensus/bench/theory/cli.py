@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,9 +15,6 @@ from dissensus.bench.run.provenance import provenance
 from dissensus.bench.theory import runs as runs
 from dissensus.reporting.results import table_text
 from dissensus.storage.files import write_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 app = typer.Typer(help="What wide ensembles do, computed and measured: figures.", no_args_is_help=True)
 
@@ -95,7 +92,7 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-def _write(out: Path, name: str, said: Iterable[str], figure: Figure, rows: Sequence[runs.Measured] = ()) -> None:
+def _write(out: Path, name: str, said: Iterable[str], figure: Any, rows: Sequence[runs.Measured] = ()) -> None:
     """The rows as CSV, where there are any, and the figure; prints what is said and where they are."""
     from dissensus.reporting.figures import write_png
 

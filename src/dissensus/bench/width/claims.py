@@ -17,7 +17,7 @@ import torch
 from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT
 from dissensus.bench.width.rows import ORIGIN, Place, WidthRow
 from dissensus.reporting.results import table_rows, table_text
-from dissensus.reporting.spread import spread
+from dissensus.reporting.spread import spread_of
 
 Terms = Mapping[Place, float]  # place -> its weight in a sum
 
@@ -87,7 +87,7 @@ class WidthTable:
 
 
 def _interval(values: Sequence[float], error: float = 0.0, tested: int = 2) -> tuple[float, float, float]:
-    half = spread(values, error, tested).half_width()
+    half = spread_of(values, error, tested).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
 
 
