@@ -310,6 +310,14 @@ def test_bad_input_is_one_clear_error(tmp_path):
         report({"a": regression()}, tmp_path / "mine.pdf")
 
 
+def test_what_steers_a_terminal_reaches_no_file(tmp_path):
+    report({"\x1b[31mred\x9b\x07": regression()}, tmp_path)
+    for path in tmp_path.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert "[31mred" in text
+        assert not any(character in text for character in "\x1b\x9b\x07\r")
+
+
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]

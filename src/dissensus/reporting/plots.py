@@ -297,7 +297,7 @@ def _legend(figure: Figure, title: str | None = None) -> None:
     width, height = figure.get_size_inches()
     columns = max(1, int(width / (0.6 + 0.065 * max(map(len, handles)))))  # inches of a line and of a letter
     lines = -(-len(handles) // columns)
-    below = 0.19 * (lines + (title is not None))
+    below = 0.1 + 0.19 * (lines + (title is not None))
     figure.set_size_inches(width, height + below)
     _margins(figure, below=below)
     place = {"loc": "lower center", "ncols": -(-len(handles) // lines), "title": title, "title_fontsize": 8.5}

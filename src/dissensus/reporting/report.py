@@ -34,8 +34,8 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
         raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
-        text = csv_text(results) if end == ".csv" else rendered(f"report{end}.j2", content or {})
-        write_text(target, text.translate(CONTROL))
+        text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})
+        write_text(target, text)
     return list(targets.values())
 
 
@@ -154,7 +154,7 @@ MEANINGS = {
 
 
 def rendered(template: str, content: Mapping[str, Any]) -> str:
-    """A template of this package, filled in."""
+    """A template of this package, filled in, without control characters of names and titles."""
     environment = Environment(
         loader=PackageLoader("dissensus.reporting"),
         autoescape=template.endswith(".html.j2"),
@@ -164,7 +164,7 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = _markdown
-    return environment.get_template(template).render(**content)
+    return environment.get_template(template).render(**content).translate(CONTROL)
 
 
 def _markdown(text: object) -> str:
