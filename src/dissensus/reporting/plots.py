@@ -15,6 +15,8 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from dissensus.reporting.results import CONTROL
+
 Array = Any  # anything numpy.asarray takes
 
 INK = "#123456"
@@ -256,7 +258,8 @@ SCORE_LABELS = {
 
 
 def short(name: str, length: int = 24) -> str:
-    """The name, cut where a figure has no room for it."""
+    """The name, cut where a figure has no room for it, without characters that no font draws."""
+    name = name.translate(CONTROL)
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
@@ -274,7 +277,7 @@ def _figure(
     return figure, axes
 
 
-def _margins(figure: Figure, *, below: float = 0.0, gap: float = 0.8) -> None:
+def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
     """Room for ticks and labels, all in inches: `gap` between rows, `below` under everything.
 
     A layout engine of matplotlib would find it too, and take as long as the drawing itself.
@@ -300,8 +303,8 @@ def _legend(figure: Figure, title: str | None = None) -> None:
     below = 0.1 + 0.19 * (lines + (title is not None))
     figure.set_size_inches(width, height + below)
     _margins(figure, below=below)
-    place = {"loc": "lower center", "ncols": -(-len(handles) // lines), "title": title, "title_fontsize": 8.5}
-    figure.legend(handles.values(), handles.keys(), **place)
+    ncols = -(-len(handles) // lines)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=ncols, title=title, title_fontsize=8.5)
 
 
 def _log_ticks(axis: Any) -> None:
