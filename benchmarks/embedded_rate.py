@@ -24,7 +24,7 @@ from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, Cell, cells, sharing_rate, widths_of
+from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells, sharing_rate, widths_of
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.train import fit
@@ -35,7 +35,7 @@ CORNERS = ((0.25, 1), (0.25, 8), (0.25, 32), (1.0, 8), (4.0, 8), (4.0, 32))  # f
 BASES, MODULATIONS = (1.0, 3.0, 10.0), (0.03, 0.1, 0.3)
 KEYS = ("method", "p", "gamma", "factor", "members", "base", "rate", "modulation_lr", "seed")
 Row = dict[str, Any]
-Trial = tuple[Cell, float | None]  # a cell at its rate, and what the rule made that rate of
+Trial = tuple[GridCell, float | None]  # a cell at its rate, and what the rule made that rate of
 
 
 def facts(asked: Trial) -> Row:
@@ -106,14 +106,12 @@ PARTS: dict[str, Callable[..., list[Trial]]] = {
 }
 
 
-def grid(seeds: int, **changed: Any) -> list[Cell]:
+def grid(seeds: int, **changed: Any) -> list[GridCell]:
     task = load_task("embedded-width")
-    widths = widths_of(task)
-    assert widths is not None
-    return cells(task, replace(widths, **changed), range(seeds))
+    return cells(task, replace(widths_of(task), **changed), range(seeds))
 
 
-def at(cell: Cell, rate: float, modulation_lr: float | None = None) -> Cell:
+def at(cell: GridCell, rate: float, modulation_lr: float | None = None) -> GridCell:
     """The cell at a learning rate, and at one of its modulations where that is given."""
     settings = (
         cell.config.settings if modulation_lr is None else {**cell.config.settings, "modulation_lr": modulation_lr}

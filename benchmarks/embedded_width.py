@@ -11,7 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from dissensus.bench.width.report import accuracies, read_claims
+from dissensus.bench.width.claims import read_claims
+from dissensus.bench.width.report import accuracy_table
 from dissensus.bench.width.rows import ORIGIN, read_rows
 from dissensus.bench.width.verdicts import verdicts
 
@@ -29,7 +30,9 @@ COPIED = {
 def page() -> str:
     """Sentences on every question, the accuracies, and where they come from."""
     rows, found = read_rows(ROWS), read_claims(CLAIMS)
-    heading, *lines = accuracies(rows)
+    accuracies = accuracy_table(rows)
+    heading = ["width", "members", *accuracies.columns]
+    lines = [[line.label, line.unit, *(cell.text for cell in line.cells)] for line in accuracies.rows]
     table = [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *(f"| {' | '.join(line)} |" for line in lines)]
     seeds = len({row.seed for row in rows})
     commit, torch, device, _ = ("; ".join(dict.fromkeys(row.origin[key] for row in rows)) for key in ORIGIN)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dissensus.reporting.spread import spread
+from dissensus.reporting.spread import spread_of
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ def summary(values: Iterable[float]) -> tuple[float, float, float]:
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of a few repetitions, by Student's t; the mean itself where they are all the same."""
     given = [float(value) for value in values]
-    mean, half = statistics.fmean(given), spread(given, 0.0).half_width() if len(set(given)) > 1 else 0.0
+    mean, half = statistics.fmean(given), spread_of(given, 0.0).half_width() if len(set(given)) > 1 else 0.0
     return mean - half, mean + half
 
 
@@ -61,7 +61,7 @@ def paired(first: Sequence[Row], second: Sequence[Row], column: str, by: str = "
     each = [float(row[column]) - theirs[row[by]] for row in first if row.get(column) and row[by] in theirs]
     if len(each) < 2:
         return None
-    mean, found = statistics.fmean(each), spread(each, 0.0)
+    mean, found = statistics.fmean(each), spread_of(each, 0.0)
     half = found.half_width()
     return Paired(mean, mean - half, mean + half, found.p_value(mean), sum(d > 0 for d in each), len(each))
 

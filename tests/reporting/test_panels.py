@@ -36,14 +36,12 @@ def distances(count: int) -> Figure:
 
 
 def sweep(seeds: int) -> Figure:
-    values = 0.9 + 0.001 * np.arange(6 * seeds).reshape(seeds, 6)
-    shown = [
-        curves.SweepPanel(title, values, {"deep_ensemble": np.full(seeds, 0.9)})
-        for title in ("clean", "damaged", "both")
-    ]
+    values = {f"forde-{alpha}": alpha for alpha in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)}
+    numbers = 0.9 + 0.001 * np.arange(6 * seeds).reshape(seeds, 6)
+    methods = dict(zip(values, numbers.T, strict=True)) | {"deep_ensemble": np.full(seeds, 0.9)}
     return curves.sweep(
-        [0.0, 0.1, 0.2, 0.4, 0.8, 1.0], shown, key="alpha", label="forde", chosen=0.4,
-        colours={"forde": "#4c8bc9", "deep_ensemble": "#e0803a"},
+        dict.fromkeys(("clean", "damaged", "both"), methods), values, key="alpha", label="forde", chosen="forde-0.4",
+        palette=plots.colours(list(methods)),
     )  # fmt: skip
 
 
@@ -108,7 +106,7 @@ def test_a_band_is_three_standard_deviations_about_the_mean():
 
 def test_the_chosen_value_is_marked_on_the_curve():
     figure = sweep(3)
-    marked = next(line for line in figure.axes[0].lines if "chosen" in str(line.get_label()))
+    marked = next(line for line in figure.axes[0].lines if line.get_markerfacecolor() == "none")
     values = 0.9 + 0.001 * np.arange(18).reshape(3, 6)
     assert marked.get_xdata() == [0.4]
     assert marked.get_ydata() == pytest.approx([values.mean(0)[3]])

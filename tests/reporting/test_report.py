@@ -310,6 +310,14 @@ def test_bad_input_is_one_clear_error(tmp_path):
         report({"a": regression()}, tmp_path / "mine.pdf")
 
 
+def test_what_steers_a_terminal_reaches_no_file(tmp_path):
+    report({"\x1b[31mred\x9b\x07": regression()}, tmp_path)
+    for path in tmp_path.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert "[31mred" in text
+        assert not any(character in text for character in "\x1b\x9b\x07\r")
+
+
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
@@ -327,7 +335,7 @@ def every_figure() -> dict[str, Figure]:
         "roc": plots.roc(
             {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
         ),
-        "risk": plots.risk_coverage(
+        "risk": plots.risk_coverage_figure(
             {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
         ),
         "corruption": plots.corruption_curves(
@@ -342,7 +350,7 @@ def every_figure() -> dict[str, Figure]:
             {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
             cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette,
         ),
-        "coverage": plots.interval_coverage({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
+        "coverage": plots.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from dissensus.reporting.spread import Spread, holm, holm_level, spread, student_quantile, student_tail
+from dissensus.reporting.spread import Spread, holm, holm_level, spread_of, student_quantile, student_tail
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 19, 50])
@@ -20,7 +20,7 @@ def test_students_t_is_scipys(freedom):
 
 def test_seeds_alone_are_the_paired_t_test_and_examples_alone_the_z_test():
     differences = [0.3, -0.1, 0.4, 0.25]
-    found = spread(differences, 0.0)
+    found = spread_of(differences, 0.0)
     theirs = scipy.stats.ttest_1samp(differences, 0)
     mean = sum(differences) / 4
     assert found.p_value(mean) == pytest.approx(theirs.pvalue, rel=1e-9)
@@ -41,7 +41,7 @@ def test_nothing_to_vary_and_no_difference():
         assert math.isnan(nothing.p_value(0.1))
     assert Spread(0.3, 2, 0.1).p_value(0.0) == 1.0
     assert Spread(0.0, 0, 0.1, 5).p_value(0.0) == 1.0
-    assert spread([1.5], 0.2, 7) == Spread(0.0, 0, 0.2, 7)
+    assert spread_of([1.5], 0.2, 7) == Spread(0.0, 0, 0.2, 7)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 31, 400])
@@ -110,7 +110,7 @@ def simulated(seeds: int, *, of_seeds: float, of_examples: float, effect: float 
     d = effect + seed + example + noise  # (count, S, n)
     values, examples = d.mean(2), (d.mean(1).var(1, correction=0) / n).sqrt()  # the bootstrap's variance of a mean
     pairs = zip(values.tolist(), examples.tolist(), strict=True)
-    return sum(abs(sum(v) / seeds) > spread(v, e).half_width() for v, e in pairs) / count
+    return sum(abs(sum(v) / seeds) > spread_of(v, e).half_width() for v, e in pairs) / count
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])

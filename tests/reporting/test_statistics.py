@@ -10,7 +10,7 @@ from dissensus.metrics.bootstrap import resample_counts
 from dissensus.reporting import measures as of_measures
 from dissensus.reporting.measures import Measure, measures
 from dissensus.reporting.statistics import Compared, Resampled, compared, family, resampled
-from dissensus.reporting.tables import signed
+from dissensus.reporting.tables import signed_text
 
 NLL = Measure("nll", "NLL", "test", "low", samples=(("test/nll",),))
 
@@ -234,5 +234,5 @@ def test_measures_know_which_way_is_better():
     assert NLL.text(0.001) == "1e-03"  # not 0.00
     assert NLL.text(-0.001) == "-1e-03"
     assert NLL.text(0.0) == "0.00"
-    assert [signed(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
+    assert [signed_text(NLL, value) for value in (0.001, -0.001, 1.0)] == ["+1e−03", "−1e−03", "+1.00"]
     assert [m.key for m in measures(evaluation(torch.ones(3)))] == ["nll"]

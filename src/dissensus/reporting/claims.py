@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.regions import region_keys, spoken
-from dissensus.reporting.results import Results, base_of
-from dissensus.reporting.sweep import mean, sweep_of, sweep_sentence
+from dissensus.reporting.results import Results, base_of, mean_over_seeds
+from dissensus.reporting.sweep import sweep_of, sweep_sentence
 
 NEAR = 0.15  # an error that is larger by at most 15 % is as good
 TWICE = 2.0  # how much more entropy off the data counts as seeing it
@@ -32,20 +32,20 @@ def _focused(results: Results) -> list[str]:
     for key in region_keys(several[0]):
         region, quantity = spoken(key)
         said.append(
-            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean(key, several):.4g}: larger than that "
-            f"{_by_seeds(results, focus, others, key, _larger(key))}."
+            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean_over_seeds(key, several):.4g}: larger "
+            f"than that {_by_seeds(results, focus, others, key, _larger(key))}."
         )
     baseline = results.baseline
     off = "region/off_data/entropy"
     if baseline in others and off in several[0].metrics:
-        share = mean(off, several) / mean(off, results.methods[baseline])
+        share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
         said.append(
             f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on "
             f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
         )
     if "rmse" in several[0].metrics:
         said.append(
-            f"The RMSE of {focus}'s mean, {mean('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
+            f"The RMSE of {focus}'s mean, {mean_over_seeds('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
             f"{_by_seeds(results, focus, others, 'rmse', _near)}."
         )
     return said
@@ -65,7 +65,7 @@ def _by_seeds(
     """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": others by how often it holds."""
     groups: dict[str, list[str]] = {}
     for name in others:
-        value = f"{name} ({mean(key, results.methods[name]):.4g})"
+        value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
         groups.setdefault(_seeds(results, focus, name, holds), []).append(value)
     ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
     return "; ".join(f"of {_joined(groups[seeds])} on {seeds}" for seeds in ordered)

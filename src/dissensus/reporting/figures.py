@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -19,9 +20,10 @@ from dissensus import metrics
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
 from dissensus.reporting import plots, scenes
-from dissensus.reporting.results import Results
+from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
-from dissensus.reporting.tables import Draws
+from dissensus.reporting.tables import MeasureDraws, score_pair
+from dissensus.storage.files import write_bytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Section:
     wide: bool = False  # whether a figure takes the whole width
 
 
-def sections(results: Results, draws: Draws) -> list[Section]:
+def sections(results: Results, draws: MeasureDraws) -> list[Section]:
     """All figures that the evaluations have arrays for; of several seeds the first is drawn."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = plots.colours(list(first))
@@ -81,7 +83,7 @@ def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made 
 
 def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
-    figures = [("Coverage of intervals", plots.interval_coverage(known, palette=palette))] if known else []
+    figures = [("Coverage of intervals", plots.interval_coverage_figure(known, palette=palette))] if known else []
     text = "How many targets lie inside the intervals that should hold that share. Below the dashed line: too sure."
     return "Are intervals as wide as they should be?", text, figures
 
@@ -91,7 +93,7 @@ def _foreign(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | No
     for foreign in names:
         curves = {}
         for name, e in first.items():
-            pair = _pair(e, foreign, e.score)
+            pair = score_pair(e, foreign, e.score)
             if pair is not None:
                 curve = metrics.roc_curve(*pair)
                 curves[name] = (curve.fpr, curve.tpr, e.metrics[f"ood/{foreign}/auroc"])
@@ -121,7 +123,7 @@ def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | 
     risk = "errors among answered" if classes else "mean squared error"
     figures = []
     if curves:
-        figure = plots.risk_coverage(curves, risk=risk, percent=classes, palette=palette)
+        figure = plots.risk_coverage_figure(curves, risk=risk, percent=classes, palette=palette)
         figures.append(("Risk and coverage of each method", figure))
     text = (
         "The error that is left when only the surest inputs are answered and the rest are passed on to somebody else."
@@ -149,7 +151,7 @@ def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
     return "What happens to damaged inputs?", text, figures
 
 
-def _cost(results: Results, draws: Draws, palette: dict[str, str]) -> Made | None:
+def _cost(results: Results, draws: MeasureDraws, palette: dict[str, str]) -> Made | None:
     classes = results.kind != "regression"
     key, quality = ("accuracy", "Accuracy") if classes else ("nll", "NLL (nats)")
     figures, unseen = [], []
@@ -157,10 +159,10 @@ def _cost(results: Results, draws: Draws, palette: dict[str, str]) -> Made | Non
     for cost, label in costs:
         points = {}
         for name, several in results.methods.items():
-            if all(cost in e.metrics for e in several) and name in draws[key]:
+            if all_have(cost, several) and name in draws[key]:
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
-                points[name] = (_mean([e.metrics[cost] for e in several]), draws[key][name].estimate, ends)
+                points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
         free = [name for name, point in points.items() if point[0] <= 0]  # a logarithmic axis has no place for them
         points = {name: point for name, point in points.items() if name not in free}
         if free:
@@ -200,10 +202,11 @@ def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
     return found
 
 
-def auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
-    """AUROC of one score on one OOD set; None where the evaluation does not have it."""
-    pair = _pair(evaluation, foreign, score)
-    return None if pair is None else float(metrics.auroc(*pair))
+def write_png(figure: Figure, path: Path) -> None:
+    """The figure on white, for pages that take no SVG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, facecolor="white")
+    write_bytes(path, buffer.getvalue())
 
 
 def svg(figure: Figure, prefix: str) -> str:
@@ -233,17 +236,6 @@ def png(image: Tensor) -> str:
     buffer = io.BytesIO()
     imsave(buffer, pixels, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
-    names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
-    if any(name not in evaluation.arrays for name in names):
-        return None
-    return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _stacked(several: Sequence[Evaluation], name: str) -> Any:

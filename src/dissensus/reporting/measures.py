@@ -14,11 +14,11 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.reporting.regions import region_keys, spoken
 
-Best = Literal["high", "low"]
-Arrays = tuple[str, ...]
+Better = Literal["high", "low"]
+ArrayNames = tuple[str, ...]
 
 
-def mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
+def weighted_mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
     """(R,) mean of values."""
     return weights[0] @ values.double() / weights[0].sum(1)
 
@@ -30,12 +30,14 @@ class Measure:
     key: str
     label: str
     group: str
-    best: Best | float | None = None  # high, low, nearest to a number; None: not a matter of better or worse
+    best: Better | float | None = None  # high, low, nearest to a number; None: not a matter of better or worse
     scale: float = 1.0  # 100 for percent
     digits: int = 2
     unit: str = ""
-    samples: tuple[Arrays, ...] = ()
-    statistic: Callable[..., Tensor] = mean  # of a list with one table of weights per sample, then the arrays in order
+    samples: tuple[ArrayNames, ...] = ()
+    statistic: Callable[..., Tensor] = (
+        weighted_mean  # of a list with one table of weights per sample, then the arrays in order
+    )
 
     @property
     def possible(self) -> tuple[float, float]:
@@ -64,7 +66,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     found = _regression() if evaluation.kind == "regression" else _classification(evaluation)
     for name in evaluation.ood:
         score = evaluation.score
-        pair: tuple[Arrays, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
+        pair: tuple[ArrayNames, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
         if f"ood/{name}/score/{score}" not in evaluation.arrays:
             pair = ()
         told = f"told apart from {name}"
@@ -145,9 +147,9 @@ def distance_measures() -> list[Measure]:
 def _classification(evaluation: Evaluation) -> list[Measure]:
     test = "test"
     whole = evaluation.kind == "classification"  # pixels are not stored, so what is not a mean has no interval
-    confidence: tuple[Arrays, ...] = (("test/confidence", "test/correct"),) if whole else ()
-    ranked: tuple[Arrays, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
-    brier: tuple[Arrays, ...] = (("test/brier",),) if whole else ()
+    confidence: tuple[ArrayNames, ...] = (("test/confidence", "test/correct"),) if whole else ()
+    ranked: tuple[ArrayNames, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
+    brier: tuple[ArrayNames, ...] = (("test/brier",),) if whole else ()
     return [
         Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
@@ -161,7 +163,7 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
 def _calibrated(evaluation: Evaluation) -> list[Measure]:
     """At each method's own temperature, found on held-out test rows."""
     group = "at its best temperature"
-    samples: dict[str, Arrays] = {
+    samples: dict[str, ArrayNames] = {
         "accuracy": ("calibrated/correct",),
         "nll": ("calibrated/nll",),
         "ece": ("calibrated/confidence", "calibrated/correct"),
@@ -190,7 +192,7 @@ def _regression() -> list[Measure]:
 
 def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
     """(R,) root of the mean of squared errors."""
-    return mean(weights, squared).sqrt()
+    return weighted_mean(weights, squared).sqrt()
 
 
 def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:

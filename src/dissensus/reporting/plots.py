@@ -7,13 +7,15 @@ on light and on dark ground. Methods have one colour each, given by `colours`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from dissensus.reporting.results import CONTROL
 
 Array = Any  # anything numpy.asarray takes
 
@@ -40,6 +42,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": INK,
     "grid.alpha": 0.15,
     "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
     "legend.frameon": False,
     "legend.labelcolor": INK,
     "svg.fonttype": "path",
@@ -66,13 +69,61 @@ def darker(colour: str, share: float) -> str:
     return to_hex((share * red, share * green, share * blue))
 
 
+class Curve(NamedTuple):
+    """Points to draw; `look` says how, in the keywords of `Axes.errorbar`: color, marker, linestyle, yerr …"""
+
+    x: Array
+    y: Array
+    label: str
+    look: Mapping[str, Any]
+    band: tuple[Array, Array] | None = None  # lower and upper ends of an area around it
+
+
+class Panel(NamedTuple):
+    """Curves on one pair of axes; `axes` are keywords of `Axes.set`: title, xlabel, ylabel, xscale, ylim …"""
+
+    curves: Sequence[Curve]
+    axes: Mapping[str, Any]
+    percent: str = ""  # axes of shares: "x", "y" or "xy"
+    ticks: Sequence[float] = ()  # of the horizontal axis; matplotlib's where there are none
+
+
+def curve_figure(
+    panels: Sequence[Panel], *, size: tuple[float, float] = (WIDTH, HEIGHT), rows: int = 1, note: str | None = None
+) -> Figure:
+    """The panels in so many rows of a figure of this size in inches, to which a legend adds where it is below; its title."""
+    with matplotlib.rc_context(STYLE):
+        figure, grid = _figure(rows, -(-len(panels) // rows), size=size, squeeze=False)
+        for axes, panel in zip(grid.flat, panels, strict=True):
+            for curve in panel.curves:
+                if curve.band is not None:
+                    axes.fill_between(curve.x, *curve.band, color=curve.look["color"], alpha=0.1, linewidth=0)
+                axes.errorbar(curve.x, curve.y, label=curve.label, **curve.look)
+            axes.set(**panel.axes)
+            if len(panel.ticks):
+                axes.set_xticks(panel.ticks, [f"{each:g}" for each in panel.ticks])
+                axes.xaxis.set_minor_locator(NullLocator())
+            for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+                if name in panel.percent:
+                    axis.set_major_formatter(PERCENT)
+                if axis.get_scale() == "log" and not (name == "x" and len(panel.ticks)):
+                    _log_ticks(axis)
+        _legend(figure, note)
+    return figure
+
+
+DIAGONAL = Curve(
+    [0, 1], [0, 1], "_diagonal", {"color": INK, "linestyle": "--", "linewidth": 1}
+)  # names with _ have no legend
+
+
 def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array, *, title: str, colour: str) -> Figure:
     """Accuracy against confidence by bin, with the gap to the diagonal, over the histogram of confidences."""
     counts, confidence, accuracy, edges = map(np.asarray, (counts, confidence, accuracy, edges))
     held = counts > 0
     left, width = edges[:-1][held], np.diff(edges)[held]
     with matplotlib.rc_context(STYLE):
-        figure, (upper, lower) = _figure(2, 1, height=4.1, sharex=True, height_ratios=(3, 1))
+        figure, (upper, lower) = _figure(2, 1, size=(WIDTH, 4.1), gap=0.2, sharex=True, height_ratios=(3, 1))
         upper.bar(left, accuracy[held], width, align="edge", color=colour, alpha=0.75, linewidth=0)
         gap = confidence[held] - accuracy[held]
         upper.bar(
@@ -86,8 +137,8 @@ def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array,
         lower.set_ylim(0.5 / counts.sum(), 1.5)
         lower.yaxis.set_major_locator(LogLocator(numticks=5))
         lower.yaxis.set_minor_locator(NullLocator())
-        for axes in (upper, lower):
-            _percent(axes)
+        for axis in (upper.xaxis, upper.yaxis, lower.xaxis, lower.yaxis):
+            axis.set_major_formatter(PERCENT)
     return figure
 
 
@@ -115,8 +166,7 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
             axes.stairs(shares(values), edges, color=INK, linewidth=1.4, linestyle=style, label=short(name))
         if logarithmic:
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(POWER)
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            _log_ticks(axes.xaxis)
         axes.set(
             xlabel=f"{SCORE_LABELS.get(score, score)}: more foreign →", ylabel="share of inputs", title=short(title, 44)
         )
@@ -128,37 +178,24 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
 
 def roc(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Mapping[str, str]) -> Figure:
     """ROC curves (false positive rate, true positive rate, area) of each method; OOD is positive."""
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for name, (fpr, tpr, area) in curves.items():
-            x, y = _thinned(fpr, tpr)
-            axes.plot(x, y, color=palette[name], linewidth=1.7, label=f"{short(name)}  {100 * area:.2f} %")
-        axes.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=0.8)
-        axes.set(
-            xlim=(0, 1), ylim=(0, 1.005), title=short(title, 44),
-            xlabel="test inputs flagged (false positives)", ylabel="foreign inputs flagged",
-        )  # fmt: skip
-        _percent(axes)
-        axes.legend(loc="lower right", title="area", title_fontsize=8.5)
-    return figure
+    drawn = [
+        Curve(*_thinned(fpr, tpr), f"{short(name)}  {100 * area:.2f} %", {"color": palette[name]})
+        for name, (fpr, tpr, area) in curves.items()
+    ]
+    labels = {"xlabel": "test inputs flagged (false positives)", "ylabel": "foreign inputs flagged"}
+    axes = {**labels, "xlim": (0, 1), "ylim": (0, 1.005), "title": short(title, 44)}
+    return curve_figure([Panel([*drawn, DIAGONAL], axes, percent="xy")], note="area")
 
 
-def risk_coverage(
+def risk_coverage_figure(
     curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Mapping[str, str]
 ) -> Figure:
     """Risk that is left when only the surest inputs are answered, against the share that is."""
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for name, (coverage, values) in curves.items():
-            x, y = _thinned(coverage, values)
-            axes.plot(x, y, color=palette[name], linewidth=1.7, label=short(name))
-        axes.set(xlim=(0, 1), xlabel="inputs answered, surest first", ylabel=risk, title="Risk and coverage")
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(PERCENT)
-        if percent:
-            axes.yaxis.set_major_formatter(PERCENT)
-        _legend(figure, axes)
-    return figure
+    drawn = [Curve(*_thinned(*each), short(name), {"color": palette[name]}) for name, each in curves.items()]
+    highest = max(np.max(curve.y) for curve in drawn)
+    axes = {"xlabel": "inputs answered, surest first", "ylabel": risk, "title": "Risk and coverage"}
+    limits = {"xlim": (0, 1), "ylim": (0, 1.05 * highest or 1)}
+    return curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
 
 
 def corruption_curves(
@@ -170,19 +207,13 @@ def corruption_curves(
     palette: Mapping[str, str],
 ) -> Figure:
     """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for i, (name, (clean, damaged)) in enumerate(values.items()):
-            axes.plot(
-                [0, *severities], [clean, *np.asarray(damaged)], marker=MARKERS[i % len(MARKERS)], markersize=4.5,
-                color=palette[name], linewidth=1.7, label=short(name),
-            )  # fmt: skip
-        axes.set(xlabel="severity of corruption (0: clean)", ylabel=label, title=f"{label} under corruption")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if percent:
-            axes.yaxis.set_major_formatter(PERCENT)
-        _legend(figure, axes)
-    return figure
+    x = [0, *severities]
+    drawn = [
+        Curve(x, [clean, *np.asarray(damaged)], short(name), {"color": palette[name], **marked(i)})
+        for i, (name, (clean, damaged)) in enumerate(values.items())
+    ]
+    axes = {"xlabel": "severity of corruption (0: clean)", "ylabel": label, "title": f"{label} under corruption"}
+    return curve_figure([Panel(drawn, axes, percent="y" * percent, ticks=x)])
 
 
 def cost_scatter(
@@ -194,46 +225,26 @@ def cost_scatter(
     palette: Mapping[str, str],
 ) -> Figure:
     """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic."""
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for i, (name, (spent, value, interval)) in enumerate(points.items()):
-            bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
-            axes.errorbar(
-                [spent], [value], yerr=bars, fmt=MARKERS[i % len(MARKERS)], markersize=7, capsize=3,
-                color=palette[name], label=short(name), linewidth=1.3,
-            )  # fmt: skip
-        costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
-        axes.set(xscale="log", xlabel=cost, ylabel=quality, title=f"{quality} and cost")
-        axes.set_xlim(min(costs) / 2.5, max(costs) * 2.5)
-        ratio = max(costs) / min(costs)  # as many labels as there is room for
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if ratio > 20 else (1.0, 2.0, 5.0), numticks=7))
-        axes.xaxis.set_major_formatter(POWER if ratio > 1e4 else FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        if percent:
-            axes.yaxis.set_major_formatter(PERCENT)
-        axes.margins(y=0.25)
-        _legend(figure, axes)
-    return figure
+    drawn = []
+    for i, (name, (spent, value, interval)) in enumerate(points.items()):
+        bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
+        look = {"color": palette[name], "yerr": bars, "capsize": 3, **marked(i, size=7)}
+        drawn.append(Curve([spent], [value], short(name), look))
+    costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
+    axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
+    labels = {"xlabel": cost, "ylabel": quality, "title": f"{quality} and cost"}
+    return curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
 
 
-def interval_coverage(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
+def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
     """Share of targets inside central intervals against their level, of P(Y ≤ y) at the targets."""
-    levels = np.linspace(0, 1, 101)
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        axes.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, label="calibrated")
-        for name, values in cumulative.items():
-            inside = np.sort(np.abs(2 * np.asarray(values).ravel() - 1))
-            axes.plot(
-                levels, np.searchsorted(inside, levels, side="right") / len(inside),
-                color=palette[name], linewidth=1.7, label=short(name),
-            )  # fmt: skip
-        axes.set(
-            xlim=(0, 1), ylim=(0, 1), xlabel="level of the interval", ylabel="targets inside", title="Interval coverage"
-        )
-        _percent(axes)
-        axes.legend(loc="upper left")
-    return figure
+    levels, drawn = np.linspace(0, 1, 101), [DIAGONAL._replace(label="calibrated")]
+    for name, values in cumulative.items():
+        inside = np.sort(np.abs(2 * np.asarray(values).ravel() - 1))
+        share = np.searchsorted(inside, levels, side="right") / len(inside)
+        drawn.append(Curve(levels, share, short(name), {"color": palette[name]}))
+    labels = {"xlabel": "level of the interval", "ylabel": "targets inside", "title": "Interval coverage"}
+    return curve_figure([Panel(drawn, {**labels, "xlim": (0, 1), "ylim": (0, 1)}, percent="xy")])
 
 
 SCORE_LABELS = {
@@ -247,38 +258,61 @@ SCORE_LABELS = {
 
 
 def short(name: str, length: int = 24) -> str:
-    """The name, cut where a figure has no room for it."""
+    """The name, cut where a figure has no room for it, without characters that no font draws."""
+    name = name.translate(CONTROL)
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
-def _figure(rows: int = 1, columns: int = 1, *, height: float = HEIGHT, **keywords: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(WIDTH, height))  # not through pyplot: nothing global is kept
+def marked(i: int, *, size: float = 4.5) -> dict[str, Any]:
+    """The look of the i-th of several curves by its marker."""
+    return {"marker": MARKERS[i % len(MARKERS)], "markersize": size}
+
+
+def _figure(
+    rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (WIDTH, HEIGHT), gap: float = 0.8, **keywords: Any
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=size)  # not through pyplot: nothing global is kept
     axes = figure.subplots(rows, columns, **keywords)
-    figure.subplots_adjust(left=0.19, right=0.94, top=1 - 0.32 / height, bottom=0.52 / height, hspace=0.12)
+    _margins(figure, gap=gap)
     return figure, axes
 
 
-def _legend(figure: Figure, axes: Any) -> None:
-    """Names of the methods: where there is room among few, under the axes where many would lie on the data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) <= ROOM_INSIDE:
-        axes.legend(loc="best")
+def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
+    """Room for ticks and labels, all in inches: `gap` between rows, `below` under everything.
+
+    A layout engine of matplotlib would find it too, and take as long as the drawing itself.
+    """
+    (width, height), (rows, columns) = figure.get_size_inches(), figure.axes[0].get_gridspec().get_geometry()
+    left, right, top, bottom, between = 0.87, 0.25, 0.32, 0.52 + below, 0.8
+    across, down = width - left - right - (columns - 1) * between, height - top - bottom - (rows - 1) * gap
+    figure.subplots_adjust(
+        left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height,
+        wspace=between * columns / across, hspace=gap * rows / down,
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, title: str | None = None) -> None:
+    """Names of curves: among few of them in one panel, below the axes where they would lie on the data or are for several."""
+    handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(figure.axes) == 1 and len(handles) <= ROOM_INSIDE:
+        figure.axes[0].legend(loc="best", title=title, title_fontsize=8.5)
         return
-    columns = 3
-    more = 0.19 * -(-len(labels) // columns)  # inches, for the rows of names
     width, height = figure.get_size_inches()
-    top, bottom = (
-        (1 - figure.subplotpars.top) * height,
-        figure.subplotpars.bottom * height,
-    )  # inches above and below the axes
-    figure.set_size_inches(width, height + more)
-    figure.subplots_adjust(top=1 - top / (height + more), bottom=(bottom + more) / (height + more))
-    figure.legend(handles, labels, loc="lower center", ncols=columns, columnspacing=1.2, handletextpad=0.5)
+    columns = max(1, int(width / (0.6 + 0.065 * max(map(len, handles)))))  # inches of a line and of a letter
+    lines = -(-len(handles) // columns)
+    below = 0.1 + 0.19 * (lines + (title is not None))
+    figure.set_size_inches(width, height + below)
+    _margins(figure, below=below)
+    ncols = -(-len(handles) // lines)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=ncols, title=title, title_fontsize=8.5)
 
 
-def _percent(axes: Any) -> None:
-    axes.xaxis.set_major_formatter(PERCENT)
-    axes.yaxis.set_major_formatter(PERCENT)
+def _log_ticks(axis: Any) -> None:
+    """As many labels as there is room for, as numbers or as powers of ten: text here is never parsed as mathematics."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0), numticks=7))
+    axis.set_major_formatter(POWER if high / low > 1e4 or high > 1e6 else FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _thinned(x: Array, y: Array, *, points: int = 300) -> tuple[Any, Any]:

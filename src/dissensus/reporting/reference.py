@@ -16,9 +16,9 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from dissensus.reporting.measures import Measure
-from dissensus.reporting.results import Results
+from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.statistics import SIGNIFICANT, Compared, Family, compared, family, resampled
-from dissensus.reporting.tables import Cell, Row, Table, arrow, columns, p_text, signed
+from dissensus.reporting.tables import Cell, Table, columns, measure_row, p_text, signed_text
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
 PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
@@ -53,7 +53,7 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
             ours, number = _ours(results, key, name), theirs[name].get(key)
             text = "–" if ours is None else measure.text(ours)
             cells.append(Cell(text, note="" if number is None else f"published {_text(measure, number)}"))
-        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+        rows.append(measure_row(measure, cells))
     return Table(columns(results, list(theirs)), rows)
 
 
@@ -131,7 +131,7 @@ def _gap(measure: Measure, first: float, second: float) -> float:
 
 def _ours(results: Results, key: str, method: str) -> float | None:
     several = results.methods[method]
-    return sum(e.metrics[key] for e in several) / len(several) if all(key in e.metrics for e in several) else None
+    return mean_over_seeds(key, several) if all_have(key, several) else None
 
 
 def _measure(key: str, found: Sequence[Measure]) -> Measure:
@@ -166,6 +166,6 @@ def _chance(ordering: Ordering, judged: Family) -> str:
     interval, p_value = comparison.interval(judged.level), judged.p_values[ordering.key]
     verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
     return (
-        f"difference {signed(measure, comparison.difference)}, {signed(measure, interval.lower)} to "
-        f"{signed(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted}"
+        f"difference {signed_text(measure, comparison.difference)}, {signed_text(measure, interval.lower)} to "
+        f"{signed_text(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted}"
     )

@@ -13,7 +13,7 @@ from dissensus.reporting import figures, tables
 from dissensus.reporting.claims import claims
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.reference import reference_sentences, reference_table
-from dissensus.reporting.results import Results, csv_text
+from dissensus.reporting.results import CONTROL, Results, csv_text
 from dissensus.reporting.sentences import headline
 from dissensus.reporting.statistics import LEVEL, Family
 from dissensus.storage.files import write_text
@@ -34,7 +34,8 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
         raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
-        write_text(target, csv_text(results) if end == ".csv" else rendered(f"report{end}.j2", content or {}))
+        text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})
+        write_text(target, text)
     return list(targets.values())
 
 
@@ -72,7 +73,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "reference_says": reference_sentences(results, found),
         "distances": tables.distance_table(results),
         "corruptions": corruptions,
-        "scores": tables.score_table(results, figures.auroc),
+        "scores": tables.score_table(results),
         "score": next(iter(results.methods.values()))[0].score,
         "sections": figures.sections(results, draws) if with_figures else [],
         "pictures": _pictures(results) if with_figures else {},
@@ -119,10 +120,8 @@ def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
 
 def _glossary(found: list[Measure]) -> Mapping[str, str]:
     """What each number in the tables means."""
-    labels = {measure.label for measure in found}
-    looked_at = {"regions": MEANINGS["regions"]} if any(m.group == "regions" for m in found) else {}
-    corrupted = {"corrupted inputs": MEANINGS["corrupted inputs"]} if any("corrupt/" in m.key for m in found) else {}
-    return {label: text for label, text in MEANINGS.items() if label in labels} | looked_at | corrupted
+    shown = {name for measure in found for name in (measure.label, measure.group)}
+    return {name: text for name, text in MEANINGS.items() if name in shown}
 
 
 MEANINGS = {
@@ -155,7 +154,7 @@ MEANINGS = {
 
 
 def rendered(template: str, content: Mapping[str, Any]) -> str:
-    """A template of this package, filled in."""
+    """A template of this package, filled in, without control characters of names and titles."""
     environment = Environment(
         loader=PackageLoader("dissensus.reporting"),
         autoescape=template.endswith(".html.j2"),
@@ -165,7 +164,7 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = _markdown
-    return environment.get_template(template).render(**content)
+    return environment.get_template(template).render(**content).translate(CONTROL)
 
 
 def _markdown(text: object) -> str:

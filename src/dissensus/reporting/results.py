@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from dissensus.core.errors import unknown
 from dissensus.evaluation.evaluation import Evaluation
 
+# What steers a terminal that shows a file; lines and tabs stay
+CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})
 # How a formula begins, or one that was made a text; a number is none.
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
@@ -102,6 +105,15 @@ def table_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+
+
+def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
+    return fmean(each.metrics[key] for each in several)  # the same digits in every Python, which a plain sum has not
+
+
+def all_have(key: str, several: Sequence[Evaluation]) -> bool:
+    """Whether every evaluation has this metric."""
+    return all(key in each.metrics for each in several)
 
 
 def base_of(name: str) -> str:

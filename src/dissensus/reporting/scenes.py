@@ -82,29 +82,13 @@ def swept(results: Results, palette: dict[str, str]) -> Made | None:
     sweep = sweep_of(results)
     if sweep is None:
         return None
-    tables = {name: [accuracies(each) for each in several] for name, several in results.methods.items()}
-    titles = list(next(iter(tables.values()))[0])
-    seeds = min(len(tables[name]) for name in sweep.values)
-    shown = [
-        curves.SweepPanel(
-            title=title,
-            values=np.array([[tables[name][s][title] for name in sweep.values] for s in range(seeds)]),
-            others={
-                name: np.array([each[title] for each in several])
-                for name, several in tables.items()
-                if name not in sweep.values
-            },
-        )
-        for title in titles
-    ]
-    figure = curves.sweep(
-        list(sweep.values.values()),
-        shown,
-        key=sweep.key,
-        label=sweep.base,
-        chosen=sweep.values[sweep.chosen],
-        colours=palette | {sweep.base: palette[next(iter(sweep.values))]},
-    )
+    each = {name: [accuracies(e) for e in several] for name, several in results.methods.items()}
+    titles = {
+        title: {name: [found[title] for found in several] for name, several in each.items()}
+        for title in next(iter(each.values()))[0]
+    }
+    about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
+    figure = curves.sweep(titles, sweep.values, **about, palette=palette)
     text = (
         f"Test accuracy of {sweep.base} over {sweep.key}; the circle is the value chosen by the accuracy on validation images "
         "under other corruptions, before any test image was seen. Dashed: methods without that setting."

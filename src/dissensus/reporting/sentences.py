@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 
-from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.measures import Measure
-from dissensus.reporting.results import Results
+from dissensus.reporting.results import Results, mean_over_seeds
 from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
-from dissensus.reporting.tables import Draws, best_method, p_text, rows_by_method
+from dissensus.reporting.tables import MeasureDraws, best_method, p_text, rows_by_method
 
 SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
 FEW = 30, 10  # examples of one sample, and of each of two
 
 
-def headline(results: Results, found: Sequence[Measure], draws: Draws, against: Family | None = None) -> list[str]:
+def headline(
+    results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
+) -> list[str]:
     """One sentence each on prediction, on foreign inputs, on corrupted ones, on what mixing members gave, and on what is amiss.
 
     `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
@@ -51,7 +53,7 @@ def tested(each: dict[str, Resampled]) -> list[str]:
     return said
 
 
-def few(draws: Draws) -> list[str]:
+def few(draws: MeasureDraws) -> list[str]:
     """A caution where intervals rest on so few examples that skewed differences break Student's t."""
     every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
     found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
@@ -73,11 +75,10 @@ def cautions(results: Results) -> list[str]:
     return said
 
 
-def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, against: Family | None) -> str:
+def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraws, against: Family | None) -> str:
     nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
     each = draws["nll"]
-    best = best_method(nll, each) or next(iter(each))
-    if best_method(nll, each) is None and len(each) > 1:
+    if (best := _named(nll, each)) is None:
         return ""
     interval = each[best].interval()
     text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
@@ -101,16 +102,14 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: Draws, agai
 
 
 def _foreign(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
-    best = best_method(measure, each) or next(iter(each))
-    if best_method(measure, each) is None and len(each) > 1:
+    if (best := _named(measure, each)) is None:
         return ""
     text = f"{best} tells {name} from test inputs" + (" best" if len(each) > 1 else "")
     return f"{text}: AUROC {_with_unit(measure, each[best].estimate)} (50 % is chance, 100 % perfect)."
 
 
 def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
-    best = best_method(measure, each) or next(iter(each))
-    if best_method(measure, each) is None and len(each) > 1:
+    if (best := _named(measure, each)) is None:
         return ""
     several = results.methods[best]
 
@@ -121,7 +120,7 @@ def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -
     text = f"{count:,} of the test inputs were damaged: the accuracy on those {count:,} inputs goes from "
     text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
     text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
-    ece = fmean(e.metrics["corrupt/ece"] for e in several)
+    ece = mean_over_seeds("corrupt/ece", several)
     return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
 
 
@@ -131,9 +130,7 @@ def _mixing(results: Results) -> list[str]:
         if any("members/nll" not in each.metrics for each in several):
             continue
 
-        def mean(key: str, several: list[Evaluation] = several) -> float:
-            return fmean(each.metrics[key] for each in several)
-
+        mean = partial(mean_over_seeds, several=several)
         text = (
             f"{name}: its {mean('members/count'):.0f} members together have negative log-likelihood {mean('nll'):.4f}; "
             f"a member alone has {mean('members/nll'):.4f} on average"
@@ -147,6 +144,11 @@ def _mixing(results: Results) -> list[str]:
                 )
         sentences.append(text + ".")
     return sentences
+
+
+def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:
+    """The method that a sentence is about: the best, or the only one."""
+    return next(iter(each)) if len(each) == 1 else best_method(measure, each)
 
 
 def _with_unit(measure: Measure, value: float) -> str:

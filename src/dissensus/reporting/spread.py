@@ -55,7 +55,7 @@ class Spread(NamedTuple):
         return math.hypot(t * self.seeds, u * self.examples)
 
 
-def spread(values: Sequence[float], examples: float, tested: int = MANY + 1) -> Spread:
+def spread_of(values: Sequence[float], examples: float, tested: int = MANY + 1) -> Spread:
     """The Spread of the mean of one value per seed, `examples` the standard error that so many `tested` examples add."""
     count = len(values)
     mean = math.fsum(values) / count

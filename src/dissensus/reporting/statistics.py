@@ -21,7 +21,7 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import ROUNDING, resample_counts
 from dissensus.reporting.measures import Measure, root_mean
-from dissensus.reporting.spread import Spread, holm_level, spread
+from dissensus.reporting.spread import Spread, holm_level, spread_of
 from dissensus.reporting.spread import holm as adjusted
 
 RESAMPLES = 1000
@@ -29,7 +29,7 @@ LEVEL = 0.95
 SIGNIFICANT = 0.05
 _CHUNK = 2**21  # weights held at once
 
-Rows = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: the same, in another order, others
+Overlap = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: the same, in another order, others
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +66,10 @@ class Resampled:
         )
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> Overlap:
         """Whether seeds were tested on the same examples."""
-        if len(set(self.sizes)) > 1:
-            return "own"
         known = [each for each in self.targets if each is not None]
-        if all(torch.equal(each, known[0]) for each in known[1:]):
-            return "shared"
-        in_order = [each.flatten().sort().values for each in known]
-        return "shuffled" if all(torch.equal(each, in_order[0]) for each in in_order[1:]) else "own"
+        return "own" if len(set(self.sizes)) > 1 else _overlap([(known[0], each) for each in known[1:]])
 
     @property
     def tested(self) -> int | None:
@@ -158,20 +153,25 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
     if found is None:
         if not seeds_alone or len(common) < 2 or not torch.tensor(each).isfinite().all():
             return None
-        found, counted = _varying(spread(each, 0.0), first), f"{len(common)} seeds, not test examples"
+        found, counted = _varying(spread_of(each, 0.0), first), f"{len(common)} seeds, not test examples"
     return found and Compared(first.estimate, second.estimate, found, len(common), counted)
 
 
-def rows_of(first: Resampled, second: Resampled) -> Rows:
+def rows_of(first: Resampled, second: Resampled) -> Overlap:
     """Whether two methods were tested on the same examples, with the seeds that both have."""
     common = [seed for seed in first.values if seed in second.values]
     first, second = first.on(common), second.on(common)
     if first.sizes != second.sizes:
         return "own"
-    known = [(a, b) for a, b in zip(first.targets, second.targets, strict=False) if a is not None and b is not None]
-    if all(torch.equal(a, b) for a, b in known):
+    pairs = zip(first.targets, second.targets, strict=False)
+    return _overlap([(a, b) for a, b in pairs if a is not None and b is not None])
+
+
+def _overlap(pairs: Sequence[tuple[Tensor, Tensor]]) -> Overlap:
+    """Of test targets, pair by pair."""
+    if all(torch.equal(a, b) for a, b in pairs):
         return "shared"
-    same = all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in known)
+    same = all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in pairs)
     return "shuffled" if same else "own"
 
 
@@ -201,7 +201,7 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
     if not torch.tensor(values).isfinite().all():
         return None
     if _own(method):
-        found = spread(values, 0.0)
+        found = spread_of(values, 0.0)
     elif draws is None or not draws.isfinite().all() or (tested := method.tested or 0) < 2:
         return None
     else:
@@ -209,7 +209,7 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
         aligned = method.rows == "shared"
         variance = draws.mean(0).var() if aligned else draws.var(1).mean()
         # resamples of n examples vary by 1 − 1/n of what other examples would
-        found = spread(values, math.sqrt(float(variance) * tested / (tested - 1)), tested)
+        found = spread_of(values, math.sqrt(float(variance) * tested / (tested - 1)), tested)
     return _varying(found, method)
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.results import Results, base_of
+from dissensus.reporting.results import Results, all_have, base_of, mean_over_seeds
 
 CRITERION = "validation/corrupt/accuracy"  # of damaged validation rows: what a setting is chosen by, never test rows
 GROUPS = {"severities 1–3": (1, 2, 3), "severities 4–5": (4, 5)}
@@ -36,12 +35,12 @@ def sweep_of(results: Results) -> Sweep | None:
     values = {
         name: value
         for name, value in sorted(results.sweep.values.items(), key=lambda item: item[1])
-        if all(CRITERION in each.metrics for each in results.methods[name])
+        if all_have(CRITERION, results.methods[name])
     }
     if len(values) < 2:
         return None
     # The first of equals: the smallest value of the setting.
-    chosen = max(values, key=lambda name: mean(CRITERION, results.methods[name]))
+    chosen = max(values, key=lambda name: mean_over_seeds(CRITERION, results.methods[name]))
     return Sweep(results.sweep.key, values, chosen)
 
 
@@ -68,15 +67,11 @@ def sweep_sentence(results: Results, sweep: Sweep) -> str:
     text = (
         f"{sweep.base}: {sweep.key} = {sweep.values[sweep.chosen]:g} is chosen of "
         f"{', '.join(f'{value:g}' for value in sweep.values.values())}: the best accuracy on damaged validation images, "
-        f"{100 * mean(CRITERION, chosen):.2f} %. On test images it gives {_listed(chosen)}"
+        f"{100 * mean_over_seeds(CRITERION, chosen):.2f} %. On test images it gives {_listed(chosen)}"
     )
     others = [name for name in results.methods if name not in sweep.values]
     beside = results.baseline if results.baseline in others else next(iter(others), None)
     return f"{text}; {beside} gives {_listed(results.methods[beside])}." if beside else f"{text}."
-
-
-def mean(key: str, several: Sequence[Evaluation]) -> float:
-    return fmean(each.metrics[key] for each in several)  # the same digits in every Python, which a plain sum has not
 
 
 def _listed(several: Sequence[Evaluation]) -> str:

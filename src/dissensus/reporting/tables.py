@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from dissensus.evaluation import classification, regression
+from torch import Tensor
+
+from dissensus.evaluation.classification import SCORES as CLASS_SCORES
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.regression import SCORES as TARGET_SCORES
+from dissensus.metrics import auroc
 from dissensus.reporting.measures import Measure, distance_measures, measures, member_measures
-from dissensus.reporting.results import Results
-from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled, Rows, compared, family, resampled, rows_of
+from dissensus.reporting.results import Results, all_have, mean_over_seeds
+from dissensus.reporting.statistics import SIGNIFICANT, Family, Overlap, Resampled, compared, family, resampled, rows_of
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class Table:
     rows: list[Row]
 
 
-Draws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
+MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
 
 
-def draws_of(results: Results) -> tuple[list[Measure], Draws]:
+def draws_of(results: Results) -> tuple[list[Measure], MeasureDraws]:
     """The measures any method has, and their resamples for every method that has them."""
     found: dict[str, Measure] = {}
     for several in results.methods.values():
@@ -50,14 +55,14 @@ def draws_of(results: Results) -> tuple[list[Measure], Draws]:
         key: {
             name: resampled(measure, several, seeds=results.seeds(name))
             for name, several in results.methods.items()
-            if all(key in each.metrics for each in several)
+            if all_have(key, several)
         }
         for key, measure in found.items()
     }
     return list(found.values()), draws
 
 
-def main_table(results: Results, found: Sequence[Measure], draws: Draws) -> Table:
+def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method, the best marked and all others compared with it."""
     best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
     against = family(
@@ -78,11 +83,11 @@ def main_table(results: Results, found: Sequence[Measure], draws: Draws) -> Tabl
             else Cell("–")
             for name in results.methods
         ]
-        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+        rows.append(measure_row(measure, cells))
     return Table(columns(results), rows)
 
 
-def differences(results: Results, found: Sequence[Measure], draws: Draws, baseline: str) -> Family:
+def differences(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
     """Every other method compared with the baseline in every measure that can be better or worse."""
     return family(
         {
@@ -115,36 +120,39 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
             cells.append(
                 Cell(
-                    text=signed(measure, comparison.difference),
-                    interval=f"{signed(measure, lower)} to {signed(measure, upper)}",
+                    text=signed_text(measure, comparison.difference),
+                    interval=f"{signed_text(measure, lower)} to {signed_text(measure, upper)}",
                     best=p_value < SIGNIFICANT and better and comparison.seeds > 1,
                     note=p_text(p_value),
                 )
             )
-        rows.append(Row(measure.label, measure.unit, arrow(measure), cells, measure.group))
+        rows.append(measure_row(measure, cells))
     return Table(columns(results, others), rows)
 
 
 def member_table(results: Results) -> Table | None:
     """Mixtures and their members; None where no method has several."""
     several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
-    if not several:
-        return None
-    found = {m.key: m for each in several.values() for m in member_measures(each[0])}
-    rows = [Row(m.label, m.unit, "", [Cell(_mean_text(m, each)) for each in several.values()]) for m in found.values()]
-    return Table(columns(results, list(several)), rows)
+    return _means(results, several, [m for each in several.values() for m in member_measures(each[0])])
 
 
 def distance_table(results: Results) -> Table | None:
     """How far the trained members of every method are apart, at training inputs; None where nobody looked."""
     known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
-    if not known:
-        return None
-    rows = [
-        Row(m.label, m.unit, "", [Cell(_mean_text(m, several)) for several in known.values()])
-        for m in distance_measures()
-    ]
-    return Table(columns(results, list(known)), rows)
+    return _means(results, known, distance_measures())
+
+
+def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
+    """Means over seeds of some methods, each measure once."""
+    rows = []
+    for measure in {each.key: each for each in found}.values():
+        known = [all_have(measure.key, several) for several in methods.values()]
+        cells = [
+            Cell(measure.text(mean_over_seeds(measure.key, several)) if there else "–")
+            for several, there in zip(methods.values(), known, strict=True)
+        ]
+        rows.append(Row(measure.label, measure.unit, "", cells))
+    return Table(columns(results, list(methods)), rows) if methods else None
 
 
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
@@ -155,7 +163,7 @@ def corruption_table(results: Results, metric: str, measure: Measure, *, marked:
     rows = []
     for kind in first.corruptions:
         key = f"corrupt/{kind}/{metric}"
-        values = {n: _mean(key, each) for n, each in results.methods.items() if all(key in e.metrics for e in each)}
+        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
         best = max(map(measure.goodness, values.values())) if marked and len(values) > 1 else None
         cells = [
             Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
@@ -165,27 +173,30 @@ def corruption_table(results: Results, metric: str, measure: Measure, *, marked:
     return Table(columns(results), rows)
 
 
-def score_table(results: Results, auroc: Callable[[Evaluation, str, str], float | None]) -> Table | None:
+def score_table(results: Results) -> Table | None:
     """AUROC of every score on every OOD set."""
-    first = next(iter(results.methods.values()))[0]
-    known_scores = [
-        name
-        for name in (*classification.SCORES, *regression.SCORES)
-        if any(f"test/score/{name}" in several[0].arrays for several in results.methods.values())
-    ]
+    evaluations = [several[0] for several in results.methods.values()]
+    known = [n for n in (*CLASS_SCORES, *TARGET_SCORES) if any(f"test/score/{n}" in e.arrays for e in evaluations)]
     rows = []
-    for foreign in first.ood:
-        for name in known_scores:
+    for foreign in evaluations[0].ood:
+        for name in known:
             cells = []
             for several in results.methods.values():
-                values = [auroc(each, foreign, name) for each in several]
-                known = [value for value in values if value is not None]
-                cells.append(Cell(f"{100 * sum(known) / len(known):.2f}" if known else "–"))
+                pairs = [pair for each in several if (pair := score_pair(each, foreign, name)) is not None]
+                cells.append(Cell(f"{100 * fmean(float(auroc(*pair)) for pair in pairs):.2f}" if pairs else "–"))
             rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
     return Table(columns(results), rows) if rows else None
 
 
-def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Rows]:
+def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
+    """A score of test inputs and of an OOD set's; None where the evaluation does not have it."""
+    names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
+    if any(name not in evaluation.arrays for name in names):
+        return None
+    return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
+
+
+def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Overlap]:
     """Whether each method was tested on the examples of the first one."""
     first = next(iter(draws.values()))
     return {name: rows_of(first, each) for name, each in draws.items()}
@@ -198,13 +209,17 @@ def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
     return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
 
 
+def measure_row(measure: Measure, cells: list[Cell]) -> Row:
+    return Row(measure.label, measure.unit, arrow(measure), cells, measure.group)
+
+
 def arrow(measure: Measure) -> str:
     if isinstance(measure.best, float):
         return f"→ {measure.text(measure.best)}"
     return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
 
 
-def signed(measure: Measure, value: float) -> str:
+def signed_text(measure: Measure, value: float) -> str:
     text = measure.text(value)
     return (text if value < 0 else f"+{text}").replace("-", "−")
 
@@ -234,12 +249,3 @@ def _cell(measure: Measure, mine: Resampled, best: Resampled | None, p_value: fl
         equal=p_value is not None and p_value >= SIGNIFICANT,
         note="" if p_value is None else p_text(p_value),
     )
-
-
-def _mean(key: str, several: Sequence[Evaluation]) -> float:
-    return sum(each.metrics[key] for each in several) / len(several)
-
-
-def _mean_text(measure: Measure, several: Sequence[Evaluation]) -> str:
-    known = all(measure.key in each.metrics for each in several)
-    return measure.text(_mean(measure.key, several)) if known else "–"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,10 +15,16 @@ from dissensus.surgery.modulation import Modulation
 from dissensus.theory import EmbeddedNetwork, embedded_kernels, ensemble_dynamics, train_embedded
 from dissensus.theory.embedded import EmbeddedKernels
 
-Row = dict[str, Any]
+Measured = dict[str, Any]  # a row of a table
 ONE = Modulation.constant(1.0)
 INPUTS, DEPTH, VARIANCE = 4, 2, 2.0
-FIELDS = ("gp_same", "gp_cross", "common_same", "common_cross", "individual")
+KERNELS = {
+    "gp_same": "K_d, within a member",
+    "gp_cross": "K_o, between members",
+    "common_same": "Θ_d, within a member",
+    "common_cross": "Θ_o, between members",
+    "individual": "Θ_ind, its modulations",
+}
 
 
 class Setting(NamedTuple):
@@ -43,21 +50,18 @@ def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
 
 def kernels_of(setting: Setting) -> Callable[..., EmbeddedKernels]:
     """The analytic kernels of a setting."""
-    return partial(
-        embedded_kernels, depth=DEPTH, activation="relu", u=setting.u, v=ONE, weight_variance=VARIANCE,
-        trained=setting.trained,
-    )  # fmt: skip
+    law = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
+    return partial(embedded_kernels, activation="relu", trained=setting.trained, **law)
 
 
 def draw(setting: Setting, *, width: int, members: int, seed: int, dtype: torch.dtype) -> EmbeddedNetwork:
     """One random network of a setting."""
-    return EmbeddedNetwork.draw(
-        INPUTS, width=width, depth=DEPTH, members=members, u=setting.u, v=ONE, weight_variance=VARIANCE,
-        generator=torch.Generator().manual_seed(seed), dtype=dtype,
-    )  # fmt: skip
+    law = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
+    generator = torch.Generator().manual_seed(seed)
+    return EmbeddedNetwork.draw(INPUTS, width=width, members=members, generator=generator, dtype=dtype, **law)
 
 
-def kernel_rows(widths: Sequence[int], *, seeds: int) -> list[Row]:
+def kernel_rows(widths: Sequence[int], *, seeds: int) -> list[Measured]:
     """Analytic and empirical kernels of two inputs, one row a setting, width, seed and kernel."""
     x, _ = data(2, seed=0)
     rows = []
@@ -78,7 +82,7 @@ def kernel_rows(widths: Sequence[int], *, seeds: int) -> list[Row]:
                 rows += [
                     {"setting": name, "width": width, "seed": seed, "kernel": field, "empirical": found[field],
                      "analytic": float(getattr(expected, field))}
-                    for field in FIELDS
+                    for field in KERNELS
                 ]  # fmt: skip
     return rows
 
@@ -90,31 +94,32 @@ def network_features(network: EmbeddedNetwork, x: Tensor) -> Tensor:
     return network.outputs({**network.shared, f"weight{DEPTH + 1}": eye}, network.own, x)
 
 
-def deviations(rows: Sequence[Row], kernel: str) -> dict[str, tuple[list[int], list[float]]]:
+def settings_of(rows: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """Setting -> its rows, in their order."""
+    return {name: [row for row in rows if row["setting"] == name] for name in dict.fromkeys(r["setting"] for r in rows)}
+
+
+def deviations(rows: Sequence[Measured], kernel: str) -> dict[str, tuple[list[int], list[float]]]:
     """Setting -> (widths, root mean square deviation from the analytic value over seeds).
 
     Relative to the same kernel within a member: between members it may be 0.
     """
-    scales = {row["setting"]: row["analytic"] for row in rows if row["kernel"] == kernel.replace("cross", "same")}
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for name in dict.fromkeys(row["setting"] for row in rows):
-        mine = [row for row in rows if row["setting"] == name and row["kernel"] == kernel]
-        widths = sorted({row["width"] for row in mine})
-        squares = [
-            [(row["empirical"] - row["analytic"]) ** 2 for row in mine if row["width"] == width] for width in widths
-        ]
-        found[name] = widths, [math.sqrt(sum(each) / len(each)) / (scales[name] or 1.0) for each in squares]
+    found = {}
+    for name, mine in settings_of(rows).items():
+        scale = next(row["analytic"] for row in mine if row["kernel"] == kernel.replace("cross", "same")) or 1.0
+        squares: dict[int, list[float]] = {}
+        for row in mine:
+            if row["kernel"] == kernel:
+                squares.setdefault(row["width"], []).append((row["empirical"] - row["analytic"]) ** 2)
+        widths = sorted(squares)
+        found[name] = widths, [math.sqrt(fmean(squares[width])) / scale for width in widths]
     return found
 
 
 class Course(NamedTuple):
-    """Training of one network beside its prediction, (T,) each: root mean squares over inputs (and members)."""
+    """Training of one network beside its prediction."""
 
-    times: list[int]
-    mean: list[float]
-    mean_predicted: list[float]
-    difference: list[float]
-    difference_predicted: list[float]
+    followed: dict[str, tuple[list[float], list[float]]]  # difference -> root mean square of it, measured and predicted
     error: float  # largest over time, relative to the initial residual
 
 
@@ -133,17 +138,18 @@ def course(setting: Setting, *, width: int, members: int, steps: int, seed: int,
     predicted = dynamics.members(found[0], range(steps + 1), learning_rate=rate, descent="steps")
     error = (found - predicted).flatten(1).norm(dim=1).max() / (found[0] - y).norm()
 
-    def modes(f: Tensor) -> tuple[list[float], list[float]]:
-        centre = f.mean(1, keepdim=True)
-        sizes = ((centre - y), (f - centre))
-        mean, difference = (each.flatten(1).square().mean(1).sqrt().tolist() for each in sizes)
-        return mean, difference
+    def sizes(difference: Callable[[Tensor], Tensor]) -> tuple[list[float], list[float]]:
+        measured, expected = (difference(f).flatten(1).square().mean(1).sqrt().tolist() for f in (found, predicted))
+        return measured, expected
 
-    (mean, difference), (mean_, difference_) = modes(found), modes(predicted)
-    return Course(list(range(steps + 1)), mean, mean_, difference, difference_, float(error))
+    followed = {
+        "mean − target": sizes(lambda f: f.mean(1, keepdim=True) - y),
+        "members − mean": sizes(lambda f: f - f.mean(1, keepdim=True)),
+    }
+    return Course(followed, float(error))
 
 
-def width_rows(widths: Sequence[int], *, seeds: int, members: int = 4, steps: int = 60) -> list[Row]:
+def width_rows(widths: Sequence[int], *, seeds: int, members: int = 4, steps: int = 60) -> list[Measured]:
     """Error of the predicted training for every setting, width and seed."""
     return [
         {
@@ -158,7 +164,7 @@ def width_rows(widths: Sequence[int], *, seeds: int, members: int = 4, steps: in
     ]
 
 
-def slope(rows: Sequence[Row]) -> tuple[float, float, float]:
+def slope(rows: Sequence[Measured]) -> tuple[float, float, float]:
     """(slope, lower, upper) of log error over log width, with a 95 % interval over seeds."""
     x = torch.tensor([math.log(row["width"]) for row in rows], dtype=torch.float64)
     y = torch.tensor([math.log(row["error"]) for row in rows], dtype=torch.float64)

@@ -1,24 +1,25 @@
 """What a task over widths set out to see, said from its rows with intervals: shown, not shown, or not to be told.
 
-Every number but the best M is a sum of cells with weights. Its interval counts seeds (Student's t) and test examples, as
+Every number but the best M is a sum of places with weights. Its interval counts seeds (Student's t) and test examples, as
 in `spread`; where rows came without their examples, seeds alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
 
 from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT
-from dissensus.bench.width.rows import Place, WidthRow
-from dissensus.reporting.spread import spread
+from dissensus.bench.width.rows import ORIGIN, Place, WidthRow
+from dissensus.reporting.results import table_rows, table_text
+from dissensus.reporting.spread import spread_of
 
-Table = dict[Place, dict[int, WidthRow]]
-Weights = Mapping[Place, float]
+Terms = Mapping[Place, float]  # place -> its weight in a sum
 
 
 class Claim(NamedTuple):
@@ -35,10 +36,10 @@ class Claim(NamedTuple):
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
-        shown = [f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper)]
-        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{shown[1]} … {shown[2]}"
+        value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
+        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
-        return f"{shown[0]} ({ends}{alone})".replace("-", "−")
+        return f"{value} ({ends}{alone})".replace("-", "−")
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -48,177 +49,157 @@ PRICE = "Is there more accuracy for the same parameters?"
 TRANSITION = "Which γ is better on the way from independent to equal members?"
 
 
-def table_of(rows: Sequence[WidthRow]) -> Table:
-    """Place -> seed -> row, of rows that have numbers."""
-    found: Table = {}
-    for row in rows:
-        if row.diverged is None:
-            found.setdefault(row.place, {})[row.seed] = row
-    return found
+class WidthTable:
+    """Place -> seed -> row, of the rows that have numbers; factors and numbers of members of the main grid."""
 
+    def __init__(self, rows: Sequence[WidthRow]) -> None:
+        self.rows: dict[Place, dict[int, WidthRow]] = {}
+        for row in rows:
+            if row.diverged is None:
+                self.rows.setdefault(row.place, {})[row.seed] = row
+        self.factors = sorted({place.factor for place in self.rows if place.p is None})
+        self.sizes = sorted({place.members for place in self.rows if place[0] == EMBEDDED and place.p is None})
 
-def claims(rows: Sequence[WidthRow]) -> list[Claim]:
-    """All numbers, question by question."""
-    table = table_of(rows)
-    return [*_follow(table), *_fall(table), *_best(table), *_price(table), *_transition(table)]
+    def seeds(self, *places: Place) -> list[int]:
+        """With which all of these places have numbers."""
+        return sorted(set.intersection(*({*self.rows.get(place, {})} for place in places)))
 
+    def mean(self, place: Place, name: str) -> float:
+        return fmean(getattr(row, name) for row in self.rows[place].values())
 
-def estimate(table: Table, weights: Weights, name: str) -> tuple[float, float, float] | None:
-    """(value, lower, upper) of Σ weight · cell on the seeds that all cells have; None where there is none."""
-    seeds = seeds_of(table, weights)
-    if not seeds:
-        return None
-    values = [math.fsum(w * getattr(table[place][seed], name) for place, w in weights.items()) for seed in seeds]
-    error, tested = 0.0, 2
-    if all(name in table[place][seed].examples for place in weights for seed in seeds):
-        each = torch.stack([
-            torch.stack([w * table[place][seed].examples[name] for place, w in weights.items()]).sum(0)
-            for seed in seeds
-        ]).mean(0)  # (n,)  # fmt: skip
-        error, tested = float(each.std(correction=min(1, len(each) - 1))) / math.sqrt(len(each)), max(len(each), 2)
-    return _interval(values, error, tested)
+    def estimate(self, terms: Terms, name: str = "accuracy") -> tuple[float, float, float] | None:
+        """(value, lower, upper) of Σ weight · number on the seeds that all places have; None where there is none."""
+        each = [{place: self.rows[place][seed] for place in terms} for seed in self.seeds(*terms)]
+        if not each:
+            return None
+        values = [math.fsum(w * getattr(rows[place], name) for place, w in terms.items()) for rows in each]
+        if not all(name in row.examples for rows in each for row in rows.values()):
+            return _interval(values)
+        sums = [torch.stack([w * rows[place].examples[name] for place, w in terms.items()]).sum(0) for rows in each]
+        tested = torch.stack(sums).mean(0)  # (n,)
+        error = float(tested.std(correction=min(1, len(tested) - 1))) / math.sqrt(len(tested))
+        return _interval(values, error, max(len(tested), 2))
+
+    def claim(self, question: str, about: str, terms: Terms, name: str = "accuracy") -> Iterator[Claim]:
+        """The estimate as a claim; none where no seed has all places."""
+        if (found := self.estimate(terms, name)) is not None:
+            yield Claim(question, about, *found, seeds=len(self.seeds(*terms)))
 
 
 def _interval(values: Sequence[float], error: float = 0.0, tested: int = 2) -> tuple[float, float, float]:
-    half = spread(values, error, tested).half_width()
+    half = spread_of(values, error, tested).half_width()
     return fmean(values), fmean(values) - half, fmean(values) + half
 
 
-def seeds_of(table: Table, places: Iterable[Place]) -> list[int]:
-    """The seeds with which all of these places have numbers."""
-    return sorted(set.intersection(*({*table.get(place, {})} for place in places)))
+def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
+    """All numbers, question by question."""
+    table = WidthTable(rows)
+    return [claim for asked in (_follow, _fall, _best, _price, _transition) for claim in asked(table)]
 
 
-def factors_of(table: Table) -> list[float]:
-    return sorted({place.factor for place in table if place.p is None})
+def _gap(factor: float, members: int, sign: float = 1.0) -> dict[Place, float]:
+    return {Place(EMBEDDED, factor, members): sign, Place(INDEPENDENT, factor, members): -sign}
 
 
-def members_of(table: Table) -> list[int]:
-    return sorted({place.members for place in table if place.p is None and place.method == EMBEDDED})
-
-
-def embedded(table: Table, factor: float, members: int) -> Place:
-    """The embedded ensemble of the main grid."""
-    gamma = next((p.gamma for p in table if p.method == EMBEDDED and p.p is None), "M")
-    return Place(EMBEDDED, factor, members, None, gamma)
-
-
-def independent(factor: float, members: int) -> Place:
-    return Place(INDEPENDENT, factor, members, None, "")
-
-
-def _claimed(question: str, about: str, table: Table, weights: Weights, name: str = "accuracy") -> list[Claim]:
-    found = estimate(table, weights, name)
-    return [] if found is None else [Claim(question, about, *found, seeds=len(seeds_of(table, weights)))]
-
-
-def _follow(table: Table) -> list[Claim]:
-    factors, sizes = factors_of(table), [m for m in members_of(table) if m > 1]
-    if not sizes:
-        return []
-    said = []
-    for members in dict.fromkeys((sizes[len(sizes) // 2], sizes[-1])):
-
-        def gap(factor: float, members: int = members) -> dict[Place, float]:
-            return {embedded(table, factor, members): 1.0, independent(factor, members): -1.0}
-
+def _follow(table: WidthTable) -> Iterator[Claim]:
+    factors, sizes = table.factors, [m for m in table.sizes if m > 1]
+    for members in dict.fromkeys((sizes[len(sizes) // 2], sizes[-1]) if sizes else ()):
         for factor in factors:
             about = f"embedded − independent, M = {members}, width {factor:g}×"
-            said += _claimed(FOLLOW, about, table, gap(factor))
+            yield from table.claim(FOLLOW, about, _gap(factor, members))
         if len(factors) > 1:
-            change = {**gap(factors[-1]), **{place: -w for place, w in gap(factors[0]).items()}}
+            change = _gap(factors[-1], members) | _gap(factors[0], members, -1.0)
             about = f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, M = {members}"
-            said += _claimed(FOLLOW, about, table, change)
-    for factor in factors:
-        pair = {embedded(table, factor, sizes[-1]): 1.0, independent(factor, sizes[-1]): -1.0}
+            yield from table.claim(FOLLOW, about, change)
+    for factor in factors if sizes else ():
         about = f"a member's accuracy, embedded − independent, M = {sizes[-1]}, width {factor:g}×"
-        said += _claimed(FOLLOW, about, table, pair, "member_accuracy")
-    return said
+        yield from table.claim(FOLLOW, about, _gap(factor, sizes[-1]), "member_accuracy")
 
 
-def _fall(table: Table) -> list[Claim]:
+def _fall(table: WidthTable) -> Iterator[Claim]:
     """Slopes of the members' accuracy over log₂ M at each width: within a width, M/N is M."""
-    said = []
+    if len(table.sizes) < 2:
+        return
+    weights = dict(zip(table.sizes, _slope(table.sizes), strict=True))
     for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
-        slopes = {factor: _slope(table, factor) for factor in factors_of(table)}
-        slopes = {factor: weights for factor, weights in slopes.items() if weights}
-        for factor, weights in slopes.items():
-            about = f"members' {what} accuracy for every doubling of M, width {factor:g}×"
-            said += _claimed(FALL, about, table, weights, name)
-        if len(slopes) > 1:
-            mean = {place: w / len(slopes) for weights in slopes.values() for place, w in weights.items()}
-            said += _claimed(FALL, f"members' {what} accuracy for every doubling of M, mean", table, mean, name)
-    return said
+        about = f"members' {what} accuracy for every doubling of M"
+        for factor in table.factors:
+            slope = {Place(EMBEDDED, factor, m): w for m, w in weights.items()}
+            yield from table.claim(FALL, f"{about}, width {factor:g}×", slope, name)
+        if (count := len(table.factors)) > 1:
+            mean = {Place(EMBEDDED, factor, m): w / count for factor in table.factors for m, w in weights.items()}
+            yield from table.claim(FALL, f"{about}, mean", mean, name)
 
 
-def _slope(table: Table, factor: float) -> dict[Place, float]:
-    places = [embedded(table, factor, members) for members in members_of(table)]
-    logs = [math.log2(place.members) for place in places]
-    centred = [x - fmean(logs) for x in logs]
-    total = math.fsum(x * x for x in centred)
-    return {place: x / total for place, x in zip(places, centred, strict=True)} if total else {}
+def _slope(x: Sequence[float]) -> list[float]:
+    """The weights of y in the least-squares slope over log₂ x."""
+    logs = [math.log2(each) for each in x]
+    centred = [each - fmean(logs) for each in logs]
+    total = math.fsum(each * each for each in centred)
+    return [each / total for each in centred]
 
 
-def _best(table: Table) -> list[Claim]:
-    factors, sizes = factors_of(table), members_of(table)
-    if len(factors) < 2 or len(sizes) < 2:
-        return []
-    places = [embedded(table, factor, members) for factor in factors for members in sizes]
-    seeds = seeds_of(table, places)
-    if not seeds:
-        return []
-    best = {
-        seed: [max(sizes, key=lambda m: table[embedded(table, f, m)][seed].accuracy or 0.0) for f in factors]
-        for seed in seeds
-    }
-    bests = {f"log₂ of the best M, width {f:g}×": [math.log2(best[s][i]) for s in seeds] for i, f in enumerate(factors)}
-    logs = [math.log2(factor) for factor in factors]
-    centred = [x - fmean(logs) for x in logs]
+def _best(table: WidthTable) -> Iterator[Claim]:
+    factors, sizes = table.factors, table.sizes
+    seeds = table.seeds(*(Place(EMBEDDED, f, m) for f in factors for m in sizes)) if factors and sizes else []
+    if len(factors) < 2 or len(sizes) < 2 or not seeds:
+        return
+
+    def best(factor: float, seed: int) -> float:
+        return math.log2(max(sizes, key=lambda m: table.rows[Place(EMBEDDED, factor, m)][seed].accuracy or 0.0))
+
+    bests = {factor: [best(factor, seed) for seed in seeds] for factor in factors}
+    for factor, each in bests.items():
+        about = f"log₂ of the best M, width {factor:g}×"
+        yield Claim(BEST, about, *_interval(each), "doublings", len(seeds))
     slopes = [
-        math.fsum(x * math.log2(m) for x, m in zip(centred, best[s], strict=True)) / math.fsum(x * x for x in centred)
-        for s in seeds
+        math.fsum(w * m for w, m in zip(_slope(factors), each, strict=True))
+        for each in zip(*bests.values(), strict=True)
     ]
-    bests["doublings of the best M for every doubling of the width"] = slopes
-    return [Claim(BEST, about, *_interval(each), "doublings", len(seeds)) for about, each in bests.items()]
+    about = "doublings of the best M for every doubling of the width"
+    yield Claim(BEST, about, *_interval(slopes), "doublings", len(seeds))
 
 
-def _price(table: Table) -> list[Claim]:
+def _price(table: WidthTable) -> Iterator[Claim]:
     """The best of either kind that has at most so many parameters, at the budgets of the largest embedded ensembles."""
-    said = []
-    for factor in factors_of(table):
-        largest = table.get(embedded(table, factor, members_of(table)[-1]))
-        if not largest:
+    largest = {place: max(row.parameters for row in rows.values()) for place, rows in table.rows.items()}
+    for factor in table.factors:
+        budget = largest.get(Place(EMBEDDED, factor, table.sizes[-1]), 0) if table.sizes else 0
+        within = [place for place, parameters in largest.items() if place.p is None and parameters <= budget]
+        best = [
+            max((place for place in within if place.method == method), key=lambda p: table.mean(p, "accuracy"), default=None)
+            for method in (EMBEDDED, INDEPENDENT)
+        ]  # fmt: skip
+        if None in best:
             continue
-        budget = max(row.parameters for row in largest.values())
-        best = {}
-        for method in (EMBEDDED, INDEPENDENT):
-            within = [p for p in table if p.p is None and p.method == method and _parameters(table, p) <= budget]
-            best[method] = max(within, key=lambda p: _mean(table, p, "accuracy"), default=None)
-        mine, other = best[EMBEDDED], best[INDEPENDENT]
-        if mine is None or other is None:
-            continue
-        about = (
-            f"at most {budget:,} parameters, embedded {mine.factor:g}×, M = {mine.members} "
-            f"({100 * _mean(table, mine, 'accuracy'):.2f} %) − independent {other.factor:g}×, M = {other.members} "
-            f"({100 * _mean(table, other, 'accuracy'):.2f} %)"
-        )
-        said += _claimed(PRICE, about, table, {mine: 1.0, other: -1.0})
-    return said
+        mine, other = (place for place in best if place is not None)
+        sides = [f"{p.factor:g}×, M = {p.members} ({100 * table.mean(p, 'accuracy'):.2f} %)" for p in (mine, other)]
+        about = f"at most {budget:,} parameters, embedded {sides[0]} − independent {sides[1]}"
+        yield from table.claim(PRICE, about, {mine: 1.0, other: -1.0})
 
 
-def _transition(table: Table) -> list[Claim]:
-    said = []
-    swept = [place for place in table if place.p is not None]
-    for p in sorted({place.p for place in swept if place.p is not None}):
-        pair = {place.gamma: place for place in swept if place.p == p}
-        if {"M", "1"} <= pair.keys():
-            said += _claimed(TRANSITION, f"γ = M − γ = 1 at p = {p:g}", table, {pair["M"]: 1.0, pair["1"]: -1.0})
-    return said
+def _transition(table: WidthTable) -> Iterator[Claim]:
+    swept = {(place.p, place.gamma): place for place in table.rows if place.p is not None}
+    for p in sorted({place.p for place in swept.values() if place.p is not None}):
+        if {(p, "M"), (p, "1")} <= swept.keys():
+            yield from table.claim(TRANSITION, f"γ = M − γ = 1 at p = {p:g}", {swept[p, "M"]: 1.0, swept[p, "1"]: -1.0})
 
 
-def _parameters(table: Table, place: Place) -> int:
-    return max(row.parameters for row in table[place].values())
+def origin_of(rows: Sequence[WidthRow]) -> dict[str, str]:
+    """Where the rows come from, all of it that differs between them."""
+    return {key: "; ".join(dict.fromkeys(row.origin.get(key, "") for row in rows)) for key in ORIGIN}
 
 
-def _mean(table: Table, place: Place, name: str) -> float:
-    return fmean(getattr(row, name) for row in table[place].values())
+def claims_text(found: Sequence[Claim], rows: Sequence[WidthRow]) -> str:
+    """claims.csv: every number with its interval and where it comes from."""
+    lines = [
+        claim._asdict() | {key: f"{getattr(claim, key):.6g}" for key in ("value", "lower", "upper")} | origin_of(rows)
+        for claim in found
+    ]
+    return table_text([*Claim._fields, *ORIGIN], lines)
+
+
+def read_claims(path: Path) -> list[Claim]:
+    """What `claims_text` wrote."""
+    kinds = dict(zip(Claim._fields, (str, str, float, float, float, str, int), strict=True))
+    return [Claim._make(kind(row[key]) for key, kind in kinds.items()) for row in table_rows(path)]

@@ -6,17 +6,15 @@ The section [widths] of a task says which cells there are; each is a run with a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dissensus.bench.task.config import RunConfig, Task, run_config
-from dissensus.bench.task.schema import check_type
-from dissensus.core.errors import unknown
+from dissensus.numerics.checks import number, one_of, whole
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
 REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
-RULES = ("fixed", "sharing")  # of learning rates
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Widths:
     p: tuple[float, ...]
     p_members: int
     p_factor: float
-    p_rates: dict[str, tuple[float, ...]]  # regime -> learning rate at every p; that of `rate` where it is left out
+    p_rates: Mapping[str, tuple[float, ...]]  # regime -> learning rate at every p; that of `rate` where it is left out
     rate: str  # "sharing": embedded ensembles of M members have the method's rate over (1 + √(M/N))²
 
     @property
@@ -39,7 +37,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """One ensemble to be trained. `p`: of modulations p + √(1 − p²) N(0, 1), None for those of the task."""
 
     method: str
@@ -51,104 +49,95 @@ class Cell:
     config: RunConfig
 
 
-def widths_of(task: Task) -> Widths | None:
-    """The section [widths] of a task, checked; None where it has none."""
-    table = task.settings.get("widths")
-    if not table:
-        return None
-    needed = ("of", "factors", "members")
-    if missing := [key for key in needed if key not in table]:
+def widths_of(task: Task) -> Widths:
+    """The section [widths] of a task, checked."""
+    table, needed = task.settings.get("widths", {}), ("of", "factors", "members")
+    if missing := [key for key in needed if not table.get(key)]:
         raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
-    found = Widths(
-        of=table["of"],
-        factors=_numbers(table["factors"], "factors"),
-        members=tuple(int(each) for each in _numbers(table["members"], "members", whole=True)),
-        p=_numbers(table.get("p", []), "p", above=False),
-        p_members=table.get("p_members", 8),
-        p_factor=float(table.get("p_factor", 1.0)),
-        p_rates=_rates(table.get("p_rates", {}), table.get("p", [])),
-        rate=table.get("rate", "fixed"),
-    )
-    if found.rate not in RULES:
-        raise unknown("a rule of widths.rate", found.rate, RULES)
-    if not found.factors or not found.members or found.p_members < 1:
-        raise ValueError("expected factors and numbers of members in [widths], got none; give at least one of each")
-    if found.p and found.p_factor not in found.factors:
-        raise ValueError(
-            f"expected widths.p_factor among the factors {list(found.factors)}, got {found.p_factor:g}; name one of them"
-        )
     if set(task.methods) != {INDEPENDENT, EMBEDDED}:
         raise ValueError(
             f"expected methods {INDEPENDENT} and {EMBEDDED} in a task with [widths], got {', '.join(task.methods)}; "
             "it compares these two"
         )
-    return found
+    factors = tuple(float(number("widths.factors", each, above=0)) for each in dict.fromkeys(table["factors"]))
+    p = tuple(float(number("widths.p", each)) for each in dict.fromkeys(table.get("p", [])))
+    rates = table.get("p_rates", {})
+    for regime, each in rates.items():
+        one_of("a regime of widths.p_rates", regime, REGIMES)
+        if len(each) != len(p):
+            raise ValueError(
+                f"expected a rate for each of {len(p)} p in widths.p_rates.{regime}, got {len(each)}; give as many"
+            )
+    return Widths(
+        of=table["of"],
+        factors=factors,
+        members=tuple(whole("widths.members", each) for each in dict.fromkeys(table["members"])),
+        p=p,
+        p_members=whole("widths.p_members", table.get("p_members", 8)),
+        p_factor=float(one_of("widths.p_factor", float(table.get("p_factor", 1.0)), factors) if p else 1.0),
+        p_rates={r: tuple(float(number(f"widths.p_rates.{r}", lr)) for lr in each) for r, each in rates.items()},
+        rate=one_of("widths.rate", table.get("rate", "fixed"), ("fixed", "sharing")),
+    )
 
 
-def cells(task: Task, widths: Widths, seeds: Sequence[int]) -> list[Cell]:
+def cells(task: Task, widths: Widths, seeds: Sequence[int]) -> list[GridCell]:
     """All ensembles of a task, the longest to train first."""
-    found = []
-    for factor in sorted(widths.factors, reverse=True):
-        found += [_cell(task, widths, INDEPENDENT, factor, widths.most, seed) for seed in seeds]
-    for factor in sorted(widths.factors, reverse=True):
-        for members in sorted(widths.members, reverse=True):
-            found += [_cell(task, widths, EMBEDDED, factor, members, seed) for seed in seeds]
+    factors, sizes = sorted(widths.factors, reverse=True), sorted(widths.members, reverse=True)
+    asked: list[dict[str, Any]] = [
+        *({"method": INDEPENDENT, "factor": factor, "members": widths.most} for factor in factors),
+        *({"method": EMBEDDED, "factor": factor, "members": members} for factor in factors for members in sizes),
+    ]
     for i, p in enumerate(widths.p):
         for regime in REGIMES:
             rate = widths.p_rates[regime][i] if regime in widths.p_rates else None
-            found += [
-                _cell(task, widths, EMBEDDED, widths.p_factor, widths.p_members, seed, p=p, regime=regime, rate=rate)
-                for seed in seeds
-            ]
-    return found
+            law = {"p": p, "regime": regime, "rate": rate}
+            asked.append({"method": EMBEDDED, "factor": widths.p_factor, "members": widths.p_members, **law})
+    return [_cell(task, widths, seed, **each) for each in asked for seed in seeds]
 
 
 def _cell(
     task: Task,
     widths: Widths,
+    seed: int,
+    *,
     method: str,
     factor: float,
     members: int,
-    seed: int,
-    *,
     p: float | None = None,
-    regime: str | None = None,
+    regime: str = "",
     rate: float | None = None,
-) -> Cell:
+) -> GridCell:
     config = run_config(task, method, seed)
-    network = {**config.network, widths.of: _scaled(config.network.get(widths.of), factor, widths.of)}
-    units = _units(network[widths.of])[0]
-    if rate is None and method == EMBEDDED and widths.rate == "sharing":
-        rate = sharing_rate(_base(config), members, min(_units(network[widths.of])))
-    training = config.training if rate is None else {**config.training, "lr": rate}
-    settings = {**config.settings, "members": members}
-    name, gamma = f"{method}-N{units}", ""
+    scaled = _scaled(config.network.get(widths.of), factor, widths.of)
+    units = scaled if isinstance(scaled, list) else [scaled]
+    settings, name, gamma = {**config.settings, "members": members}, f"{method}-N{units[0]}", ""
     if method == EMBEDDED:
         name += f"-M{members}"
-        if p is not None and regime is not None:
+        if p is not None:
             settings |= {"modulation": {"between": p}, "regime": regime}
             name += f"-p{p:g}-{regime}".replace(".", "_")
-        gamma = REGIMES.get(settings.get("regime", ""), "")
-        if not gamma:
-            raise ValueError(
-                f'expected method.{EMBEDDED}.regime = "independent" or "collective" in a task with [widths], got '
-                f"{settings.get('regime')!r}; write one of them"
-            )
+        gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", settings.get("regime"), REGIMES)]
+        if rate is None and widths.rate == "sharing":
+            if "lr" not in config.training:
+                raise ValueError(
+                    f'expected training.lr for {method} with widths.rate = "sharing", got none; write lr = … below '
+                    f"[training] or [method.{method}.training], or leave widths.rate out"
+                )
+            rate = sharing_rate(config.training["lr"], members, min(units))
+    training = config.training if rate is None else {**config.training, "lr": rate}
+    network = {**config.network, widths.of: scaled}
     changed = replace(config, method=name, network=network, settings=settings, training=training)
-    return Cell(method, factor, units, members, p, gamma, changed)
+    return GridCell(method, factor, units[0], members, p, gamma, changed)
 
 
 def _scaled(value: Any, factor: float, name: str) -> Any:
     """A whole number, or a list of them, times the factor; an error where that is none."""
     if isinstance(value, list) and value:
         return [_scaled(each, factor, name) for each in value]
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int or value * factor < 1 or not (value * factor).is_integer():
         raise ValueError(
-            f"expected whole numbers for network.{name}, which widths.of names, got {value!r}; set it, or name another"
-        )
-    if not (value * factor).is_integer() or value * factor < 1:
-        raise ValueError(
-            f"expected factors that make whole numbers of network.{name} = {value}, got {factor:g}; choose others"
+            f"expected network.{name}, which widths.of names, and its multiple by {factor:g}, as whole numbers, got "
+            f"{value!r}; choose other factors, or name another setting"
         )
     return int(value * factor)
 
@@ -156,41 +145,3 @@ def _scaled(value: Any, factor: float, name: str) -> Any:
 def sharing_rate(rate: float, members: int, units: int) -> float:
     """rate / (1 + √(M/N))²: the kernel over M members that share layers of N units has eigenvalues up to (1 + √(M/N))²."""
     return rate / (1 + math.sqrt(members / units)) ** 2
-
-
-def _base(config: RunConfig) -> float:
-    if "lr" not in config.training:
-        raise ValueError(
-            f'expected training.lr for {config.method} with widths.rate = "sharing", got none; write lr = … below '
-            f"[training] or [method.{config.method}.training], or leave widths.rate out"
-        )
-    return float(config.training["lr"])
-
-
-def _units(value: Any) -> list[int]:
-    """Of every layer; those of one where the network has one number for all."""
-    return list(value) if isinstance(value, list) else [value]
-
-
-def _numbers(values: Sequence[float], name: str, *, whole: bool = False, above: bool = True) -> tuple[float, ...]:
-    for value in values:
-        check_type(value, (int,) if whole else (int, float), f"widths.{name}")
-        if above and value <= 0:
-            raise ValueError(f"expected positive numbers in widths.{name}, got {value}; correct it")
-    return tuple(float(value) for value in dict.fromkeys(values))
-
-
-def _rates(table: Any, p: Sequence[float]) -> dict[str, tuple[float, ...]]:
-    found = {}
-    for regime, rates in table.items():
-        if regime not in REGIMES:
-            raise unknown("a regime of widths.p_rates", regime, REGIMES)
-        check_type(rates, (list,), f"widths.p_rates.{regime}")
-        if len(rates) != len(p):
-            raise ValueError(
-                f"expected a rate for each of {len(p)} p in widths.p_rates.{regime}, got {len(rates)}; give as many"
-            )
-        for rate in rates:
-            check_type(rate, (int, float), f"widths.p_rates.{regime}")
-        found[regime] = tuple(float(rate) for rate in rates)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,22 @@ from dissensus import metrics
 from dissensus.bench.run.processes import DIVERGED
 from dissensus.bench.run.records import read_evaluation, read_predictions
 from dissensus.bench.run.run import Run
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, Cell, Widths
+from dissensus.bench.width.grid import EMBEDDED, GridCell, Widths
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.reporting.results import table_rows, table_text
-from dissensus.storage.files import read_json, read_tensors, write_tensors, write_text
+from dissensus.storage.files import read_json
 
-ROWS, EXAMPLES = "results.csv", "examples.safetensors"
 ORIGIN = ("commit", "torch", "device", "command")
-NUMBERS = ("accuracy", "nll", "member_accuracy", "member_nll", "train_accuracy", "train_member_accuracy", "effective")
+
+
+class Place(NamedTuple):
+    """What seeds are repetitions of. `p` and `gamma` only in the transition: the rest of a task has one γ."""
+
+    method: str
+    factor: float
+    members: int
+    p: float | None = None
+    gamma: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,56 +59,47 @@ class WidthRow:
 
     @property
     def place(self) -> Place:
-        return Place(self.method, self.factor, self.members, self.p, self.gamma)
+        gamma = "" if self.p is None else self.gamma
+        return Place(self.method, self.factor, self.members, self.p, gamma)
 
 
-@dataclass(frozen=True)
-class Place:
-    """What seeds are repetitions of."""
-
-    method: str
-    factor: float
-    members: int
-    p: float | None
-    gamma: str
-
-
-def rows_of(cells: Sequence[Cell], runs: Sequence[Run], widths: Widths) -> list[WidthRow]:
+def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run], widths: Widths) -> list[WidthRow]:
     """The rows of runs that are over, one for each embedded ensemble and one for each size of independent ones."""
-    found: list[WidthRow] = []
     sizes = sorted({*widths.members, *([widths.p_members] if widths.p else [])})
-    for cell, run in zip(cells, runs, strict=True):
-        shared = cell.method == EMBEDDED
-        for members in [cell.members] if shared else sizes:
-            found.append(_row(cell, run, members))
-    order = {EMBEDDED: 1, INDEPENDENT: 0}
-    key = lambda row: (row.p is not None, order[row.method], row.factor, row.p or 0.0, row.gamma, row.members, row.seed)  # noqa: E731
-    return sorted(found, key=key)
+    found = [
+        _row(cell, run, members)
+        for cell, run in zip(cells, runs, strict=True)
+        for members in ([cell.members] if cell.method == EMBEDDED else sizes)
+    ]
+
+    def order(row: WidthRow) -> tuple[Any, ...]:
+        return row.p is not None, row.method == EMBEDDED, row.factor, row.p or 0.0, row.gamma, row.members, row.seed
+
+    return sorted(found, key=order)
 
 
-def _row(cell: Cell, run: Run, members: int) -> WidthRow:
+def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
     facts: dict[str, Any] = {
         "method": cell.method, "factor": cell.factor, "units": cell.units, "members": members, "p": cell.p,
         "gamma": cell.gamma, "seed": cell.config.seed, "origin": {key: str(run.provenance.get(key, "")) for key in ORIGIN},
     }  # fmt: skip
     if (run.folder / DIVERGED).is_file():
         return WidthRow(**facts, parameters=0, diverged=int(read_json(run.folder / DIVERGED)["step"]))
-    evaluation = read_evaluation(run.folder).metrics
+    cost = read_evaluation(run.folder).metrics
     test, train = (read_predictions(run.folder / "predictions" / f"{name}.safetensors") for name in ("test", "train"))
     count = cell.members // members
-    subsets = list(torch.arange(count * members).view(count, members))  # disjoint
+    subsets = torch.arange(count * members).view(count, members)  # disjoint
     tested = [_measured(test.predictive, test.targets, each) for each in subsets]
     trained = [_measured(train.predictive, train.targets, each) for each in subsets]
-    examples = {name: torch.stack([each[name] for each in tested]).mean(0) for name in ("accuracy", "member_accuracy")}
-    facts |= {name: _mean(tested, name) for name in ("accuracy", "nll", "member_accuracy", "member_nll", "effective")}
+    facts |= {name: _mean(tested, name) for name in tested[0]}
     facts |= {f"train_{name}": _mean(trained, name) for name in ("accuracy", "member_accuracy")}
     return WidthRow(
         **facts,
-        parameters=round(evaluation["cost/parameters"] * members / cell.members),
+        parameters=round(cost["cost/parameters"] * members / cell.members),
         diverged=None,
-        seconds=round(evaluation["cost/train_seconds"] * members / cell.members, 3),
-        subsets=len(subsets),
-        examples=examples,
+        seconds=round(cost["cost/train_seconds"] * members / cell.members, 3),
+        subsets=count,
+        examples={name: torch.stack([e[name] for e in tested]).mean(0) for name in ("accuracy", "member_accuracy")},
     )
 
 
@@ -122,38 +121,17 @@ def _mean(several: Sequence[dict[str, Tensor]], name: str) -> float:
     return float(torch.stack([each[name].mean() for each in several]).mean())
 
 
-def write_rows(rows: Sequence[WidthRow], folder: Path) -> list[Path]:
-    """results.csv with the numbers, and what was right for every example beside it."""
+def rows_text(rows: Sequence[WidthRow]) -> str:
+    """results.csv: every number and where it comes from."""
     columns = [each.name for each in fields(WidthRow) if each.name not in ("origin", "examples")]
-    write_text(folder / ROWS, table_text([*columns, *ORIGIN], [asdict(row) | row.origin for row in rows]))
-    arrays = {f"{_key(row)}/{name}": value.float() for row in rows for name, value in row.examples.items()}
-    write_tensors(folder / EXAMPLES, arrays, {})
-    return [folder / ROWS, folder / EXAMPLES]
+    return table_text([*columns, *ORIGIN], [asdict(row) | row.origin for row in rows])
 
 
-def read_rows(table: Path, examples: Path | None = None) -> list[WidthRow]:
-    """The rows that `write_rows` wrote; without their examples where no file of them is named."""
-    arrays = read_tensors(examples)[0] if examples is not None else {}
+def read_rows(path: Path) -> list[WidthRow]:
+    """The rows that `rows_text` wrote, without what was right for every example."""
     found = []
-    for line in table_rows(table):
-        origin = {key: line[key] for key in ORIGIN}
-        values: dict[str, Any] = {key: line[key] for key in ("method", "gamma")}
-        for key in ("units", "members", "seed", "parameters", "subsets"):
-            values[key] = int(line[key])
-        for key in ("factor", "p", "diverged", "seconds", *NUMBERS):
-            values[key] = float(line[key]) if line[key] else None
-        if values["diverged"] is not None:
-            values["diverged"] = int(values["diverged"])
-        row = WidthRow(**values, origin=origin)
-        mine = {name: arrays[f"{_key(row)}/{name}"].double() for name in _names(arrays, row)}
-        found.append(WidthRow(**values, origin=origin, examples=mine))
+    for line in table_rows(path):
+        origin, texts = ({key: line.pop(key) for key in keys} for keys in (ORIGIN, ("method", "gamma")))
+        numbers = {key: (int(t) if t.isdigit() else float(t)) if t else None for key, t in line.items()}
+        found.append(WidthRow(**texts, **numbers, origin=origin))  # type: ignore[arg-type]
     return found
-
-
-def _names(arrays: dict[str, Tensor], row: WidthRow) -> list[str]:
-    return [name for name in ("accuracy", "member_accuracy") if f"{_key(row)}/{name}" in arrays]
-
-
-def _key(row: WidthRow) -> str:
-    law = "" if row.p is None else f"-p{row.p:g}-{row.gamma}"
-    return f"{row.method}-{row.factor:g}-M{row.members}{law}-seed{row.seed}"

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dissensus.bench.width.claims import BEST, FALL, FOLLOW, PRICE, TRANSITION, Claim
 
 NEAR = 0.01  # a point of accuracy: what is as good as equal
-CHOSEN = (
-    "Width and M of either side are the best on the same test rows, a choice that intervals do not count and that favours "
-    "the side with more to choose from."
-)
 
 
 def verdicts(found: Sequence[Claim]) -> list[str]:
     """One sentence for each question: whether the numbers show it."""
-    said = []
-    for question, judge in (
-        (FOLLOW, _followed),
-        (FALL, _fallen),
-        (BEST, _grown),
-        (PRICE, _paid),
-        (TRANSITION, _turned),
-    ):
-        mine = [claim for claim in found if claim.question == question]
-        if mine:
-            said.append(f"{question} {judge(mine)}")
-    return said
+    by_question = {question: [claim for claim in found if claim.question == question] for question in JUDGES}
+    return [f"{question} {JUDGES[question](mine)}" for question, mine in by_question.items() if mine]
+
+
+def _word(claim: Claim, above: str, below: str, otherwise: str = "not to be told") -> str:
+    return above if claim.lower > 0 else below if claim.upper < 0 else otherwise
 
 
 def _followed(found: Sequence[Claim]) -> str:
@@ -34,18 +24,16 @@ def _followed(found: Sequence[Claim]) -> str:
     last = {claim.about.split(", ")[1]: claim for claim in widest}  # the widest of each M
     said = []
     for members, claim in last.items():
-        width = claim.about.rpartition(" ")[2]
+        word = "not to be told to a point"
         if claim.lower > -NEAR and claim.upper < NEAR:
             word = "yes, within a point"
         elif claim.lower > NEAR or claim.upper < -NEAR:
             word = f"no, more than a point {'above' if claim.value > 0 else 'below'}"
-        else:
-            word = "not to be told to a point"
-        said.append(f"at {width} and {members} {word}: {claim.text} points")
-    closer = [claim for claim in found if claim.about.startswith("the same")]
+        said.append(f"at {claim.about.rpartition(' ')[2]} and {members} {word}: {claim.text} points")
     said += [
         f"with {claim.about.rpartition(', ')[2]} the gap changes by {claim.text} from the narrowest to the widest"
-        for claim in closer
+        for claim in found
+        if claim.about.startswith("the same")
     ]
     return f"{'; '.join(said)}."
 
@@ -53,36 +41,42 @@ def _followed(found: Sequence[Claim]) -> str:
 def _fallen(found: Sequence[Claim]) -> str:
     said = []
     for what in ("test", "training"):
-        mine = [claim for claim in found if f"' {what} " in claim.about]
-        if not mine:
-            continue
-        mean, narrow = mine[-1], mine[0]
-        word = "yes" if mean.upper < 0 else "no, it grows" if mean.lower > 0 else "not to be told"
-        said.append(
-            f"on {what} rows {word}: {mean.text} points for every doubling of M, {narrow.text} at the narrowest"
-        )
+        if mine := [claim for claim in found if f"' {what} " in claim.about]:
+            word, ends = _word(mine[-1], "no, it grows", "yes"), f"{mine[0].text} at the narrowest"
+            said.append(f"on {what} rows {word}: {mine[-1].text} points for every doubling of M, {ends}")
     return f"{'; '.join(said)}."
 
 
 def _grown(found: Sequence[Claim]) -> str:
-    slope = found[-1]
-    word = "Yes" if slope.lower > 0 else "No, it falls" if slope.upper < 0 else "Not to be told"
-    bests = ", ".join(f"{2**claim.value:.3g}" for claim in found[:-1])
+    *each, slope = found
+    word = _word(slope, "Yes", "No, it falls", "Not to be told")
+    bests = ", ".join(f"{2**claim.value:.3g}" for claim in each)
     return f"{word}: by {slope.text} doublings for every doubling of the width; best M, narrowest first: {bests}."
 
 
 def _paid(found: Sequence[Claim]) -> str:
-    won = sum(claim.lower > 0 for claim in found)
-    lost = sum(claim.upper < 0 for claim in found)
+    won, lost = sum(claim.lower > 0 for claim in found), sum(claim.upper < 0 for claim in found)
     first = f"{won} of {len(found)} budgets show more, {lost} less, {len(found) - won - lost} cannot be told"
     said = "; ".join(f"{claim.about}: {claim.text} points" for claim in found)
     # Largest of several: a width and an M that were lucky on these rows are taken for good, of the side with more of them.
-    return f"{first}: {said}. {CHOSEN}"
+    return (
+        f"{first}: {said}. Width and M of either side are the best on the same test rows, a choice that intervals do not "
+        "count and that favours the side with more to choose from."
+    )
 
 
 def _turned(found: Sequence[Claim]) -> str:
-    def word(claim: Claim) -> str:
-        return "γ = M" if claim.lower > 0 else "γ = 1" if claim.upper < 0 else "neither"
+    said = [
+        f"at {claim.about.rpartition(' at ')[2]} {_word(claim, 'γ = M', 'γ = 1', 'neither')}, {claim.text} points"
+        for claim in found
+    ]
+    return f"{'; '.join(said)}."
 
-    said = [(claim.about.rpartition(" at ")[2], claim) for claim in found]
-    return f"{'; '.join(f'at {p} {word(claim)}, {claim.text} points' for p, claim in said)}."
+
+JUDGES: dict[str, Callable[[Sequence[Claim]], str]] = {
+    FOLLOW: _followed,
+    FALL: _fallen,
+    BEST: _grown,
+    PRICE: _paid,
+    TRANSITION: _turned,
+}
