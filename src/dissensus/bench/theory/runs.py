@@ -50,13 +50,13 @@ def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
 
 def kernels_of(setting: Setting) -> Callable[..., EmbeddedKernels]:
     """The analytic kernels of a setting."""
-    law = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
+    law: dict[str, Any] = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
     return partial(embedded_kernels, activation="relu", trained=setting.trained, **law)
 
 
 def draw(setting: Setting, *, width: int, members: int, seed: int, dtype: torch.dtype) -> EmbeddedNetwork:
     """One random network of a setting."""
-    law = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
+    law: dict[str, Any] = {"depth": DEPTH, "u": setting.u, "v": ONE, "weight_variance": VARIANCE}
     generator = torch.Generator().manual_seed(seed)
     return EmbeddedNetwork.draw(INPUTS, width=width, members=members, generator=generator, dtype=dtype, **law)
 

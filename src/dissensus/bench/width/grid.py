@@ -116,7 +116,7 @@ def _cell(
         if p is not None:
             settings |= {"modulation": {"between": p}, "regime": regime}
             name += f"-p{p:g}-{regime}".replace(".", "_")
-        gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", settings.get("regime"), REGIMES)]
+        gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", str(settings.get("regime")), REGIMES)]
         if rate is None and widths.rate == "sharing":
             if "lr" not in config.training:
                 raise ValueError(
