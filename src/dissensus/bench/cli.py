@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -23,9 +23,10 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert as convert_weights
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.same import withdraw
+from dissensus.bench.run.together import train as train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
-from dissensus.bench.task.hints import check_read
 from dissensus.bench.task.schema import counted_by
+from dissensus.bench.task.variants import check_read
 from dissensus.bench.theory.cli import app as theory
 from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
@@ -93,8 +94,7 @@ def bench(
                 "expected no --methods, --baseline and --holm for a task over widths, got one; it compares what it has"
             )
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
-        _print_lines(said)
-        _print_written(files)
+        _print_each([*said, *files])
         return
     results, written = jobs.bench(
         loaded,
@@ -109,7 +109,7 @@ def bench(
         tell=tell,
     )
     print_results(results)
-    _print_written(written)
+    _print_each(written)
 
 
 @app.command()
@@ -131,7 +131,7 @@ def train(
     run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data), beside=loaded.folder)
     run.begin()
     try:
-        run.train(progress=not quiet)
+        train_runs([run], progress=not quiet)
     except BaseException:
         if run.fresh:
             withdraw(run.folder)
@@ -147,7 +147,6 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Evaluate a trained run and print its metrics."""
-    jobs.check_no_posterior(run)
     opened = Run.open(run, source=data)
     if again:
         opened.posterior()  # a damaged one is an error before anything good is removed
@@ -166,7 +165,7 @@ def report(
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
-    _print_written(written)
+    _print_each(written)
 
 
 @app.command()
@@ -260,11 +259,6 @@ def _silent(text: str) -> None:
     """Says nothing."""
 
 
-def _print_lines(lines: list[str]) -> None:
-    for line in lines:
-        print(line)
-
-
-def _print_written(written: list[Path]) -> None:
-    for path in written:
-        print(path)
+def _print_each(several: Iterable[str | Path]) -> None:
+    for each in several:
+        print(each)

@@ -19,18 +19,17 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
-from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import Make, imported, maker
-from dissensus.bench.task.objects import as_options, written
+from dissensus.bench.task.objects import as_options, resolved, written
 from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import base_name
 from dissensus.core import batch as batches
-from dissensus.core.errors import unknown
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
+from dissensus.numerics.checks import one_of
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
 
@@ -51,38 +50,28 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
 def counted(config: RunConfig) -> tuple[str | None, int]:
     """(the key that counts the networks of a run's method, how many there are)."""
     key = counted_by(METHODS[base_name(config.method)])
-    count = config.settings.get(key or "", MEMBERS if key == "members" else 1)
-    if count < 1:
-        raise ValueError(f"expected {key} of 1 or more for {config.method}, got {count}; {MEMBERS} is a usual number")
-    return key, count
+    return key, config.settings.get(key or "", MEMBERS if key == "members" else 1)
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The method of a run with its settings, to be called with its network or networks and a likelihood."""
     method = METHODS[base_name(config.method)]
-    signature, key = inspect.signature(method).parameters, counted_by(method)
-    settings = {name: value for name, value in settings.items() if name != key}
-    if unfit := settings.keys() - signature.keys():
-        known = signature.keys() - {"likelihood", next(iter(signature))}
-        raise unknown(f"a setting of {config.method}", sorted(unfit)[0], known)
-    check_complete(config, settings)
-    return partial(method, **settings)
+    return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
 
 
-def check_given(config: RunConfig, filled_in: Collection[str] = (), *, advice: str = "pass") -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in; `advice` stands before --set."""
+def check_given(config: RunConfig, filled_in: Collection[str] = ()) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in."""
     for name in required(METHODS[base_name(config.method)]):
         if name not in (*config.settings, *filled_in):
             raise ValueError(
-                f"expected the setting {name} of {config.method}, got none; "
-                f"{advice.format(name=name)} {as_options(f'method.{config.method}', name)}"
+                f"expected the setting {name} of {config.method}, got none; pass "
+                f"{as_options(f'method.{config.method}', name)}"
             )
 
 
-def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
+def check_complete(config: RunConfig) -> None:
     """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
-    counted(config)
-    check_given(config, filled_in, advice=f"write {{name}} = … below [method.{config.method}] in the task, or pass")
+    check_given(config, ("data_size",))
     if config.training["epochs"] == 0 and "weights" not in config.network:
         raise ValueError(
             f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
@@ -105,7 +94,7 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
     inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
-    settings = resolved(config.settings, parameters, inputs=inputs, network=network)
+    settings = resolved(config.settings, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
     asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
@@ -225,12 +214,10 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         "constant": lambda t: 1.0,
         "own": lambda t: posterior.default_schedule(epochs)(round(t * epochs)),
     }
+    one_of("training.optimizer", name, ["default", *makers])
+    one_of("training.schedule", schedule, factors)
     if name == "default":
         return None, None
-    if name not in makers:
-        raise unknown("an optimizer", name, ["default", *makers])
-    if schedule not in factors:
-        raise unknown("a schedule", schedule, factors)
     if (refused := refusal(posterior, makers[name])) is not None:
         if "optimizer" not in training:
             return None, None

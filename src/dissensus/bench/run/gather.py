@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dissensus.bench.run.run import Run
-from dissensus.bench.task.arguments import value_of
+from dissensus.bench.task.objects import value_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.results import Results, Swept
 

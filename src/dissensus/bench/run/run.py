@@ -33,11 +33,9 @@ from dissensus.bench.run.records import read_counts, read_evaluation, read_predi
 from dissensus.bench.run.same import check_same, check_same_weights
 from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
 from dissensus.bench.run.threads import threads
-from dissensus.bench.run.together import CHECKPOINT_SECONDS, shares, train_together
 from dissensus.bench.run.training_rows import with_training_rows
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
-from dissensus.bench.task.toml import toml
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameters
@@ -45,15 +43,28 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import damaged, is_number, read_json, read_toml, write_json, write_text
+from dissensus.storage.sealed import is_posterior
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
 Tell = Callable[[str], object]
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 
 
 def silent(text: str) -> None:
     """Says nothing."""
+
+
+def no_run(folder: Path) -> FileNotFoundError:
+    """The error for a folder that is none of a run; a saved posterior says nothing of the data it is to be measured on."""
+    advice = "pass a folder that `dissensus bench` wrote"
+    if is_posterior(folder):
+        inside = (folder.absolute().parent / "config.toml").is_file()
+        advice = f"pass {folder.parent}" if inside else f"measure it by ds.evaluate(ds.load({str(folder)!r}), loader)"
+    return FileNotFoundError(
+        f"expected a run folder, got no {folder / 'config.toml'}{' beside a saved posterior' * is_posterior(folder)}; {advice}"
+    )
 
 
 class Run:
@@ -76,7 +87,7 @@ class Run:
         """The run in a folder that `begin` made; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
-            raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
+            raise no_run(folder)
         table = read_toml(path)
         table.pop("provenance", None)
         return cls(folder, run_config_of(table, str(path)), load=LastData(source))
@@ -96,7 +107,9 @@ class Run:
         path = self.folder / "config.toml"
         if not path.is_file():
             made = provenance(self.device) | build.weights_digest(self.config, self.folders)
-            write_text(path, toml(self.config.table() | {"provenance": made}))
+            import tomli_w  # beside Python's own tomllib, which only reads
+
+            write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
             self.fresh = True
             return
         check_same(self.folder, self.config, Run.open(self.folder).config)
@@ -141,13 +154,10 @@ class Run:
     def trained(self) -> bool:
         return (self.folder / "training.json").is_file()
 
-    def train(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior, going on from a checkpoint where there is one."""
+    def train_alone(self, *, progress: bool = False) -> None:
+        """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train` is for all runs."""
         if self.trained:
             (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
-            return
-        if shares(self.config):
-            train_together([self], progress=progress)
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
