@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dissensus.data import quadratic_features
 
-Interval = tuple[float, float]
+Ends = tuple[float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ def geometry(name: str, x: Tensor) -> Geometry | None:
 def line(
     x: Tensor,
     *,
-    window: Interval,
-    intervals: Sequence[Interval],
+    window: Ends,
+    intervals: Sequence[Ends],
     inputs: Callable[[Tensor], Tensor] = lambda positions: positions,
     position: Callable[[Tensor], Tensor] = lambda x: x,
     points: int = 401,
@@ -54,7 +54,7 @@ def line(
     )
 
 
-def plane(x: Tensor, *, window: Interval, far: float, side: int = 101) -> Geometry:
+def plane(x: Tensor, *, window: Ends, far: float, side: int = 101) -> Geometry:
     """A Geometry in a square: "off_data" is further than `far` from every training input, "at_data" nearer than half of it."""
     axis = torch.linspace(*window, side)
     positions = torch.cartesian_prod(axis, axis)

@@ -24,7 +24,7 @@ from dissensus import storage
 from dissensus.bench.rows.grid import with_grid
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS, Kind, Rows
+from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
 from dissensus.bench.run.calibrated import CALIBRATION, with_calibration
 from dissensus.bench.run.choice import with_choice
@@ -120,7 +120,7 @@ class Run:
         return self.load(self.config.data)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SetKind:
         return SETS[self.config.data["name"]].kind
 
     @property
@@ -137,7 +137,7 @@ class Run:
         table = read_toml(self.folder / "config.toml").get("provenance", {})
         return table if isinstance(table, dict) else {}
 
-    def loader(self, rows: Rows, *, shuffle: bool = False) -> StandardisedBatches:
+    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
         training, evaluation = self.config.training, self.config.evaluation
         return StandardisedBatches(
             rows,

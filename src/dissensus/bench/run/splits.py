@@ -10,7 +10,7 @@ from dissensus.bench.names import listed
 from dissensus.bench.rows.geometry import GEOMETRIES, Geometry, geometry
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import Rows
+from dissensus.bench.rows.sources import TaskRows
 from dissensus.bench.rows.units import in_original_units
 from dissensus.bench.run.calibrated import CALIBRATION
 from dissensus.bench.run.records import write_counts, write_predictions
@@ -19,7 +19,7 @@ from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import predictions
 
-Loader = Callable[[Rows], StandardisedBatches]
+Loader = Callable[[TaskRows], StandardisedBatches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 
 
@@ -86,12 +86,12 @@ def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
     return found
 
 
-def grid_rows(config: RunConfig, data: TaskData) -> Rows:
+def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
     """The inputs of the grid; there are no targets, and what stands for them is not read."""
     inputs = geometry_of(config, data).inputs
-    return Rows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
+    return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
 
 
-def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
+def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, TaskRows]]:
     own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
     return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}
