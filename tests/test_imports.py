@@ -64,10 +64,10 @@ FLOORS = {
         "report",
     ],
     "bench": ["names fitting printing", "rows", "task", "run", "theory width", "cli"],
-    "bench/rows": ["sources geometry", "sets loaders grid units"],
+    "bench/rows": ["sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records choice calibrated training_rows watch threads same weights",
+        "provenance records measured watch same weights",
         "build splits convert",
         "run",
         "together",

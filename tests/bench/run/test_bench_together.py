@@ -10,7 +10,7 @@ import torch
 
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import companions, remove_leftovers, shares, train
+from dissensus.bench.run.together import companions, remove_leftovers, shares, train_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import TRADI
 
@@ -98,7 +98,7 @@ def test_one_training_serves_all_and_each_has_a_folder_of_its_own(benched):
 def test_a_method_alone_gets_exactly_what_it_gets_in_company(benched, task_file, tmp_path, method):
     run = Run(tmp_path / f"{method}-seed0", run_config(load_task(task_file), method, 0))
     run.begin()
-    train([run])
+    train_runs([run])
     assert weights(tmp_path, method) == weights(benched[0], method)
     assert [path.name for path in tmp_path.iterdir()] == [f"{method}-seed0"]  # no checkpoints are left
 

@@ -138,9 +138,9 @@ def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | N
 
 def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[str, ...] = ()) -> None:
     """Raises where inputs have not the shape of the training ones, or where a label stands for none of the classes."""
-    outside = ((rows.y < 0) | (rows.y >= len(classes))).nonzero() if classes else ()
-    if len(outside):
-        row = int(outside[0, 0])
+    outside = (rows.y < 0) | (rows.y >= len(classes))
+    if classes and outside.any():
+        row = int(outside.nonzero()[0, 0])
         raise ValueError(
             f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
             f"{int(rows.y[row])} in row {row}; number classes alike in all files (data.classes: how many, of an npz task)"

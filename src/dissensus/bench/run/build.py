@@ -20,7 +20,7 @@ from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located, sha256
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.networks import Make, imported, maker
+from dissensus.bench.task.networks import NetworkMaker, imported, maker
 from dissensus.bench.task.objects import as_options, resolved, written
 from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import base_name
@@ -117,7 +117,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     """
     settings = dict(config.network)
     make, weights = maker(settings.pop("name")), settings.pop("weights", None)
-    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs_of(config, data)}
+    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": output_count(config, data)}
     known |= {"num_classes": known["outputs"]} if data.classes else {}  # as others call it
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
@@ -127,7 +127,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     return made
 
 
-def built(name: str, make: Make, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
+def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
     """The network that `make` makes of these settings, and of those of the known that it asks for."""
     with fitting(f"the network {name}"):
         accepted = inspect.signature(make).parameters
@@ -137,7 +137,7 @@ def built(name: str, make: Make, settings: Mapping[str, Any], known: Mapping[str
     return made
 
 
-def outputs_of(config: RunConfig, data: TaskData) -> int:
+def output_count(config: RunConfig, data: TaskData) -> int:
     """How many outputs a network of the run has."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
     return count * (2 if isinstance(likelihood(config), HeteroscedasticRegression) else 1)  # a mean and a variance each
@@ -156,7 +156,7 @@ def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: S
         x, *_ = next(iter(StandardisedBatches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
         with torch.no_grad(), fitting(f"the network {name}"):
             outputs = batches.call(made, x)
-        wanted = outputs_of(config, data)
+        wanted = output_count(config, data)
         if outputs.ndim < 2 or outputs.shape[1] != wanted:
             raise ValueError(
                 f"expected {wanted} outputs of {name} for these data, got a tensor of shape {tuple(outputs.shape)}; set "

@@ -30,7 +30,6 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     if len(tasks) > 1:
         shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
         raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
-    check_once(runs)
     methods: dict[str, list[Evaluation]] = {}
     origins: dict[str, list[dict[str, Any]]] = {}
     for run, evaluation in zip(runs, evaluations, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dissensus.bench.rows.sets import LastData
@@ -11,7 +12,7 @@ from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.records import read_together
 from dissensus.bench.run.run import Run, Tell, no_run, silent
 from dissensus.bench.run.same import withdraw
-from dissensus.bench.run.together import companions, remove_leftovers, train
+from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name, check_methods
 from dissensus.evaluation.evaluation import Evaluation
@@ -78,15 +79,22 @@ def run_all(
     runs = begun(task, configs, out, source=source)
     if jobs > 1:
         in_processes(_groups(runs), jobs, source=source, tell=tell)
-    try:
+    with withdrawing(runs):
         evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+    remove_leftovers(out)
+    return runs, evaluations
+
+
+@contextmanager
+def withdrawing(runs: Sequence[Run]) -> Iterator[None]:
+    """Where it fails, folders that were made for these runs and that nothing came of are removed."""
+    try:
+        yield
     except BaseException:
         for run in runs:
             if run.fresh:
                 withdraw(run.folder)
         raise
-    remove_leftovers(out)
-    return runs, evaluations
 
 
 def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Tell) -> Evaluation:
@@ -97,7 +105,7 @@ def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Te
     done = "trained already" if run.trained else "training"
     with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
     tell(f"{name}: {done}{with_others}")
-    train(group, progress=progress)
+    train_runs(group, progress=progress)
     return run.evaluate(tell=lambda text: tell(f"{name}: evaluating {text}"))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.run import Run, Tell
-from dissensus.bench.run.together import train
+from dissensus.bench.run.together import train_runs
 from dissensus.core.errors import Diverged
 from dissensus.storage.files import write_json
 
@@ -57,7 +57,7 @@ def in_processes(
 def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
     """Trains and evaluates runs; several are companions of one training."""
     try:
-        train(runs)
+        train_runs(runs)
         for run in runs:
             run.evaluate()
     except Diverged as error:

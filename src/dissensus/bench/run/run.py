@@ -21,19 +21,25 @@ from typing import Any
 import torch
 
 from dissensus import storage
-from dissensus.bench.rows.grid import with_grid
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
-from dissensus.bench.run.calibrated import CALIBRATION, with_calibration
-from dissensus.bench.run.choice import with_choice
+from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same, check_same_weights
-from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
-from dissensus.bench.run.threads import threads
-from dissensus.bench.run.training_rows import with_training_rows
+from dissensus.bench.run.splits import (
+    CALIBRATION,
+    CHOOSE,
+    CORRUPT,
+    GRID,
+    TRAIN,
+    corruptions,
+    geometry_of,
+    split_names,
+    write_split,
+)
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.core.posterior import Posterior, refresh
@@ -155,7 +161,7 @@ class Run:
         return (self.folder / "training.json").is_file()
 
     def train_alone(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train` is for all runs."""
+        """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
             (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
             return
@@ -194,9 +200,19 @@ class Run:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """The run's seed and threads; torch's own are put back afterwards."""
-        with same_random_state(self.device), threads(self.config.training.get("threads")):
+        with same_random_state(self.device), self._threads():
             torch.manual_seed(self.config.seed)
             yield
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """The run's number of processor threads."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.config.training.get("threads", before))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
@@ -239,7 +255,7 @@ class Run:
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
-        with threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
+        with self._threads(), drawn_once(self.posterior()) as functions:
             for split, path in waiting.items():
                 write_split(path, split, self.config, self.data, functions, self.loader, tell)
 

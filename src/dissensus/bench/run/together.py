@@ -58,7 +58,7 @@ def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
     return [each for each in runs if each is run or (shares(each.config) and _key(each.config) == key)]
 
 
-def train(runs: Sequence[Run], *, progress: bool = False) -> None:
+def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
     """Trains what is not trained yet of runs that are companions, going on from checkpoints where there are some."""
     first = runs[0]
     if not shares(first.config):

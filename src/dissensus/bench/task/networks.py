@@ -17,7 +17,7 @@ from torch import nn
 from dissensus.core.errors import unknown
 from dissensus.nets import NETS
 
-Make = Callable[..., nn.Module]
+NetworkMaker = Callable[..., nn.Module]
 
 
 def imported(name: str) -> bool:
@@ -25,7 +25,7 @@ def imported(name: str) -> bool:
     return ":" in name
 
 
-def maker(name: str) -> Make:
+def maker(name: str) -> NetworkMaker:
     """What makes the networks of that name: a class, or a function that returns one.
 
     Modules are looked for where Python looks for them, and in the current folder after that.
