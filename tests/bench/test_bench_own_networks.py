@@ -129,10 +129,14 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name what returns an nn.Module"),
         ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
-        ("{}:Nope", [], "can be imported, got .*AttributeError.*install its package, or start in the folder"),
-        ("no_such_package_here:Net", [], "can be imported, got 'no_such_package_here:Net' .ModuleNotFoundError"),
-        ("{}:", [], "expected a network as package.module:name, got"),
-        (":Own", [], "expected a network as package.module:name, got ':Own'"),
+        ("{}:Nope", [], "can be imported, .*AttributeError.*install its package, or start in the folder"),
+        (
+            "no_such_package_here:Net",
+            [],
+            "can be imported, as package.module:name, got 'no_such_package_here:Net' .ModuleNotFoundError",
+        ),
+        ("{}:", [], "as package.module:name, got"),
+        (":Own", [], "as package.module:name, got ':Own'"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):

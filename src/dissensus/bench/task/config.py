@@ -93,14 +93,14 @@ def load_task(
 
 def read_task(name: str) -> Settings:
     """The task file as it stands."""
-    if name.endswith(".toml"):
-        if not Path(name).is_file():
-            raise FileNotFoundError(f"expected a task file, got nothing at {name}; correct the path")
+    if name.endswith(".toml") and Path(name).is_file():
         raw = Path(name).read_bytes()
     elif name in task_names():
         raw = (_folder() / f"{name}.toml").read_bytes()
     elif {".", "/", "\\"} & set(name):  # of a path: no task of ours has one
-        raise FileNotFoundError(f"expected a task of `dissensus list` or a .toml file, got {name!r}; correct the path")
+        raise FileNotFoundError(
+            f"expected a task of `dissensus list` or a .toml file that is there, got {name!r}; correct the path"
+        )
     else:
         raise unknown("a task", name, task_names())
     try:
