@@ -177,7 +177,7 @@ def run_folder(folder: Path) -> list[str]:
     (folder / "task.toml").write_bytes(TASK)
     run = Run(folder / "run", run_config(load_task(str(folder / "task.toml"), size="smoke"), "map", 0))
     run.begin()
-    run.train()
+    run.train_alone()
     run.evaluate()
     distances = {"epochs": 0, **dict.fromkeys(MemberDistances._fields, 0.5)}
     (folder / "run" / "distances.jsonl").write_text(json.dumps(distances) + "\n")

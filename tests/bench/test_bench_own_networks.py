@@ -126,13 +126,17 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
     ("name", "overrides", "message"),
     [
         ("{}:any_keyword", [], r"expected 2 outputs of .*any_keyword.*shape \(2, 7\); set .*num_classes = 2"),
-        ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct the task"),
+        ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name what returns an nn.Module"),
         ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
-        ("{}:Nope", [], "can be imported, got .*AttributeError.*install its package, or start in the folder"),
-        ("no_such_package_here:Net", [], "can be imported, got 'no_such_package_here:Net' .ModuleNotFoundError"),
-        ("{}:", [], "expected a network as package.module:name, got"),
-        (":Own", [], "expected a network as package.module:name, got ':Own'"),
+        ("{}:Nope", [], "can be imported, .*AttributeError.*install its package, or start in the folder"),
+        (
+            "no_such_package_here:Net",
+            [],
+            "can be imported, as package.module:name, got 'no_such_package_here:Net' .ModuleNotFoundError",
+        ),
+        ("{}:", [], "as package.module:name, got"),
+        (":Own", [], "as package.module:name, got ':Own'"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):
@@ -170,7 +174,7 @@ def test_weights_of_a_network_of_ones_own_are_converted(module, tmp_path):
     assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
     assert torch.equal(loaded.particles.shared_parameters()["network.head.weight"], twin.head.weight)
     with pytest.raises(
-        ValueError, match=r"expected network.num_classes of .*:Own, got none; pass --set network.num_classes="
+        ValueError, match=r"expected settings that fit the network .*:Own, got others .*missing .*'num_classes'"
     ):
         convert(Path("own.pt"), "map", tmp_path / "no", overrides=[f"network.name={module}:Own", "network.inputs=4"])
     assert not (tmp_path / "no").exists()

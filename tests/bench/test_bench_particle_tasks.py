@@ -14,6 +14,7 @@ from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.bench.task.objects import value_of
 from dissensus.data.corruptions import BENCHMARK
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results
@@ -229,5 +230,5 @@ def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
     assert settings["evaluation"]["corrupt"] == "benchmark"
     assert not settings["training"]["keep_best"]
     task = load_task("lengthscales", size="paper")
-    alphas = [run_config(task, method, 0).settings.get("alpha") for method in task.methods]
+    alphas = [value_of(run_config(task, method, 0).settings, "alpha") for method in task.methods]
     assert alphas == [None, None, None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import dissensus as ds
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.calibrated import with_calibration
+from dissensus.bench.run.measured import with_calibration
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dissensus.bench.run.choice import with_choice
+from dissensus.bench.run.measured import with_choice
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.claims import claims

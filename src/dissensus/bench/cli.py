@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +17,14 @@ from rich.table import Table as Grid
 
 from dissensus.bench.names import listed
 from dissensus.bench.printing import print_results, wide_console
-from dissensus.bench.rows.sets import LastData
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
-from dissensus.bench.run.convert import convert as convert_weights
-from dissensus.bench.run.run import Run
-from dissensus.bench.run.same import withdraw
+from dissensus.bench.run.convert import convert
+from dissensus.bench.run.run import Run, silent
+from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
-from dissensus.bench.task.hints import check_read
 from dissensus.bench.task.schema import counted_by
+from dissensus.bench.task.variants import check_read
 from dissensus.bench.theory.cli import app as theory
 from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
@@ -45,7 +44,7 @@ STOPPED = 130  # by the user, as shells have it
 TaskName = Annotated[str, typer.Argument(help="A task's name (see `dissensus list`) or a .toml file.")]
 Size = Annotated[str, typer.Option(help=f"How long it takes: {', '.join(SIZES)}.")]
 Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
-Out = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
+OutFolder = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
 Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
 Baseline = Annotated[
     str | None, typer.Option(help="The method that the others are compared with; the task's by default.")
@@ -69,14 +68,14 @@ def options(
     """What may stand before a command."""
 
 
-@app.command()
-def bench(
+@app.command("bench")
+def bench_command(
     task: TaskName = "digits",
     methods: Annotated[str | None, typer.Option(help="Methods, with commas between; the task's by default.")] = None,
     set_: Sets = [],  # noqa: B006 - typer reads it
     seeds: Annotated[int, typer.Option(help="How often to repeat everything.")] = 1,
     size: Size = "short",
-    out: Out = None,
+    out: OutFolder = None,
     data: Data = None,
     baseline: Baseline = None,
     holm: Holm = False,
@@ -84,7 +83,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
-    chosen, tell = listed(methods or "") or None, _silent if quiet else _tell
+    chosen, tell = listed(methods or "") or None, silent if quiet else _tell
     loaded = load_task(task, size=size, overrides=set_, methods=chosen)
     check_read(set_, chosen or loaded.methods)
     if "widths" in loaded.settings:
@@ -93,8 +92,7 @@ def bench(
                 "expected no --methods, --baseline and --holm for a task over widths, got one; it compares what it has"
             )
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
-        _print_lines(said)
-        _print_written(files)
+        _print_each([*said, *files])
         return
     results, written = jobs.bench(
         loaded,
@@ -109,54 +107,47 @@ def bench(
         tell=tell,
     )
     print_results(results)
-    _print_written(written)
+    _print_each(written)
 
 
-@app.command()
-def train(
+@app.command("train")
+def train_command(
     task: TaskName,
     method: Annotated[str, typer.Option(help="The method.")],
     set_: Sets = [],  # noqa: B006 - typer reads it
     seed: Annotated[int, typer.Option(help="Of initial weights and of the order of batches.")] = 0,
     size: Size = "short",
-    out: Out = None,
+    out: OutFolder = None,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
     """Train one method on a task; prints the run's folder."""
     loaded = load_task(task, size=size, overrides=set_, methods=[method])
     check_read(set_, [method])
-    config = run_config(loaded, method, seed)
-    folder = jobs.checked_folder(jobs.default_folder(loaded) if out is None else out)
-    run = Run(folder / f"{method}-seed{seed}", config, load=LastData(data), beside=loaded.folder)
-    run.begin()
-    try:
-        run.train(progress=not quiet)
-    except BaseException:
-        if run.fresh:
-            withdraw(run.folder)
-        raise
-    print(run.folder)
+    folder = jobs.default_folder(loaded) if out is None else out
+    runs = jobs.begun(loaded, [run_config(loaded, method, seed)], folder, source=data)
+    with jobs.withdrawing(runs):
+        train_runs(runs, progress=not quiet)
+    print(runs[0].folder)
 
 
-@app.command()
-def evaluate(
+@app.command("evaluate")
+def evaluate_command(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     again: Annotated[bool, typer.Option("--again", help="Also where it was done before.")] = False,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
     """Evaluate a trained run and print its metrics."""
-    jobs.check_no_posterior(run)
     opened = Run.open(run, source=data)
     if again:
         opened.posterior()  # a damaged one is an error before anything good is removed
         opened.forget_evaluation()
-    print(opened.evaluate(tell=_silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
+    print(opened.evaluate(tell=silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
 
 
-@app.command()
-def report(
+@app.command("report")
+def report_command(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; the first run's parent by default.")] = None,
     baseline: Baseline = None,
@@ -166,11 +157,11 @@ def report(
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
-    _print_written(written)
+    _print_each(written)
 
 
-@app.command()
-def convert(
+@app.command("convert")
+def convert_command(
     weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .th, .npz or .safetensors file.")],
     method: Annotated[str, typer.Option(help="A method of one network.")],
     out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
@@ -184,12 +175,12 @@ def convert(
     A network of your own, network.name=package.module:name, is given to ds.load as well.
     """
     with _remarks():
-        convert_weights(weights, method, out, overrides=set_, seed=seed)
+        convert(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
 
 @app.command("list")
-def list_(data: Data = None) -> None:
+def list_command(data: Data = None) -> None:
     """Tasks, methods, and data sets with where they are."""
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
     for name in task_names():
@@ -256,15 +247,6 @@ def _remarks() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _silent(text: str) -> None:
-    """Says nothing."""
-
-
-def _print_lines(lines: list[str]) -> None:
-    for line in lines:
-        print(line)
-
-
-def _print_written(written: list[Path]) -> None:
-    for path in written:
-        print(path)
+def _print_each(several: Iterable[str | Path]) -> None:
+    for each in several:
+        print(each)

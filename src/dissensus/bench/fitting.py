@@ -54,4 +54,6 @@ def fitting(what: str) -> Iterator[None]:
         if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"expected settings that fit {what}, got others ({reason}); correct the task") from error
+        raise ValueError(
+            f"expected settings that fit {what}, got others ({reason}); correct them in the task or in --set"
+        ) from error

@@ -18,7 +18,7 @@ from dissensus.reporting.tables import Table, draws_of, main_table
 CONTROL = dict.fromkeys((*range(32), *range(127, 160)))
 
 
-def plain(text: str) -> str:
+def as_text(text: str) -> str:
     """A title or a name as markup that cannot steer the terminal: control characters are left out."""
     return escape(text.translate(CONTROL))
 
@@ -33,23 +33,23 @@ def print_results(results: Results) -> None:
     """The main table of a report, what cannot be compared and why, and what the task set out to see."""
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(plain, table.columns), title=Text(results.title.translate(CONTROL)), title_justify="left")
+    grid = Grid("", *map(as_text, table.columns), title=Text(results.title.translate(CONTROL)), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:
             group = row.group
             grid.add_section()
-            grid.add_row(f"[dim]{plain(group)}[/dim]", *[""] * len(row.cells))
+            grid.add_row(f"[dim]{as_text(group)}[/dim]", *[""] * len(row.cells))
         label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
         cells = [
-            f"[bold]{plain(cell.text)}[/bold]" if cell.best else f"{plain(cell.text)}{' ≈' if cell.equal else ''}"
+            f"[bold]{as_text(cell.text)}[/bold]" if cell.best else f"{as_text(cell.text)}{' ≈' if cell.equal else ''}"
             for cell in row.cells
         ]
-        grid.add_row(plain(label), *cells)
+        grid.add_row(as_text(label), *cells)
     console = wide_console()
     console.print(grid)
     console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
     if all(len(several) == 1 for several in results.methods.values()):
         console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
     for sentence in (*tested(draws["nll"]), *few(draws), *claims(results), *cautions(results)):
-        console.print(plain(sentence))
+        console.print(as_text(sentence))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.rows.geometry import GEOMETRIES, geometry, line
-from dissensus.bench.rows.grid import with_grid
+from dissensus.bench.rows.geometry import GEOMETRIES, line
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import jobs
+from dissensus.bench.run.measured import with_grid
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
@@ -23,7 +23,7 @@ NOTHING = Evaluation("regression", {}, {}, "variance")
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_geometry_is_of_a_known_set_and_its_data_lie_in_the_region_at_the_data(name):
     data = task_data({"name": name, "validation": 0})
-    found = geometry(name, data.train.x)
+    found = GEOMETRIES[name](data.train.x)
     assert found.inputs.shape[1] == data.train.x.shape[1]
     assert SETS[name].kind == data.kind
     regions = torch.stack(list(found.regions.values()))
@@ -50,7 +50,7 @@ def test_regions_of_a_line_are_the_intervals_and_what_is_left_of_it():
 
 def test_off_the_data_is_far_from_every_training_input():
     x, _ = ds.data.five_blobs(5, scale=0.4)
-    found = geometry("five_blobs", x)
+    found = GEOMETRIES["five_blobs"](x)
     for row in range(0, len(found.positions), 97):
         distance = min(math.dist(found.positions[row].tolist(), point) for point in x.tolist())
         assert bool(found.regions["off_data"][row]) == (distance > 1.0)
@@ -59,10 +59,10 @@ def test_off_the_data_is_far_from_every_training_input():
 
 def test_a_grid_over_features_is_asked_at_the_features_of_its_positions():
     x, _ = ds.data.three_clusters()
-    found = geometry("three_clusters", x)
+    found = GEOMETRIES["three_clusters"](x)
     torch.testing.assert_close(found.inputs, ds.data.quadratic_features(found.positions))
     torch.testing.assert_close(ds.data.quadratic_features(found.seen), x)
-    assert geometry("digits", x) is None
+    assert "digits" not in GEOMETRIES
 
 
 def test_numbers_of_a_region_are_means_over_it():
@@ -76,7 +76,7 @@ def test_numbers_of_a_region_are_means_over_it():
     assert evaluation.arrays["grid/members"].shape == (4, 31)
 
     x, y = ds.data.five_blobs(4, scale=0.4)
-    squares = geometry("five_blobs", x)
+    squares = GEOMETRIES["five_blobs"](x)
     logits = torch.randn(3, len(squares.positions), 5, dtype=torch.float64).log_softmax(2)
     evaluation = with_grid(NOTHING, ClassificationPredictive(logits), squares, y)
     mean = logits.exp().mean(0)
@@ -96,7 +96,7 @@ def test_predictions_of_another_grid_are_one_error(shape):
 
 def test_a_square_is_drawn_with_the_first_input_to_the_right():
     x, _ = ds.data.five_blobs(4)
-    found = geometry("five_blobs", x)
+    found = GEOMETRIES["five_blobs"](x)
     first, second = as_square(found.positions[:, 0]), as_square(found.positions[:, 1])
     assert torch.equal(first[0], first[-1])  # the same in every row, growing to the right
     assert (first[0].diff() > 0).all()
@@ -108,7 +108,7 @@ def test_a_run_measures_its_members_on_the_grid(tmp_path):
     task = load_task("toy-regression-1d", size="smoke", overrides=["data.standardise=training"])
     jobs.bench(task, methods=["deep_ensemble"], out=tmp_path)
     run = Run.open(tmp_path / "deep_ensemble-seed0")
-    stored, found = run.measure(), geometry("x_sin_x", run.data.train.x)
+    stored, found = run.measure(), GEOMETRIES["x_sin_x"](run.data.train.x)
     posterior = ds.load(run.folder / "posterior")
     predictive = posterior.predict(run.data.standardiser(found.inputs))
     sd = predictive.epistemic[:, 0].sqrt()

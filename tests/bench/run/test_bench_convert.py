@@ -97,7 +97,7 @@ def test_a_likelihood_and_the_order_of_settings_do_not_matter(weights, tmp_path)
 WRONG = {
     "no name": ("map", NET[1:], "expected network.name, got none"),
     "unknown name": ("map", ["network.name=MPL"], "expected a network .* did you mean 'MLP'"),
-    "missing argument": ("map", NET[:2], "expected network.outputs of MLP, got none; pass --set network.outputs="),
+    "missing argument": ("map", NET[:2], "fit the network MLP, got others .*missing .*'outputs'.*--set"),
     "unknown argument": ("map", [*NET, "network.width=3"], "expected a key of .*network.* got 'network.width'"),
     "unknown method": ("mapp", NET, "expected a method .* did you mean 'map'"),
     "unknown setting": ("laplace", [*NET, "method.sampels=3"], "did you mean 'samples'"),
@@ -220,9 +220,9 @@ def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path
 
 def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
     convert(weights[0], "map", tmp_path / "saved", overrides=NET)
-    with pytest.raises(IsADirectoryError, match=r"got the folder .*saved; ds\.load\('.*saved'\) reads it"):
+    with pytest.raises(FileNotFoundError, match=r"got a folder at .*saved; .*ds\.load\('.*saved'\) reads it"):
         convert(tmp_path / "saved", "map", tmp_path / "out", overrides=NET)
-    with pytest.raises(IsADirectoryError, match=r"got the folder .*; name the file in it"):
+    with pytest.raises(FileNotFoundError, match=r"got a folder at .*; correct the path"):
         convert(tmp_path, "map", tmp_path / "out", overrides=NET)
 
 

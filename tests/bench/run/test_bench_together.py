@@ -10,7 +10,7 @@ import torch
 
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import companions, remove_leftovers, shares
+from dissensus.bench.run.together import companions, remove_leftovers, shares, train_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import TRADI
 
@@ -98,7 +98,7 @@ def test_one_training_serves_all_and_each_has_a_folder_of_its_own(benched):
 def test_a_method_alone_gets_exactly_what_it_gets_in_company(benched, task_file, tmp_path, method):
     run = Run(tmp_path / f"{method}-seed0", run_config(load_task(task_file), method, 0))
     run.begin()
-    run.train()
+    train_runs([run])
     assert weights(tmp_path, method) == weights(benched[0], method)
     assert [path.name for path in tmp_path.iterdir()] == [f"{method}-seed0"]  # no checkpoints are left
 
@@ -200,12 +200,12 @@ def test_only_equal_trainings_are_shared(task_file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.keep_best=true", "expected training.keep_best = false and no patience with together"),
-        ("training.patience=2", "expected training.keep_best = false and no patience with together"),
+        ("training.keep_best=true", "expected keep_best = false, since"),
+        ("training.patience=2", "expected no patience, since"),
         ("training.epochs=1", "expected two epochs or more"),
-        ("training.branch_at=1.0", "expected training.branch_at between 0 and 1"),
+        ("training.branch_at=1.0", "training.branch_at above 0 and below 1, got 1.0"),
         ("training.optimizer=default", "expected an optimizer by name"),
-        ("training.tail_factor=0.1", "expected tail_rate or tail_factor, got both"),
+        ("training.tail_factor=0.1", "expected tail_rate or tail_factor, not both"),
     ],
 )
 def test_what_cannot_be_shared_is_one_clear_error(task_file, tmp_path, override, message):

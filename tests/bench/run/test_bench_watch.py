@@ -20,7 +20,7 @@ def run(folder, method: str = "deep_ensemble", *, every: int = 2, epochs: int = 
 
 def done(each: Run) -> Run:
     each.begin()
-    each.train()
+    each.train_alone()
     return each
 
 

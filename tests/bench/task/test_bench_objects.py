@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import dissensus as ds
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import likelihood, network, posterior
 from dissensus.bench.run.run import Run
-from dissensus.bench.task.arguments import value_of
 from dissensus.bench.task.config import load_task, merged, run_config
-from dissensus.bench.task.objects import OBJECTS, written
-from dissensus.bench.task.toml import toml
+from dissensus.bench.task.objects import OBJECTS, value_of, written
 from dissensus.methods import METHODS
 
 TASK = """
@@ -127,19 +124,19 @@ def test_one_argument_of_a_likelihood_is_set_whatever_its_form(config):
     [
         ('annealing = "cyclc"', "", "expected annealing of constant, cyclic, hyper, linear, got 'cyclc'; did you mean 'cycl"),
         ("annealing = {cyclc = 4}", "", "did you mean 'cyclic'?"),
-        ("annealing = {cyclic = {cycle = 4}}", "", "expected an argument of annealing cyclic of .*; did you mean 'cycles'?"),
-        ("annealing = {linear = {cycles = 4}}", "", "expected an argument of annealing linear of steps, weight, got 'cycles'"),
-        ("annealing = {linear = 4}", "", "expected at most 0 values in order for annealing linear, got 1; it takes steps"),
-        ("annealing = {cyclic = [1, 2]}", "", "expected at most 1 values in order for annealing cyclic, got 2"),
-        ("annealing = {cyclic = 1, linear = 2}", "", "expected one name in annealing .* got cyclic, linear"),
-        ("annealing = 3", "", "expected annealing by name, got 3; write"),
+        ("annealing = {cyclic = {cycle = 4}}", "", r"annealing cyclic\(cycles=5, .* unexpected keyword argument 'cycle'"),
+        ("annealing = {linear = {cycles = 4}}", "", r"annealing linear\(\*, steps=None, .* argument 'cycles'"),
+        ("annealing = {linear = 4}", "", r"annealing linear\(\*, steps=None.*too many positional"),
+        ("annealing = {cyclic = [1, 2]}", "", "too many positional"),
+        ("annealing = {cyclic = 1, linear = 2}", "", "expected annealing by one name, got {'cyclic': 1, 'linear': 2}; write"),
+        ("annealing = 3", "", "expected annealing by one name, got 3; write"),
         ("annealing = {cyclic = 0}", "", "expected cycles of at least 1, got 0"),
-        ('annealing = {cyclic = "four"}', "", "expected values that annealing cyclic takes, got {'cycles': 'four'}"),
+        ('annealing = {cyclic = "four"}', "", "annealing cyclic.* takes, got {'cycles': 'four'}"),
         ("", 'likelihood = "regresion"', "expected likelihood of .* got 'regresion'; did you mean 'regression'?"),
         ("", "likelihood = {noise = 0.1}", "expected likelihood of .* got 'noise'"),
         ("", "likelihood = {regression = {noise = -1}}", "expected noise above 0"),
-        ("", "likelihood = {regression = {nois = 1}}", "did you mean 'noise'?"),
-        ("", "likelihood = 3", "expected likelihood by name, got 3"),
+        ("", "likelihood = {regression = {nois = 1}}", r"regression\(noise=.*unexpected keyword argument 'nois'"),
+        ("", "likelihood = 3", "expected likelihood by one name, got 3"),
     ],
 )  # fmt: skip
 def test_what_is_written_wrongly_is_one_clear_error(config, method, top, message):
@@ -158,7 +155,6 @@ def test_the_config_of_a_run_keeps_what_was_written_and_is_the_same_run_again(co
     assert found.settings["annealing"] == {"cyclic": {"cycles": 4}}
     assert found.likelihood == "classification"
     json.dumps(found.table())
-    assert tomllib.loads(toml(found.table())) == found.table()
     run = Run(tmp_path / "run", found)
     run.begin()
     assert Run.open(run.folder).config == found
@@ -237,7 +233,7 @@ def test_a_new_family_joins_by_one_line(config, monkeypatch):
     assert built(config("", "method.modulated.modulation=sign", name="modulated")).modulation == Modulation(0.5, 0.5)
     with pytest.raises(ValueError, match=r"expected modulation of normal, sign, got 'signs'; did you mean 'sign'?"):
         config("", "method.modulated.modulation=signs", name="modulated")
-    words = "expected the argument std of modulation normal, got none; write modulation = { normal = { mean = …, std = … } }"
+    words = r"expected values that modulation normal\(mean, std\) takes, got .*missing a required argument: 'std'"
     with pytest.raises(ValueError, match=words):
         config("", "method.modulated.modulation={normal = 1.0}", name="modulated")
 

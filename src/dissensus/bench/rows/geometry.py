@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dissensus.data import quadratic_features
 
-Interval = tuple[float, float]
+Ends = tuple[float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +24,11 @@ class Geometry:
     seen: Tensor  # (N, 1) or (N, 2) positions of the training rows
 
 
-def geometry(name: str, x: Tensor) -> Geometry | None:
-    """The geometry of a data set by its name, from its training inputs x (N, D); None where there is nothing to draw."""
-    return GEOMETRIES[name](x) if name in GEOMETRIES else None
-
-
 def line(
     x: Tensor,
     *,
-    window: Interval,
-    intervals: Sequence[Interval],
+    window: Ends,
+    intervals: Sequence[Ends],
     inputs: Callable[[Tensor], Tensor] = lambda positions: positions,
     position: Callable[[Tensor], Tensor] = lambda x: x,
     points: int = 401,
@@ -54,7 +49,7 @@ def line(
     )
 
 
-def plane(x: Tensor, *, window: Interval, far: float, side: int = 101) -> Geometry:
+def plane(x: Tensor, *, window: Ends, far: float, side: int = 101) -> Geometry:
     """A Geometry in a square: "off_data" is further than `far` from every training input, "at_data" nearer than half of it."""
     axis = torch.linspace(*window, side)
     positions = torch.cartesian_prod(axis, axis)
@@ -62,6 +57,7 @@ def plane(x: Tensor, *, window: Interval, far: float, side: int = 101) -> Geomet
     return Geometry(positions, positions, {"off_data": distance > far, "at_data": distance < far / 2}, x)
 
 
+# Data set -> its geometry, of its training inputs x (N, D).
 # The intervals are those the data were drawn from; a region does not depend on the draw.
 GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
     "x_sin_x": partial(line, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.bench.rows.sources import Rows
-from dissensus.core.errors import unknown
+from dissensus.bench.rows.sources import TaskRows
 from dissensus.data import Batches, Standardiser
+from dissensus.numerics.checks import one_of
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda images: images,
@@ -27,7 +27,7 @@ class StandardisedBatches:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TaskRows,
         standardiser: Standardiser,
         *,
         targets: Standardiser | None = None,
@@ -35,14 +35,12 @@ class StandardisedBatches:
         shuffle: bool = False,
         augment: str = "none",
     ) -> None:
-        if augment not in AUGMENTATIONS:
-            raise unknown("an augmentation", augment, AUGMENTATIONS)
         self.images = rows.x.ndim == 4
         x = rows.x if self.images else standardiser(rows.x).float()  # rows once and for all, in the precision they have
         y = rows.y if targets is None else targets(rows.y)
         self.batches = Batches(x, y.float() if y.is_floating_point() else y, batch_size=batch_size, shuffle=shuffle)
         self.standardiser = standardiser
-        self.augment = AUGMENTATIONS[augment]
+        self.augment = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
 
     def __len__(self) -> int:
         return len(self.batches)

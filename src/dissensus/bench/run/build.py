@@ -19,19 +19,18 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located
-from dissensus.bench.task.arguments import resolved
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.networks import Make, imported, maker
-from dissensus.bench.task.objects import as_options, written
+from dissensus.bench.task.networks import NetworkMaker, imported, maker
+from dissensus.bench.task.objects import as_options, resolved, written
 from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import base_name
 from dissensus.core import batch as batches
-from dissensus.core.errors import unknown
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.data.locate import sha256
 from dissensus.methods import METHODS
+from dissensus.numerics.checks import one_of
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
 
@@ -52,38 +51,28 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
 def counted(config: RunConfig) -> tuple[str | None, int]:
     """(the key that counts the networks of a run's method, how many there are)."""
     key = counted_by(METHODS[base_name(config.method)])
-    count = config.settings.get(key or "", MEMBERS if key == "members" else 1)
-    if count < 1:
-        raise ValueError(f"expected {key} of 1 or more for {config.method}, got {count}; {MEMBERS} is a usual number")
-    return key, count
+    return key, config.settings.get(key or "", MEMBERS if key == "members" else 1)
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The method of a run with its settings, to be called with its network or networks and a likelihood."""
     method = METHODS[base_name(config.method)]
-    signature, key = inspect.signature(method).parameters, counted_by(method)
-    settings = {name: value for name, value in settings.items() if name != key}
-    if unfit := settings.keys() - signature.keys():
-        known = signature.keys() - {"likelihood", next(iter(signature))}
-        raise unknown(f"a setting of {config.method}", sorted(unfit)[0], known)
-    check_complete(config, settings)
-    return partial(method, **settings)
+    return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
 
 
-def check_given(config: RunConfig, filled_in: Collection[str] = (), *, advice: str = "pass") -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in; `advice` stands before --set."""
+def check_given(config: RunConfig, filled_in: Collection[str] = ()) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in."""
     for name in required(METHODS[base_name(config.method)]):
         if name not in (*config.settings, *filled_in):
             raise ValueError(
-                f"expected the setting {name} of {config.method}, got none; "
-                f"{advice.format(name=name)} {as_options(f'method.{config.method}', name)}"
+                f"expected the setting {name} of {config.method}, got none; pass "
+                f"{as_options(f'method.{config.method}', name)}"
             )
 
 
-def check_complete(config: RunConfig, filled_in: Collection[str] = ("data_size",)) -> None:
+def check_complete(config: RunConfig) -> None:
     """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
-    counted(config)
-    check_given(config, filled_in, advice=f"write {{name}} = … below [method.{config.method}] in the task, or pass")
+    check_given(config, ("data_size",))
     if config.training["epochs"] == 0 and "weights" not in config.network:
         raise ValueError(
             f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
@@ -106,7 +95,7 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
     inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
-    settings = resolved(config.settings, parameters, inputs=inputs, network=network)
+    settings = resolved(config.settings, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
     asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
@@ -129,7 +118,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     """
     settings = dict(config.network)
     make, weights = maker(settings.pop("name")), settings.pop("weights", None)
-    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": outputs_of(config, data)}
+    known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": output_count(config, data)}
     known |= {"num_classes": known["outputs"]} if data.classes else {}  # as others call it
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
@@ -139,7 +128,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     return made
 
 
-def built(name: str, make: Make, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
+def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
     """The network that `make` makes of these settings, and of those of the known that it asks for."""
     with fitting(f"the network {name}"):
         accepted = inspect.signature(make).parameters
@@ -149,7 +138,7 @@ def built(name: str, make: Make, settings: Mapping[str, Any], known: Mapping[str
     return made
 
 
-def outputs_of(config: RunConfig, data: TaskData) -> int:
+def output_count(config: RunConfig, data: TaskData) -> int:
     """How many outputs a network of the run has."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
     return count * (2 if isinstance(likelihood(config), HeteroscedasticRegression) else 1)  # a mean and a variance each
@@ -168,7 +157,7 @@ def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: S
         x, *_ = next(iter(StandardisedBatches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
         with torch.no_grad(), fitting(f"the network {name}"):
             outputs = batches.call(made, x)
-        wanted = outputs_of(config, data)
+        wanted = output_count(config, data)
         if outputs.ndim < 2 or outputs.shape[1] != wanted:
             raise ValueError(
                 f"expected {wanted} outputs of {name} for these data, got a tensor of shape {tuple(outputs.shape)}; set "
@@ -226,12 +215,10 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
         "constant": lambda t: 1.0,
         "own": lambda t: posterior.default_schedule(epochs)(round(t * epochs)),
     }
+    one_of("training.optimizer", name, ["default", *makers])
+    one_of("training.schedule", schedule, factors)
     if name == "default":
         return None, None
-    if name not in makers:
-        raise unknown("an optimizer", name, ["default", *makers])
-    if schedule not in factors:
-        raise unknown("a schedule", schedule, factors)
     if (refused := refusal(posterior, makers[name])) is not None:
         if "optimizer" not in training:
             return None, None

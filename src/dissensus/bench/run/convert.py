@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.run import build
 from dissensus.bench.run.weights import load_weights
-from dissensus.bench.task.arguments import resolved
-from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, parsed, run_config
-from dissensus.bench.task.hints import check_read
+from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, run_config
 from dissensus.bench.task.networks import maker
-from dissensus.bench.task.objects import OBJECTS, written
+from dissensus.bench.task.objects import resolved
 from dissensus.bench.task.schema import check_task, counted_by
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.variants import base_name, check_read
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace
-from dissensus.nets import NETS
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage import save
 from dissensus.storage.sealed import is_posterior
@@ -44,17 +39,22 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
-    if weights.is_dir():
-        known = f"ds.load({str(weights)!r}) reads it" if is_posterior(weights) else "name the file in it"
-        raise IsADirectoryError(f"expected a file of weights, got the folder {weights}; {known}")
     if not weights.is_file():
-        raise FileNotFoundError(f"expected a file of weights, got nothing at {weights}; correct the path")
+        known = (
+            f"a saved posterior: ds.load({str(weights)!r}) reads it" if is_posterior(weights) else "correct the path"
+        )
+        found = "a folder" if weights.is_dir() else "nothing"
+        raise FileNotFoundError(f"expected a file of weights, got {found} at {weights}; {known}")
     config = converted_config(method, overrides)
     with same_random_state(torch.device("cpu")):
         torch.default_generator.manual_seed(seed)  # a conversion is done on the host: GPUs are left alone
-        made = network(config)
-        load_weights(made, weights)
-        converted = posterior(config, made)
+        arguments = dict(config.network)
+        name = arguments.pop("name")
+        network = build.built(name, maker(name), arguments, {})
+        load_weights(network, weights)
+        settings = resolved(config.settings, network=network)
+        with fitting(f"the method {method}"):
+            converted = build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()
         save(converted, out)
     if (missing := to_do(converted)) is not None:
         log.info("%s has seen no data yet: %s", method, missing)
@@ -84,48 +84,10 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
                 f"expected a value of {', '.join(SECTIONS)} for --set, got {override!r}; a conversion reads no others, and "
                 "the file of weights is its argument"
             )
-        if key == "network.name":
-            name = str(parsed(override.partition("=")[2].strip()))
-            maker(name)  # an error where there is none
-            settings = {**settings, "network": {"name": name}}
-        elif "name" not in settings["network"]:
-            break
-        else:
-            settings = overridden(settings, override, sections=SECTIONS)
-    if "name" not in settings["network"]:
-        raise ValueError(f"expected network.name, got none; pass --set network.name=NAME of {', '.join(NETS)}")
+        settings = overridden(settings, override, sections=SECTIONS)
     check_read(overrides, [method])
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_given(config)
     build.check_weights(config)
     return config
-
-
-def network(config: RunConfig) -> nn.Module:
-    """The network of that name and arguments; an error that names those it lacks."""
-    name = config.network["name"]
-    arguments, make = {key: value for key, value in config.network.items() if key != "name"}, maker(name)
-    for key, parameter in inspect.signature(make).parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if needed and key not in arguments:
-            raise ValueError(
-                f"expected network.{key} of {name}, got none; pass --set network.{key}=… as it was trained with"
-            )
-    return build.built(name, make, arguments, {})
-
-
-def posterior(config: RunConfig, network: nn.Module) -> Posterior:
-    """The posterior of the config's method with this network."""
-    parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
-    for key in config.settings.keys() & OBJECTS.keys():
-        if "inputs" in inspect.signature(written(key, config.settings[key]).make).parameters:
-            raise ValueError(
-                f"expected settings that need no data, got {key}; convert without it, then train with it in a task"
-            )
-    settings = resolved(config.settings, parameters, network=network)
-    with fitting(f"the method {config.method}"):
-        return build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()

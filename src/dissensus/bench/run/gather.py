@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dissensus.bench.run.run import Run
-from dissensus.bench.task.arguments import value_of
+from dissensus.bench.task.objects import value_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.results import Results, Swept
 
@@ -30,11 +30,18 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     if len(tasks) > 1:
         shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
         raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
-    check_once(runs)
     methods: dict[str, list[Evaluation]] = {}
     origins: dict[str, list[dict[str, Any]]] = {}
+    seen: dict[tuple[str, int], Run] = {}
     for run, evaluation in zip(runs, evaluations, strict=True):
         config, made = run.config, run.provenance
+        if (
+            other := seen.setdefault((config.method, config.seed), run)
+        ) is not run:  # nothing says which of them counts
+            raise ValueError(
+                f"expected one run of each method and seed in a report, got {config.method} with seed {config.seed} in "
+                f"{other.folder} and in {run.folder}; name one of them, or make one report for each folder"
+            )
         origin = {"task": config.task, "size": config.size, "method": config.method, "seed": config.seed}
         origin |= {key: made.get(key, "") for key in ("commit", "dissensus", "torch", "device")}
         methods.setdefault(config.method, []).append(evaluation)
@@ -63,18 +70,6 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         focus=focus if focus in methods else None,
         sweep=Swept(key, values) if key and values else None,
     )
-
-
-def check_once(runs: Sequence[Run]) -> None:
-    """Raises where two runs are of the same method and seed: nothing says which of them counts."""
-    seen: dict[tuple[str, int], Run] = {}
-    for run in runs:
-        method, seed = run.config.method, run.config.seed
-        if (other := seen.setdefault((method, seed), run)) is not run:
-            raise ValueError(
-                f"expected one run of each method and seed in a report, got {method} with seed {seed} in {other.folder} and "
-                f"in {run.folder}; name one of them, or make one report for each folder"
-            )
 
 
 def _shared(runs: Sequence[Run], key: str) -> str:

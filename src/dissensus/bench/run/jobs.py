@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.records import read_together
-from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.run.run import Run, Tell, no_run, silent
 from dissensus.bench.run.same import withdraw
-from dissensus.bench.run.together import companions, remove_leftovers, shares, train_together
+from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name, check_methods
-from dissensus.core.errors import unknown
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
+from dissensus.numerics.checks import one_of, whole
 from dissensus.reporting.results import Results
 from dissensus.storage.atomic import remove_strays, temporary_name
-from dissensus.storage.sealed import is_posterior
 
 
 def default_folder(task: Task) -> Path:
@@ -44,12 +44,11 @@ def bench(
     `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number. `jobs`:
     processes that train at the same time; a script that asks for several must be guarded by `if __name__ == "__main__"`.
     """
-    if seeds < 1:
-        raise ValueError(f"expected at least one seed, got {seeds}; pass --seeds 3 for three")
-    if jobs < 1:
-        raise ValueError(f"expected at least one job, got {jobs}; pass --jobs 2 for two processes")
+    whole("--seeds", seeds)
+    whole("--jobs", jobs)
     chosen = list(methods or task.methods)
-    check_baseline(baseline, chosen)
+    if baseline is not None:
+        one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
     folder = default_folder(task) if out is None else Path(out)
     runs, evaluations = run_all(
         task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
@@ -80,29 +79,33 @@ def run_all(
     runs = begun(task, configs, out, source=source)
     if jobs > 1:
         in_processes(_groups(runs), jobs, source=source, tell=tell)
-    try:
+    with withdrawing(runs):
         evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+    remove_leftovers(out)
+    return runs, evaluations
+
+
+@contextmanager
+def withdrawing(runs: Sequence[Run]) -> Iterator[None]:
+    """Where it fails, folders that were made for these runs and that nothing came of are removed."""
+    try:
+        yield
     except BaseException:
         for run in runs:
             if run.fresh:
                 withdraw(run.folder)
         raise
-    remove_leftovers(out)
-    return runs, evaluations
 
 
 def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Tell) -> Evaluation:
     """The evaluation of one of the runs, trained alone or together with its companions."""
     name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
-    group = companions(run, runs) if shares(run.config) else [run]
+    group = companions(run, runs)
     waiting = [each.config.method for each in group if each is not run and not each.trained]
     done = "trained already" if run.trained else "training"
     with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
     tell(f"{name}: {done}{with_others}")
-    if len(group) > 1:
-        train_together(group, progress=progress)
-    else:
-        run.train(progress=progress)
+    train_runs(group, progress=progress)
     return run.evaluate(tell=lambda text: tell(f"{name}: evaluating {text}"))
 
 
@@ -126,7 +129,7 @@ def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     found: list[list[Run]] = []
     for run in runs:
         if not any(run in group for group in found):
-            found.append(companions(run, runs) if shares(run.config) else [run])
+            found.append(companions(run, runs))
     return found
 
 
@@ -146,22 +149,11 @@ def report_runs(
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
-    check_baseline(baseline, dict.fromkeys(run.config.method for run in runs))
+    if baseline is not None:
+        one_of("a baseline", baseline, dict.fromkeys(run.config.method for run in runs))
     with read_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
         return results, write_report(results, checked_folder(Path(out)))
-
-
-def check_baseline(baseline: str | None, running: Collection[str]) -> None:
-    """An error where the baseline is not among these methods: one that exists is not taken for a slip of the pen."""
-    if baseline is None or baseline in running:
-        return
-    if baseline.partition("-")[0] in METHODS:
-        raise ValueError(
-            f"expected a baseline among those that run ({', '.join(running)}), got {baseline!r}; run it too, or choose one "
-            "of them"
-        )
-    raise unknown("a method of the bench as baseline", baseline, running)
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:
@@ -170,22 +162,9 @@ def found_runs(folders: Sequence[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
         if not inside:
-            check_no_posterior(folder)
-            raise FileNotFoundError(f"expected run folders in {folder}, got none; pass what `dissensus bench` wrote")
+            raise no_run(folder)
         found += [path.parent if path.name == "config.toml" else path for path in inside]
     return list(dict.fromkeys(found))
-
-
-def check_no_posterior(folder: Path) -> None:
-    """Raises where the folder is that of a saved posterior, which says nothing of the data it is to be measured on."""
-    if not is_posterior(folder) or (folder / "config.toml").is_file():
-        return
-    if (folder.absolute().parent / "config.toml").is_file():
-        raise FileNotFoundError(f"expected a run folder, got the posterior inside one, {folder}; pass {folder.parent}")
-    raise FileNotFoundError(
-        f"expected a run folder, got a saved posterior in {folder}; measure it by ds.evaluate(ds.load({str(folder)!r}), "
-        "loader)"
-    )
 
 
 def checked_folder(folder: Path) -> Path:
@@ -196,12 +175,6 @@ def checked_folder(folder: Path) -> Path:
         probe.touch()
         probe.unlink()
         remove_strays(folder / "probe")
-    except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(
-            f"expected a folder to write to, got a file at {error.filename}; choose another --out"
-        ) from error
-    except PermissionError as error:
-        raise PermissionError(
-            f"expected a folder to write to, got {folder} without permission; choose another --out"
-        ) from error
+    except OSError as error:  # a file of that name, no permission, no room
+        raise OSError(f"expected a folder to write to, got {folder} ({error}); choose another --out") from error
     return folder

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
 from dissensus.bench.rows.sets import LastData
-from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import train_together
+from dissensus.bench.run.run import Run, Tell
+from dissensus.bench.run.together import train_runs
 from dissensus.core.errors import Diverged
 from dissensus.storage.files import write_json
 
-Tell = Callable[[str], object]
 DIVERGED = "diverged.json"  # of a run that did: at which step, and whose numbers
 _loaded: list[LastData] = []  # of a worker: its runs read the same rows once
 
@@ -57,15 +56,14 @@ def in_processes(
 
 def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
     """Trains and evaluates runs; several are companions of one training."""
-    if len(runs) > 1:
-        train_together(runs)
-    for run in runs:
-        try:
-            run.train()
+    try:
+        train_runs(runs)
+        for run in runs:
             run.evaluate()
-        except Diverged as error:
-            if not keep_going:
-                raise
+    except Diverged as error:
+        if not keep_going:
+            raise
+        for run in runs:
             write_json(run.folder / DIVERGED, {"step": error.step, "members": error.members, "what": error.what})
 
 

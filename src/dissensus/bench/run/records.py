@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 from dissensus.numerics.damage import damaged
-from dissensus.storage.files import is_number, read_json, read_tensors, write_json, write_tensors
+from dissensus.storage.files import read_json, read_tensors, write_json, write_tensors
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
 FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
@@ -50,7 +50,7 @@ def read_predictions(path: Path) -> Predictions:
             examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
             shapes=tuple(map(tuple, facts["shapes"])),
             milliseconds=facts["milliseconds"],
-            networks=facts.get("networks", 1),
+            networks=facts["networks"],
         )
     except Exception as error:  # a tensor or a fact that is missing, or of another shape or type
         raise damaged(path, f"without {error}") from error
@@ -83,19 +83,15 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / "metrics.json"
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
-    for name, fits in CHECKS.items():
-        if name not in facts or not fits(facts[name]):
-            raise damaged(path, f"without {name!r} as it should be")
     if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
         raise damaged(folder / "arrays.safetensors", "without test/nll")
-    return Evaluation(
-        kind=facts["kind"],
-        metrics=facts["metrics"],
-        arrays=arrays,
-        score=facts["score"],
-        notes=facts["notes"],
-        **{name: tuple(facts[name]) for name in ("ood", "shift", "corruptions", "severities")},
-    )
+    try:
+        several: dict[str, Any] = {
+            name: tuple(facts.pop(name)) for name in ("ood", "shift", "corruptions", "severities")
+        }
+        return Evaluation(arrays=arrays, **several, **facts)
+    except (KeyError, TypeError) as error:  # a fact that is missing, one too many, or no list
+        raise damaged(path, f"without {error}") from error
 
 
 @contextmanager
@@ -112,26 +108,6 @@ def read_together(folders: Iterable[Path]) -> Iterator[None]:
             f"expected metrics.json and arrays.safetensors that belong together in {shown}, got others ({reason}); run "
             "`dissensus evaluate --again` on them"
         ) from error
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _table_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-
-
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    "ood": _texts,
-    "shift": _texts,
-    "corruptions": _texts,
-    "kind": lambda value: value in ("classification", "regression", "segmentation"),
-    "metrics": _table_of(is_number),
-    "score": lambda value: isinstance(value, str),
-    "severities": lambda value: isinstance(value, list) and all(type(each) is int for each in value),
-    "notes": _table_of(lambda value: isinstance(value, str)),
-}
 
 
 def _described(predictive: Predictive) -> tuple[str, ...]:

@@ -21,23 +21,27 @@ from typing import Any
 import torch
 
 from dissensus import storage
-from dissensus.bench.rows.grid import with_grid
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS, Kind, Rows
+from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
-from dissensus.bench.run.calibrated import CALIBRATION, with_calibration
-from dissensus.bench.run.choice import with_choice
+from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same, check_same_weights
-from dissensus.bench.run.splits import CHOOSE, CORRUPT, GRID, TRAIN, corruptions, geometry_of, split_names, write_split
-from dissensus.bench.run.threads import threads
-from dissensus.bench.run.together import CHECKPOINT_SECONDS, shares, train_together
-from dissensus.bench.run.training_rows import with_training_rows
+from dissensus.bench.run.splits import (
+    CALIBRATION,
+    CHOOSE,
+    CORRUPT,
+    GRID,
+    TRAIN,
+    corruptions,
+    geometry_of,
+    split_names,
+    write_split,
+)
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
-from dissensus.bench.task.toml import toml
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameter_count
@@ -47,15 +51,28 @@ from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.damage import damaged
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import is_number, read_json, read_toml, write_json, write_text
+from dissensus.storage.sealed import is_posterior
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
 Tell = Callable[[str], object]
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 
 
 def silent(text: str) -> None:
     """Says nothing."""
+
+
+def no_run(folder: Path) -> FileNotFoundError:
+    """The error for a folder that is none of a run; a saved posterior says nothing of the data it is to be measured on."""
+    advice = "pass a folder that `dissensus bench` wrote"
+    if is_posterior(folder):
+        inside = (folder.absolute().parent / "config.toml").is_file()
+        advice = f"pass {folder.parent}" if inside else f"measure it by ds.evaluate(ds.load({str(folder)!r}), loader)"
+    return FileNotFoundError(
+        f"expected a run folder, got no {folder / 'config.toml'}{' beside a saved posterior' * is_posterior(folder)}; {advice}"
+    )
 
 
 class Run:
@@ -78,7 +95,7 @@ class Run:
         """The run in a folder that `begin` made; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
-            raise FileNotFoundError(f"expected a run folder, got no {path}; pass a folder that `dissensus bench` wrote")
+            raise no_run(folder)
         table = read_toml(path)
         table.pop("provenance", None)
         return cls(folder, run_config_of(table, str(path)), load=LastData(source))
@@ -98,7 +115,9 @@ class Run:
         path = self.folder / "config.toml"
         if not path.is_file():
             made = provenance(self.device) | build.weights_digest(self.config, self.folders)
-            write_text(path, toml(self.config.table() | {"provenance": made}))
+            import tomli_w  # beside Python's own tomllib, which only reads
+
+            write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
             self.fresh = True
             return
         check_same(self.folder, self.config, Run.open(self.folder).config)
@@ -109,7 +128,7 @@ class Run:
         return self.load(self.config.data)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SetKind:
         return SETS[self.config.data["name"]].kind
 
     @property
@@ -126,7 +145,7 @@ class Run:
         table = read_toml(self.folder / "config.toml").get("provenance", {})
         return table if isinstance(table, dict) else {}
 
-    def loader(self, rows: Rows, *, shuffle: bool = False) -> StandardisedBatches:
+    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
         training, evaluation = self.config.training, self.config.evaluation
         return StandardisedBatches(
             rows,
@@ -143,13 +162,10 @@ class Run:
     def trained(self) -> bool:
         return (self.folder / "training.json").is_file()
 
-    def train(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior, going on from a checkpoint where there is one."""
+    def train_alone(self, *, progress: bool = False) -> None:
+        """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
             (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
-            return
-        if shares(self.config):
-            train_together([self], progress=progress)
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -186,9 +202,19 @@ class Run:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """The run's seed and threads; torch's own are put back afterwards."""
-        with same_random_state(self.device), threads(self.config.training.get("threads")):
+        with same_random_state(self.device), self._threads():
             torch.manual_seed(self.config.seed)
             yield
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """The run's number of processor threads."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.config.training.get("threads", before))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
@@ -231,7 +257,7 @@ class Run:
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
-        with threads(self.config.training.get("threads")), drawn_once(self.posterior()) as functions:
+        with self._threads(), drawn_once(self.posterior()) as functions:
             for split, path in waiting.items():
                 write_split(path, split, self.config, self.data, functions, self.loader, tell)
 

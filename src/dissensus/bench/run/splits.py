@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from torch import Tensor
+
+from dissensus import metrics
 from dissensus.bench.names import listed
-from dissensus.bench.rows.geometry import GEOMETRIES, Geometry, geometry
+from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import Rows
-from dissensus.bench.rows.units import in_original_units
-from dissensus.bench.run.calibrated import CALIBRATION
+from dissensus.bench.rows.sources import TaskRows
 from dissensus.bench.run.records import write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
+from dissensus.core.predictive import RegressionPredictive
+from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
 from dissensus.evaluation.functions import Functions
-from dissensus.evaluation.predictions import predictions
+from dissensus.evaluation.predictions import Predictions, predictions
 
-Loader = Callable[[Rows], StandardisedBatches]
+Loader = Callable[[TaskRows], StandardisedBatches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
+CALIBRATION = "calibration"  # held-out test rows
 
 
 def split_names(config: RunConfig) -> list[str]:
@@ -79,19 +84,28 @@ def write_split(
     write_predictions(path, in_original_units(found, data.targets, rows.y))
 
 
+def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:
+    """The predictions with means m·sd + mean and variances v·sd², in float64, and the original targets y (N, D)."""
+    if targets is None:
+        return predictions
+    means, variances = cast(RegressionPredictive, predictions.predictive).described()
+    means, variances, _ = metrics.unstandardise(
+        means.double(), variances.double(), location=targets.mean, scale=targets.std
+    )
+    return replace(predictions, predictive=RegressionPredictive(means, variances), targets=y.double())
+
+
 def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
     """The geometry of a run's data, which has one."""
-    found = geometry(config.data["name"], data.train.x)
-    assert found is not None
-    return found
+    return GEOMETRIES[config.data["name"]](data.train.x)
 
 
-def grid_rows(config: RunConfig, data: TaskData) -> Rows:
+def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
     """The inputs of the grid; there are no targets, and what stands for them is not read."""
     inputs = geometry_of(config, data).inputs
-    return Rows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
+    return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
 
 
-def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, Rows]]:
+def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, TaskRows]]:
     own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
     return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}

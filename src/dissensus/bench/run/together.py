@@ -12,22 +12,23 @@ draws from the run's seed. A method alone takes the same way, so its numbers are
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run import build
-from dissensus.bench.run.sharing import SharingRun
+from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
-from dissensus.bench.task.toml import toml
 from dissensus.bench.task.variants import base_name
 from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
@@ -38,8 +39,6 @@ from dissensus.methods.parts.trajectory import TAIL
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
-AnyRun = TypeVar("AnyRun", bound=SharingRun)
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 PRIOR = ("prior", "weight_prior_std", "data_size")
 FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
 
@@ -51,15 +50,20 @@ def shares(config: RunConfig) -> bool:
     return asked and _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
 
 
-def companions(run: AnyRun, runs: Sequence[AnyRun]) -> list[AnyRun]:
+def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
     """The runs, this one included, that one training serves."""
+    if not shares(run.config):
+        return [run]
     key = _key(run.config)
     return [each for each in runs if each is run or (shares(each.config) and _key(each.config) == key)]
 
 
-def train_together(runs: Sequence[SharingRun], *, progress: bool = False) -> None:
+def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
     """Trains what is not trained yet of runs that are companions, going on from checkpoints where there are some."""
     first = runs[0]
+    if not shares(first.config):
+        first.train_alone(progress=progress)
+        return
     _check(first.config.training)
     folder = first.folder.parent / f".together-{_name(runs)}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
@@ -89,7 +93,7 @@ class Watched:
     leader: Sequence[int]  # for each watcher, which one observes for it
 
     @classmethod
-    def of(cls, runs: Sequence[SharingRun], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> Watched:
+    def of(cls, runs: Sequence[Run], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> Watched:
         run = track(network, methods, **_prior(runs[0].config, runs[0].data, network))
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
         keys = [_recorded(each.config) for each in runs]
@@ -132,14 +136,7 @@ class Watched:
         return watcher
 
 
-def _title(waiting: Sequence[SharingRun]) -> str:
-    first, *others = [run.config.method for run in waiting]
-    return f"{first} and {len(others)} more" if others else first
-
-
-def _branch(
-    runs: Sequence[SharingRun], waiting: Sequence[SharingRun], tail: str, folder: Path, *, progress: bool
-) -> None:
+def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
     """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
     first, data = runs[0], runs[0].data
     training = first.config.training
@@ -150,59 +147,55 @@ def _branch(
     watched = Watched.of(runs, network, methods)
     shared = watched.run.to(first.device)
     optimizer, scheduler = build.optimizer(shared, training)
+    others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
     settings = {
         "clip": training.get("clip"),
         "precision": training.get("precision", "auto"),
         "engine": training.get("engine", "auto"),
-        "progress": _title(waiting) if progress else False,
+        "progress": f"{waiting[0].config.method}{others}" if progress else False,
         "draw": False,  # what is drawn at the end of the head would be thrown away
+        "optimizer": optimizer,
+        "checkpoint_seconds": CHECKPOINT_SECONDS,
     }
+    epochs: list[Epoch] = []
 
-    def log(runs: Sequence[SharingRun], after: int) -> Callable[[Epoch], None]:
-        def write(epoch: Epoch) -> None:
-            for run in runs:
-                run.log(replace(epoch, epoch=after + epoch.epoch))
+    def part(name: str, count: int, scheduler: LRScheduler | None) -> str | None:
+        """Trains so many epochs more; what they ran on."""
+        done = len(epochs)
 
-        return write
+        def log(epoch: Epoch) -> None:
+            for run in waiting:
+                run.log(replace(epoch, epoch=done + epoch.epoch))
+
+        history = fit(
+            shared,
+            loader,
+            epochs=count,
+            scheduler=scheduler,
+            checkpoint=folder / f"{name}.pt",
+            callback=log,
+            **settings,
+        )
+        epochs.extend(replace(epoch, epoch=done + epoch.epoch) for epoch in history.epochs)
+        return history.engine
 
     watched.attach()
-    before = fit(
-        shared,
-        loader,
-        epochs=head,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        checkpoint=folder / "head.pt",
-        checkpoint_seconds=CHECKPOINT_SECONDS,
-        callback=log(waiting, 0),
-        **settings,
-    )
+    part("head", head, scheduler)
     if tail == "constant" and optimizer is not None:
         for group in optimizer.param_groups:
-            group["lr"] = _tail_rate(training)
+            group["lr"] = training.get("tail_rate", training.get("tail_factor", FACTOR) * training.get("lr", 1e-3))
     watched.attach(tail)
-    after = fit(
-        shared,
-        loader,
-        epochs=training["epochs"] - head,
-        optimizer=optimizer,
-        scheduler=scheduler if tail == "decayed" else None,
-        checkpoint=folder / f"{tail}.pt",
-        checkpoint_seconds=CHECKPOINT_SECONDS,
-        callback=log(waiting, head),
-        **settings,
-    )
-    epochs = [*before.epochs, *(replace(epoch, epoch=head + epoch.epoch) for epoch in after.epochs)]
+    engine = part(tail, training["epochs"] - head, scheduler if tail == "decayed" else None)
     for i, run in enumerate(runs):
         if run not in waiting:
             continue
         posterior = watched.result(i)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
         refresh(posterior, loader)
-        run.keep(posterior.eval(), epochs, engine=after.engine, **_cost(watched, runs, i, epochs))
+        run.keep(posterior.eval(), epochs, engine=engine, **_cost(watched, runs, i, epochs))
 
 
-def _cost(watched: Watched, runs: Sequence[SharingRun], index: int, epochs: Sequence[Epoch]) -> Settings:
+def _cost(watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch]) -> Settings:
     """Seconds that the method would have taken alone, and how they were found."""
     total = sum(epoch.seconds for epoch in epochs)
     names = [run.config.method for run in runs]
@@ -218,12 +211,12 @@ def _method(config: RunConfig) -> type[Posterior]:
     return METHODS[base_name(config.method)]
 
 
-def _recorded(config: RunConfig) -> str:
+def _recorded(config: RunConfig) -> tuple[str, Settings]:
     """What a method's recorder depends on: settings that only drawing reads are left out."""
     method = _method(config)
     if not issubclass(method, RecordingPosterior):
-        return config.method
-    return toml({method.name: {key: value for key, value in config.settings.items() if key not in method.untrained}})
+        return config.method, {}
+    return method.name, {key: value for key, value in config.settings.items() if key not in method.untrained}
 
 
 def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
@@ -239,35 +232,26 @@ def _tail(method: type[Posterior]) -> str | None:
     return "decayed" if issubclass(method, MAP | MCDropout | SamplingPosterior) else None
 
 
-def _tail_rate(training: Settings) -> float:
-    return float(training.get("tail_rate", training.get("tail_factor", FACTOR) * training.get("lr", 1e-3)))
-
-
-def _key(config: RunConfig) -> str:
+def _key(config: RunConfig) -> list[Any]:
     """What companions have in common."""
     prior = {key: config.settings[key] for key in PRIOR if key in config.settings}
-    parts = {"data": config.data, "network": config.network, "likelihood": config.likelihood, "prior": prior}
-    return toml({"seed": config.seed, "training": config.training, **parts})
+    return [config.seed, config.training, config.data, config.network, config.likelihood, prior]
 
 
-def _name(runs: Sequence[SharingRun]) -> str:
+def _name(runs: Sequence[Run]) -> str:
     """A short name for exactly these watchers of this training."""
-    whole = _key(runs[0].config) + "".join(toml({run.config.method: run.config.settings}) for run in runs)
-    return hashlib.sha256(whole.encode()).hexdigest()[:12]
+    whole = [_key(runs[0].config), [(run.config.method, run.config.settings) for run in runs]]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:12]
 
 
 def _check(training: Settings) -> None:
-    if training["epochs"] < 2:
-        raise ValueError(f"expected two epochs or more with together, got {training['epochs']}; one for each part")
-    share = training.get("branch_at", TAIL)
-    if not 0 < share < 1:
-        raise ValueError(f"expected training.branch_at between 0 and 1, got {share}; {TAIL} is usual")
-    if training.get("keep_best", True) or training.get("patience") is not None:
-        raise ValueError(
-            "expected training.keep_best = false and no patience with together, got others; no epoch is the best for all "
-            "that watch"
-        )
-    if training.get("optimizer") == "default":
-        raise ValueError("expected an optimizer by name with together, got default; methods would each take their own")
-    if "tail_rate" in training and "tail_factor" in training:
-        raise ValueError("expected tail_rate or tail_factor, got both; leave one out")
+    """Raises where [training] cannot be shared."""
+    rules = {
+        "two epochs or more, one for each part": training["epochs"] >= 2,
+        "keep_best = false, since no epoch is the best for all that watch": not training.get("keep_best", True),
+        "no patience, since no epoch is the best for all that watch": training.get("patience") is None,
+        "an optimizer by name, since methods would each take their own": training.get("optimizer") != "default",
+        "tail_rate or tail_factor, not both": not {"tail_rate", "tail_factor"} <= training.keys(),
+    }
+    if broken := [rule for rule, kept in rules.items() if not kept]:
+        raise ValueError(f"expected {broken[0]}, with training.together = true, got others; correct [training]")

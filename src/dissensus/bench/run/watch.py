@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dissensus.bench.run.measured import more
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
 from dissensus.evaluation.evaluation import Evaluation
@@ -19,10 +19,10 @@ from dissensus.storage.files import write_text
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+Compared = Iterable[tuple[Tensor, Tensor]]
 
 
-def watcher(folder: Path, posterior: Posterior, batches: Batches, *, every: int) -> DistancesOverTraining | None:
+def watcher(folder: Path, posterior: Posterior, batches: Compared, *, every: int) -> DistancesOverTraining | None:
     """A callback that writes the distances every so many epochs, those before training as well; None for one network.
 
     A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
@@ -60,7 +60,7 @@ def read_distances(folder: Path) -> dict[int, MemberDistances]:
     return dict(sorted(found.items()))
 
 
-def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: Batches) -> Evaluation:
+def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: Compared) -> Evaluation:
     """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
     if posterior.particles.members < 2 or not (folder / FILE).is_file():
         return evaluation
@@ -71,10 +71,10 @@ def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, b
         arrays[f"distances/over/{space}"] = torch.tensor(values, dtype=torch.float64)
     now = member_distances(posterior, *joined(batches))
     metrics = {f"distances/{space}": value for space, value in now._asdict().items()}
-    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | arrays)
+    return more(evaluation, metrics, arrays)
 
 
-def joined(batches: Batches) -> tuple[Tensor, Tensor]:
+def joined(batches: Compared) -> tuple[Tensor, Tensor]:
     """(x, y) of all batches in one."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed
-from dissensus.bench.task.arguments import check_objects
-from dissensus.bench.task.hints import no_such_setting, object_hint
-from dissensus.bench.task.objects import OBJECTS, open_objects, takes_place
-from dissensus.bench.task.schema import SECTIONS, SEED, TOP, check_tables, check_task, check_type, known_keys, typed
+from dissensus.bench.task.objects import OBJECTS, check_objects, forms, open_objects, takes_place
+from dissensus.bench.task.schema import SECTIONS, SEED, TEXT, TOP, check_tables, check_task, check_type, known_keys
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
 from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import damaged
 
 SIZES = ("smoke", "short", "paper")
@@ -59,9 +58,7 @@ class RunConfig:
     settings: Settings  # of the method
     training: Settings
     evaluation: Settings
-    reference: Settings = field(
-        default_factory=dict, compare=False
-    )  # published numbers: the run does not depend on them
+    reference: Settings = field(compare=False)  # published numbers: the run does not depend on them
 
     def table(self) -> Settings:
         return asdict(self)
@@ -79,16 +76,12 @@ def load_task(
 
     `methods`: those that will run, which method.key=value is for; the task's by default.
     """
-    if size not in SIZES:
-        raise unknown("a size", size, SIZES)
     settings = read_task(name)
     check_tables(settings, name)
     sizes = settings.pop("size", {})
-    for each in sizes:
-        if each not in SIZES:
-            raise unknown("a size", each, SIZES)
+    for each in (size, *sizes):
+        one_of("a size", each, SIZES)
     settings = merged(settings, sizes.get(size, {}))
-    check_task(settings, name)
     for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "methods"):
         settings = overridden(settings, override, methods=methods)
     check_task(settings, name)
@@ -100,16 +93,13 @@ def load_task(
 
 def read_task(name: str) -> Settings:
     """The task file as it stands."""
-    if name.endswith(".toml"):
-        if not Path(name).is_file():
-            raise FileNotFoundError(f"expected a task file, got nothing at {name}; correct the path")
+    if name.endswith(".toml") and Path(name).is_file():
         raw = Path(name).read_bytes()
     elif name in task_names():
         raw = (_folder() / f"{name}.toml").read_bytes()
     elif {".", "/", "\\"} & set(name):  # of a path: no task of ours has one
-        found = "one that ends otherwise" if Path(name).is_file() else "no such file"
         raise FileNotFoundError(
-            f"expected a task of `dissensus list` or a .toml file, got {found}, {name!r}; correct the path"
+            f"expected a task of `dissensus list` or a .toml file that is there, got {name!r}; correct the path"
         )
     else:
         raise unknown("a task", name, task_names())
@@ -130,7 +120,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
-    check_objects(settings, set(typed(METHODS[base_name(method)])))
+    check_objects(settings)
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -150,39 +140,33 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
 
 
 def run_config_of(table: Settings, where: str) -> RunConfig:
-    """What `RunConfig.table` gave, read from a file; ValueError where a value is missing or of another type."""
-    known = {each.name: each for each in fields(RunConfig)}
-    for key, value in table.items():
-        if key not in known:
-            raise damaged(Path(where), f"with {key}")
-        written = (str, dict) if key in OBJECTS else (dict,)
-        check_type(value, {"str": (str,), "int": (int,)}.get(str(known[key].type), written), f"{where}: {key}")
-    for key, each in known.items():
-        if key not in table and each.default_factory is MISSING:
-            raise damaged(Path(where), f"without {key}")
-    config = RunConfig(**table)
-    sections = {section: table.get(section, {}) for section in SECTIONS if section not in ("method", "size")}
+    """What `RunConfig.table` gave, read from a file; an error where a value is missing or of another type."""
+    try:
+        config = RunConfig(**table)
+    except TypeError as error:  # a key that is missing, or one too many
+        raise damaged(Path(where), error) from error
+    check_type(config.seed, (int,), f"{where}: seed")
+    for key in ("task", "size", "method", "title", "description", "baseline"):
+        check_type(table[key], TEXT, f"{where}: {key}")
+    sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
     check_task({**sections, "method": {config.method: config.settings}}, where)
     return config
 
 
 def check_validation(data: Settings, training: Settings, evaluation: Settings) -> None:
     """An error where training or a choice asks for validation rows and none are held out."""
-    askers = {"keep_best": True, "temperature": False, "patience": None}  # with their defaults
-    asking = [key for key, default in askers.items() if training.get(key, default)]
-    if data.get("calibration", 0) != 0:
-        asking = [key for key in asking if key != "temperature"]
-    if training["epochs"] == 0:
-        asking = [key for key in asking if key == "temperature"]
-    if data.get("validation") == 0 and asking:
-        raise ValueError(
-            f"expected validation rows for training.{asking[0]}, got data.validation = 0; hold some out, or set "
-            f"training.{asking[0]} = false"
-        )
-    if data.get("validation") == 0 and evaluation.get("choose"):
-        raise ValueError(
-            "expected validation rows for evaluation.choose, got data.validation = 0; hold some out, or leave choose out"
-        )
+    asking = {
+        "training.keep_best": training["epochs"] and training.get("keep_best", True),
+        "training.patience": training["epochs"] and training.get("patience"),
+        "training.temperature": training.get("temperature") and not data.get("calibration"),
+        "evaluation.choose": evaluation.get("choose"),
+    }
+    for key, asked in asking.items():
+        if asked and data.get("validation") == 0:
+            raise ValueError(
+                f"expected validation rows for {key}, got data.validation = 0; hold some out, or "
+                f"{f'set {key} = false' if asked is True else f'leave {key} out'}"
+            )
 
 
 def overridden(
@@ -198,6 +182,7 @@ def overridden(
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
     value = parsed(text.strip())
+    value = str(value) if path[1:] == ["name"] else value
     changed = copy.deepcopy(settings)
     if path[0] == "method" and len(path) > 2 and "-" in path[1]:  # a variant may be made on the command line
         base_name(path[1])
@@ -207,8 +192,7 @@ def overridden(
     section, key = ".".join(path[:-1]), path[-1]
     running = listed(settings.get("methods", [])) if methods is None else list(methods)
     if section == "method" and key not in METHODS:
-        if not any(key in known[f"method.{base_name(each)}"] for each in running):
-            raise no_such_setting(key, running, known)
+        check_has(key, running, known)
         # A variant that no table makes is not made by a setting for all.
         asked = dict.fromkeys([*(each for each in running if base_name(each) == each), *variants_of(settings)])
         for each in asked:
@@ -217,8 +201,13 @@ def overridden(
         return changed
     allowed = {**known, "": TOP | {"likelihood": ()}}
     if key not in allowed.get(section, {}):
-        if hint := object_hint(path, f'"{text.strip()}"' if value == text.strip() else text.strip(), running, known):
-            raise hint
+        owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
+        of_object = len(path) > 1 and path[-2] in OBJECTS
+        if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
+            raise ValueError(
+                f"expected {section} as a whole, got {override!r}; write --set '{section}={{NAME=…}}' with one of "
+                f"{forms(path[-2])}"
+            )
 
         def read(each: str) -> bool:  # what is meant is a key of the section named, or one that is read
             first, *rest = each.split(".")
@@ -234,6 +223,19 @@ def overridden(
         table = table.setdefault(part, {})
     table[key] = value
     return changed
+
+
+def check_has(key: str, running: Collection[str], known: Mapping[str, Collection[str]]) -> None:
+    """An error where no method that runs has the key; `known`: keys by section."""
+    there = {each for method in running for each in known[f"method.{base_name(method)}"]}
+    if key in there:
+        return
+    what = f"a setting of the methods that run ({', '.join(running)})"
+    if elsewhere := [method for method in METHODS if key in known[f"method.{method}"]]:
+        raise ValueError(
+            f"expected {what}, got {key!r}, one of {', '.join(elsewhere)}; choose a method that has it, or leave it out"
+        )
+    raise unknown(what, key, there)
 
 
 def parsed(text: str) -> Any:

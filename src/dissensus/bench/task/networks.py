@@ -17,7 +17,7 @@ from torch import nn
 from dissensus.core.errors import unknown
 from dissensus.nets import NETS
 
-Make = Callable[..., nn.Module]
+NetworkMaker = Callable[..., nn.Module]
 
 
 def imported(name: str) -> bool:
@@ -25,7 +25,7 @@ def imported(name: str) -> bool:
     return ":" in name
 
 
-def maker(name: str) -> Make:
+def maker(name: str) -> NetworkMaker:
     """What makes the networks of that name: a class, or a function that returns one.
 
     Modules are looked for where Python looks for them, and in the current folder after that.
@@ -35,10 +35,6 @@ def maker(name: str) -> Make:
             raise unknown("a network (or package.module:name)", name, NETS)
         return NETS[name]
     module, _, attributes = name.partition(":")
-    if not module or not attributes:
-        raise ValueError(
-            f"expected a network as package.module:name, got {name!r}; write for example torchvision.models:resnet18"
-        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)  # last: no file of the user's may stand in for an installed module
@@ -46,7 +42,7 @@ def maker(name: str) -> Make:
         found: Any = reduce(getattr, attributes.split("."), importlib.import_module(module))
     except Exception as error:  # an import may raise anything
         raise ValueError(
-            f"expected a network that can be imported, got {name!r} ({type(error).__name__}: {error}); "
+            f"expected a network that can be imported, as package.module:name, got {name!r} ({type(error).__name__}: {error}); "
             "install its package, or start in the folder that its file lies in"
         ) from error
     if not callable(found) or isinstance(found, nn.Module):

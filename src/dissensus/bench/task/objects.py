@@ -26,8 +26,7 @@ from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage.skeletons import LIKELIHOODS
 from dissensus.surgery.modulation import Modulation
 
-Family = Mapping[str, Callable[..., Any]]
-SUPPLIED = ("inputs", "network")  # arguments that are the run's to give, never the task's
+SUPPLIED = {"inputs", "network"}  # arguments that are the run's to give, never the task's
 
 
 def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) -> Annealing:
@@ -41,7 +40,7 @@ def pca(inputs: Any, alpha: float = 1.0, **options: Any) -> Lengthscales | None:
 
 pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-defined]
 
-OBJECTS: dict[str, Family] = {
+OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "annealing": {  # each takes only what its schedule reads
         "constant": lambda weight=1.0: Annealing("constant", weight=weight),
         "linear": lambda *, steps=None, weight=1.0: Annealing("linear", steps=steps, weight=weight),
@@ -94,8 +93,9 @@ class Written:
         return OBJECTS[self.keyword][self.name]
 
     @property
-    def spoken(self) -> str:
-        return f"{self.keyword} {self.name}"
+    def supplied(self) -> set[str]:
+        """Arguments that the run gives."""
+        return inspect.signature(self.make).parameters.keys() & SUPPLIED
 
     def table(self) -> dict[str, Any]:
         """The same, written as a section with `name`."""
@@ -103,53 +103,59 @@ class Written:
 
     def check(self) -> None:
         """Raises where an argument is missing, or where the object can be made already and its values are wrong."""
-        asked = [name for name, each in _arguments(self.make).items() if each.default is inspect.Parameter.empty]
-        for name in asked:
-            if name not in self.arguments:
-                values = ", ".join(f"{each} = …" for each in asked)
-                raise ValueError(
-                    f"expected the argument {name} of {self.spoken}, got none; write {self.keyword} = "
-                    f"{{ {self.name} = {{ {values} }} }}"
-                )
-        if not inspect.signature(self.make).parameters.keys() & set(SUPPLIED):
+        _bound(self.keyword, self.name, self.arguments, whole=True)
+        if not self.supplied:
             self.made()
 
-    def made(self, **supplied: Any) -> Any:
-        """The object; `supplied`: what the run gives to constructors that ask for it, of SUPPLIED."""
-        asked = {key: supplied[key] for key in inspect.signature(self.make).parameters if key in SUPPLIED}
-        try:
-            return self.make(**asked, **self.arguments)
-        except TypeError as error:
+    def made(self, **run: Any) -> Any:
+        """The object; `run`: what the run gives to constructors that ask for it, of SUPPLIED."""
+        if missing := self.supplied - run.keys():
             raise ValueError(
-                f"expected values that {self.spoken} takes, got {self.arguments} ({error}); correct them"
-            ) from error
+                f"expected settings that need no data ({', '.join(missing)}) here, got {self.keyword} {self.name}; convert "
+                "without it, then train with it in a task"
+            )
+        try:
+            return self.make(**{key: run[key] for key in self.supplied}, **self.arguments)
+        except TypeError as error:
+            raise _unfit(self.keyword, self.name, self.arguments, error) from error
 
 
 def written(keyword: str, value: Any) -> Written:
     """What a task's value for a keyword of OBJECTS says; an error names the nearest constructor or argument there is."""
     name, given = _parted(keyword, value)
-    found = Written(keyword, name, {})
-    takes = _arguments(found.make)
-    if isinstance(given, Mapping):
-        for key in given:
-            if key not in takes:
-                if not takes:
-                    raise ValueError(f"expected no arguments for {found.spoken}, got {key}; leave it out")
-                raise unknown(f"an argument of {found.spoken}", key, takes)
-        return Written(keyword, name, dict(given))
-    values = given if isinstance(given, list) else [given]
-    in_order = [key for key, each in takes.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
-    if len(values) > len(in_order):
-        raise ValueError(
-            f"expected at most {len(in_order)} values in order for {found.spoken}, got {len(values)}; "
-            f"it takes {', '.join(takes) or 'none'}: write others by keyword"
-        )
-    return Written(keyword, name, dict(zip(in_order, values, strict=False)))
+    return Written(keyword, name, _bound(keyword, name, given))
+
+
+def check_objects(settings: Mapping[str, Any]) -> None:
+    """Raises where an object in a method's settings is written wrongly, or lacks an argument."""
+    for keyword in settings.keys() & OBJECTS.keys():
+        written(keyword, settings[keyword]).check()
+
+
+def resolved(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
+    """Settings of a method, objects in place of what is written for them.
+
+    `run`: inputs, batches of (x, …) as the network sees them; network, the architecture.
+    """
+    return {key: written(key, value).made(**run) if key in OBJECTS else value for key, value in settings.items()}
+
+
+def value_of(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a setting, or of an argument of that name of one of its objects; None where it has neither."""
+    if key in settings:
+        return settings[key]
+    objects = [written(keyword, value) for keyword, value in settings.items() if keyword in OBJECTS]
+    return next((each.arguments[key] for each in objects if key in each.arguments), None)
 
 
 def argument_names(keyword: str, value: Any) -> set[str]:
     """The keys that a table with `name` may have for the object that is written there; none where nothing is."""
-    return set(_arguments(written(keyword, value).make)) if value else set()
+    return set(_signature(keyword, written(keyword, value).name).parameters) if value else set()
+
+
+def forms(keyword: str) -> str:
+    """Every constructor of a keyword with its arguments: sign(), normal(mean, std), …"""
+    return ", ".join(f"{name}{_signature(keyword, name)}" for name in OBJECTS[keyword])
 
 
 def takes_place(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
@@ -173,30 +179,46 @@ def _named(keyword: str, table: Mapping[str, Any]) -> set[str]:
 
 def _parted(keyword: str, value: Any) -> tuple[str, Any]:
     """(name, arguments) of an object in any of the forms it may be written in."""
-    family = OBJECTS[keyword]
+    name, given = value, {}
     if isinstance(value, Mapping) and "name" in value:
         name, given = value["name"], {key: each for key, each in value.items() if key != "name"}
-    elif isinstance(value, Mapping):
-        if len(value) != 1:
-            raise ValueError(
-                f"expected one name in {keyword} = {{ NAME = … }}, got {', '.join(map(str, value)) or 'none'}; "
-                f"write one of {', '.join(family)} and its arguments behind it"
-            )
+    elif isinstance(value, Mapping) and len(value) == 1:
         ((name, given),) = value.items()
-    else:
-        name, given = value, {}
     if not isinstance(name, str):
         raise ValueError(
-            f"expected {keyword} by name, got {name!r}; write {keyword} = NAME or {{ NAME = arguments }}, with a name "
-            f"of {', '.join(family)}"
+            f"expected {keyword} by one name, got {name!r}; write {keyword} = NAME or {{ NAME = arguments }}, with a name "
+            f"of {', '.join(OBJECTS[keyword])}"
         )
-    if name not in family:
-        raise unknown(keyword, name, family)
+    if name not in OBJECTS[keyword]:
+        raise unknown(keyword, name, OBJECTS[keyword])
     return name, given
 
 
-def _arguments(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The arguments of a constructor that a task may write, by name and in order."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(make).parameters
-    return {name: each for name, each in parameters.items() if name not in SUPPLIED and each.kind not in kinds}
+def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:
+    """Arguments by name, of a table, a list in order or one value; an error where the constructor has no such ones.
+
+    `whole`: an error too where one is missing.
+    """
+    signature = _signature(keyword, name)
+    bind = signature.bind if whole else signature.bind_partial
+    try:
+        if isinstance(given, Mapping):
+            return dict(bind(**given).arguments)
+        return dict(bind(*(given if isinstance(given, list) else [given])).arguments)
+    except TypeError as error:
+        raise _unfit(keyword, name, given, error) from error
+
+
+def _unfit(keyword: str, name: str, given: Any, error: TypeError) -> ValueError:
+    return ValueError(
+        f"expected values that {keyword} {name}{_signature(keyword, name)} takes, got {given} ({error}); correct them"
+    )
+
+
+def _signature(keyword: str, name: str) -> inspect.Signature:
+    """The arguments of a constructor that a task may write."""
+    empty, kinds = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(OBJECTS[keyword][name]).parameters.values()
+    return inspect.Signature(
+        [each.replace(annotation=empty) for each in parameters if each.name not in SUPPLIED and each.kind not in kinds]
+    )

@@ -3,101 +3,106 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed
 from dissensus.bench.rows.sources import SETS
-from dissensus.bench.task.arguments import BESIDE
 from dissensus.bench.task.networks import imported, maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, variants_of
 from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
+from dissensus.nets import NETS
+from dissensus.numerics.checks import number, share, whole
 
 SEED = "seed"  # as a value in [data]: the seed of the run
-TEXT, WHOLE, REAL, TRUTH, TEXTS, WHOLES = (str,), (int,), (int, float), (bool,), (list, str), (list, int)
+# What a value may be: one of some types, () for any, or what a function of `numerics.checks` lets pass.
+Rule = Types | Callable[[str, Any], Any]
+TEXT, TRUTH, TEXTS, WHOLES, TABLE = (str,), (bool,), (list, str), (list, int), (dict,)
+COUNT, POSITIVE, NOT_NEGATIVE = partial(whole, least=0), partial(number, above=0), partial(number, least=0)
 
-TOP: dict[str, Types] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
+TOP: dict[str, Rule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
 SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "reference", "size")
-NETWORK: dict[str, Types] = {
+NETWORK: dict[str, Rule] = {
     "name": TEXT,  # of NETS, or package.module:name
     "weights": TEXT,  # a file with the state to start from
 }
-DATA: dict[str, Types] = {
+DATA: dict[str, Rule] = {
     "name": TEXT,  # of SETS
-    "validation": REAL,  # rows held out of the training set, or their share; 0 holds none
-    "train": WHOLE,  # at most so many training rows
-    "test": WHOLE,  # at most so many test rows
-    "calibration": REAL,  # of those, rows held out to fit temperatures, or their share; the others are tested on
+    "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none
+    "train": whole,  # at most so many training rows
+    "test": whole,  # at most so many test rows
+    "calibration": NOT_NEGATIVE,  # of those, rows held out to fit temperatures, or their share; the others are tested on
     "ood": TEXTS,  # sets of foreign inputs
-    "ood_rows": WHOLE,  # at most so many of each
+    "ood_rows": whole,  # at most so many of each
     "shift": TEXTS,  # labelled sets of another distribution
-    "seed": WHOLE,  # of what is held out; the same for every run, so that runs are compared on the same rows
+    "seed": (int,),  # of what is held out; the same for every run, so that runs are compared on the same rows
     "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
     "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
 }
-TRAINING: dict[str, Types] = {
-    "epochs": WHOLE,  # 0: the network stays as it is, samples are drawn
-    "batch_size": WHOLE,
+TRAINING: dict[str, Rule] = {
+    "epochs": COUNT,  # 0: the network stays as it is, samples are drawn
+    "batch_size": whole,
     "optimizer": TEXT,  # adamw, adam, sgd or default: what the method itself would take
-    "lr": REAL,
-    "weight_decay": REAL,
-    "momentum": REAL,  # of sgd
+    "lr": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "momentum": NOT_NEGATIVE,  # of sgd
     "nesterov": TRUTH,  # of sgd
     "schedule": TEXT,  # plateau, cosine, thirds, late, constant or own: the method's
-    "floor": REAL,  # where plateau and late end, as a share of lr
-    "clip": REAL,
-    "patience": WHOLE,
+    "floor": NOT_NEGATIVE,  # where plateau and late end, as a share of lr
+    "clip": POSITIVE,
+    "patience": whole,
     "keep_best": TRUTH,  # by the validation likelihood
     "augment": TEXT,  # none, crop or flip_crop
     "precision": TEXT,
     "engine": TEXT,
-    "threads": WHOLE,  # of the processor; small networks run faster on one
+    "threads": whole,  # of the processor; small networks run faster on one
     "temperature": TRUTH,  # fit one afterwards, on the calibration rows or else on the validation rows
     "together": TRUTH,  # one training for all methods that hold the same network
-    "branch_at": REAL,  # share of the epochs after which it goes on in two ways
-    "tail_rate": REAL,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
-    "tail_factor": REAL,  # … or what it is of lr
+    "branch_at": share,  # share of the epochs after which it goes on in two ways
+    "tail_rate": NOT_NEGATIVE,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
+    "tail_factor": NOT_NEGATIVE,  # … or what it is of lr
 }
-EVALUATION: dict[str, Types] = {
-    "batch_size": WHOLE,
+EVALUATION: dict[str, Rule] = {
+    "batch_size": whole,
     "corrupt": TEXTS,  # none, all, benchmark, or names
     "severities": WHOLES,
-    "corrupt_rows": WHOLE,  # at most so many test rows
+    "corrupt_rows": whole,  # at most so many test rows
     "score": TEXT,  # what OOD inputs are ranked by
-    "prevalence": REAL,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
-    "distances_every": WHOLE,  # epochs between looks at how members differ; not looked at where it is left out
+    "prevalence": share,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
+    "distances_every": whole,  # epochs between looks at how members differ; not looked at where it is left out
     "focus": TEXT,  # the method that the report compares region by region with every other
     "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
     "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
 }
-WIDTHS: dict[str, Types] = {  # of a task over widths: each is a cell with a run of its own
+WIDTHS: dict[str, Rule] = {  # of a task over widths: each is a cell with a run of its own
     "of": TEXT,  # the network's setting that is multiplied
     "factors": (list,),
     "members": (list,),  # of ensembles that share weights; independent ones are subsets of one with the most
     "rate": TEXT,  # "fixed", the method's, or "sharing": of those that share weights over (1 + √(M/N))²
     "p": (list,),  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
-    "p_members": WHOLE,  # … of so many members
-    "p_factor": REAL,  # … at this width …
-    "p_rates": (dict,),  # … and these learning rates by regime, one for each p
+    "p_members": whole,  # … of so many members
+    "p_factor": POSITIVE,  # … at this width …
+    "p_rates": TABLE,  # … and these learning rates by regime, one for each p
 }
 
 
-class AnyKey(dict[str, Types]):
-    """Keys and their types of a section that others may stand in as well, with any value."""
+class AnyKey(dict[str, Rule]):
+    """Keys and their rules of a section that others may stand in as well, with any value."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
-    def __missing__(self, key: str) -> Types:
+    def __missing__(self, key: str) -> Rule:
         return ()
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
-    """An error that names the first key of a task that does not belong, or whose value has the wrong type."""
+    """An error that names the first key of a task that does not belong, or whose value is not what it may be."""
     check_tables(settings, where)
     for section, known in known_keys(settings).items():
         if section.rpartition(".")[2] in OBJECTS:
@@ -110,7 +115,7 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
                 continue  # a table of its own, checked as such
             if key not in known:
                 raise unknown(f"a key of [{section}]", key, known)
-            if known[key] and not (section == "data" and value == SEED):
+            if not (section == "data" and value == SEED):
                 check_type(value, known[key], f"{where}: {section}.{key}")
     for name, table in settings.get("method", {}).items():
         base_name(name)
@@ -123,39 +128,27 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
 
 
 def check_tables(settings: Mapping[str, Any], where: str) -> None:
-    """An error that names the first key of a task that is not known, has the wrong type, or is no table and should be."""
+    """An error that names the first key of a task that is not known, or is no table and should be."""
+    rules: dict[str, Rule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ()}  # written in several forms
     for key, value in settings.items():
-        if key in TOP:
-            check_type(value, TOP[key], f"{where}: {key}")
-        elif key not in SECTIONS:
-            raise unknown(f"a key of the task {where}", key, [*TOP, *SECTIONS])
-        elif key not in OBJECTS:  # those are written in one of several forms, checked as such
-            check_table(value, key, where)
+        if key not in rules:
+            raise unknown(f"a key of the task {where}", key, rules)
+        check_type(value, rules[key], f"{where}: {key}")
     for section in ("method", "size"):
         for name, value in settings.get(section, {}).items():
-            check_table(value, f"{section}.{name}", where)
-            if section == "method":
-                check_table(value.get("training", {}), f"{section}.{name}.training", where)
+            check_type(value, TABLE, f"{where}: {section}.{name}")
+            check_type(value.get("training", {}), TABLE, f"{where}: {section}.{name}.training")
     listed(settings.get("methods", []))
     for section in ("data", "network"):
-        if "name" in settings.get(section, {}):
-            check_type(settings[section]["name"], TEXT, f"{where}: {section}.name")
-
-
-def check_table(value: Any, name: str, where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"expected a table [{name}] in {where}, got {value!r}; write the section's keys below it")
+        check_type(settings.get(section, {}).get("name", ""), TEXT, f"{where}: {section}.name")
 
 
 def check_reference(reference: Mapping[str, Any], where: str) -> None:
     """An error where [reference] is not a source and, by method, metrics with a number or a number and its error each."""
     for name, row in reference.items():
-        if name == "source":
-            check_type(row, TEXT, f"{where}: reference.source")
-            continue
-        base_name(name)
-        check_type(row, (dict,), f"{where}: reference.{name}")
-        for key, value in row.items():
+        check_type(row, TEXT if name == "source" else TABLE, f"{where}: reference.{name}")
+        for key, value in {} if name == "source" else row.items():
+            base_name(name)
             pair = value if isinstance(value, list) else [value]
             if len(pair) not in (1, 2):
                 raise ValueError(
@@ -163,37 +156,40 @@ def check_reference(reference: Mapping[str, Any], where: str) -> None:
                     "write 0.95 or [0.95, 0.01]"
                 )
             for each in pair:
-                check_type(each, REAL, f"{where}: reference.{name}.{key}")
+                number(f"{where}: reference.{name}.{key}", each)
 
 
-def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Types]]:
-    """Section -> key -> types () where any will do: what a task with this data set, network and methods may hold."""
+def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Rule]]:
+    """Section -> key -> what its value may be: all that a task with this data set, network and methods may hold."""
     data, network = settings.get("data", {}).get("name"), settings.get("network", {}).get("name")
-    for what, name in (("data set", data), ("network", network)):
+    for section, name, known in (("data", data, SETS), ("network", network, NETS)):
         if name is None:
-            raise ValueError(f"expected a {what} in the task, got none; set {what.split()[0]}.name")
+            raise ValueError(f"expected {section}.name, got none; set it to one of {', '.join(known)}")
     if data not in SETS:
         raise unknown("a data set", data, SETS)
-    found: dict[str, dict[str, Types]] = {
+    found: dict[str, dict[str, Rule]] = {
         "data": typed(SETS[data].make, "folder") | DATA,
         "network": AnyKey(NETWORK) if imported(network) else NETWORK | typed(maker(network)),
-        "likelihood": {"name": TEXT} | dict.fromkeys(argument_names("likelihood", settings.get("likelihood")), ()),
+        "likelihood": _named_with(argument_names("likelihood", settings.get("likelihood"))),
         "training": TRAINING,
         "evaluation": EVALUATION,
         "widths": WIDTHS,
     }
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]
-        several: dict[str, Types] = {key: WHOLE for key in [counted_by(method)] if key is not None}
+        several: dict[str, Rule] = {key: whole for key in [counted_by(method)] if key is not None}
         named = typed(method, "likelihood", "module", "modules", "networks")
-        beside = [key for keyword in BESIDE.keys() & named for key in BESIDE[keyword]]
-        found[f"method.{name}"] = named | several | dict.fromkeys((*beside, *named.keys() & OBJECTS), ())
+        found[f"method.{name}"] = named | several | dict.fromkeys(named.keys() & OBJECTS, ())
         found[f"method.{name}.training"] = TRAINING
         own = settings.get("method", {}).get(name, {})
         for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
             if isinstance(own[key], Mapping) and "name" in own[key]:  # opened, so that one argument can be set
-                found[f"method.{name}.{key}"] = {"name": TEXT} | dict.fromkeys(argument_names(key, own[key]), ())
+                found[f"method.{name}.{key}"] = _named_with(argument_names(key, own[key]))
     return found
+
+
+def _named_with(arguments: Collection[str]) -> dict[str, Rule]:
+    return {"name": TEXT, **dict.fromkeys(arguments, ())}
 
 
 def counted_by(method: Callable[..., Any]) -> str | None:
@@ -202,7 +198,7 @@ def counted_by(method: Callable[..., Any]) -> str | None:
     return {"modules": "members", "networks": "networks"}.get(next(iter(inspect.signature(method).parameters)))
 
 
-def typed(function: Callable[..., Any], *without: str) -> dict[str, Types]:
+def typed(function: Callable[..., Any], *without: str) -> dict[str, Rule]:
     """The names of a function's parameters, with the types of their values."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     known = annotated(function)
@@ -210,9 +206,10 @@ def typed(function: Callable[..., Any], *without: str) -> dict[str, Types]:
     return {name: known.get(name, ()) for name, p in parameters if name not in without and p.kind not in kinds}
 
 
-def check_type(value: Any, types: Types, what: str) -> None:
-    """An error where a value has none of the types; booleans are not numbers here."""
-    fits = isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
-    if not fits:
-        names = " or ".join(each.__name__ for each in types)
+def check_type(value: Any, rule: Rule, what: str) -> None:
+    """An error where a value is not what it may be; booleans are not numbers here."""
+    if callable(rule):
+        rule(what, value)
+    elif rule and not (isinstance(value, rule) and not (isinstance(value, bool) and bool not in rule)):
+        names = " or ".join("a table" if each is dict else each.__name__ for each in rule)
         raise ValueError(f"expected {names} for {what}, got {value!r} ({type(value).__name__}); correct the value")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dissensus.bench.names import listed
@@ -38,3 +38,15 @@ def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"expected a table [method.{name}] for the variant, got none; add what is different in it{hint}"
         )
+
+
+def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
+    """An error where method.NAME.key=value is of a method that does not run, so that nothing would read it."""
+    read = {*running, *map(base_name, running)}
+    for override in overrides:
+        path = override.partition("=")[0].strip().split(".")
+        if path[0] == "method" and len(path) > 2 and path[1].partition("-")[0] in METHODS and path[1] not in read:
+            raise ValueError(
+                f"expected a setting of the methods that run ({', '.join(running)}), got {override!r}; choose "
+                f"{path[1]}, or leave it out"
+            )

@@ -1,0 +1,83 @@
+"""What a run measures beside `dissensus.evaluate`: each function gives the evaluation back with more numbers and arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from dissensus.bench.rows.geometry import Geometry
+from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.evaluate import numbers_of
+from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.predictions import Predictions
+from dissensus.temperature import best_temperature
+
+TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/… that intervals are made of
+TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
+SHOWN = 10  # members drawn one by one
+POINTS = 2000  # training rows drawn at most
+
+
+def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
+    """The evaluation with these as well."""
+    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
+
+
+def with_calibration(evaluation: Evaluation, test: Predictions, held: Predictions) -> Evaluation:
+    """With calibration/nll of the held-out test rows and calibrated/NAME of the others, which are tested on, both tempered.
+
+    `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` at the best one, which is
+    `calibrated/temperature`. What is fitted by the held-out rows is that one number.
+    """
+    part = numbers_of(test)
+    own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
+    temperature = best_temperature(held.predictive.tempered(1 / own), held.targets)
+    scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature / own)) for p in (test, held))
+    found = {f"calibrated/{key}": value for key, value in part.metrics(scaled).items()}
+    found["calibrated/temperature"] = temperature
+    for name, rows in (("nll", held), ("nll_scaled", scaled_held)):
+        found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
+    arrays = {key.removeprefix("test/"): value for key, value in part.arrays(scaled).items()}
+    return more(evaluation, found, {f"calibrated/{name}": arrays[name] for name in TEMPERED if name in arrays})
+
+
+def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
+    """With what settings are chosen by: validation/NAME of clean and validation/corrupt/NAME of damaged validation rows."""
+    names = ("accuracy", "nll", "ece")
+    clean = dict(zip((f"validation/{name}" for name in names), counts.clean.tolist(), strict=True))
+    damaged = {f"validation/{key}": value for key, value in counts.metrics().items()}
+    kept = {key: value for key, value in damaged.items() if key.removeprefix("validation/corrupt/") in names}
+    return more(evaluation, clean | kept)
+
+
+def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
+    """With train/NAME of the training rows: accuracy or RMSE, NLL, and the members' own."""
+    part = numbers_of(said)
+    found = part.metrics(said) | part.members(said)
+    return more(evaluation, {f"train/{key}": found[key] for key in TRAINED if key in found})
+
+
+def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
+    """With region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
+
+    sd: mean over the region of the standard deviation of the members' means, √epistemic. entropy: mean of the entropy of
+    the mean probabilities, in nats.
+    """
+    if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
+        raise ValueError(
+            f"expected predictions at the {len(geometry.positions)} points of the grid, got {predictive}; evaluate with --again"
+        )
+    arrays = {"positions": geometry.positions, "seen": geometry.seen[:POINTS], "targets": targets[:POINTS]}
+    if isinstance(predictive, ClassificationPredictive):
+        quantity, values = "entropy", predictive.total  # (n,)
+        arrays["entropy"] = values
+    else:
+        quantity, values = "sd", predictive.epistemic[:, 0].sqrt()  # (n,)
+        arrays |= {"mean": predictive.mean[:, 0], "sd": values, "members": predictive.members[:SHOWN, :, 0]}
+    found = {
+        f"region/{name}/{quantity}": float(values[where].double().mean()) for name, where in geometry.regions.items()
+    }
+    single = {f"grid/{name}": each.float() if each.is_floating_point() else each for name, each in arrays.items()}
+    return more(evaluation, found, single)
