@@ -78,7 +78,7 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
             assert float(found[r]) == pytest.approx(float(expected[measure.key]), abs=1e-12), measure.key
     assert len(measures(given)) == len(keys)
     root = of_measures.root_mean(weights[:1], arrays["test/nll"])
-    torch.testing.assert_close(root.square(), of_measures.mean(weights[:1], arrays["test/nll"]))
+    torch.testing.assert_close(root.square(), of_measures.weighted_mean(weights[:1], arrays["test/nll"]))
 
 
 def test_one_seed_counts_examples_as_the_t_test_does():

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.errors import unknown
 from dissensus.core.prior import GaussianPrior, Prior
-from dissensus.numerics.checks import number
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.lengthscales import Moments, check_finite_rows
 from dissensus.numerics.tree import Tensors
 
@@ -44,9 +43,7 @@ class EmpCov(Prior):
     ) -> None:
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
-        if layer not in known:
-            raise unknown("layer", layer, known)
-        first = known[layer]
+        first = known[one_of("layer", layer, known)]
         if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
             raise ValueError(
                 f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
@@ -79,8 +76,7 @@ class EmpCov(Prior):
         return torch.stack(terms).sum()
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        if self.parameter not in shapes:  # of tied layers the network names the first
-            raise unknown("a prior on one", self.parameter, shapes)
+        one_of("a prior on one", self.parameter, shapes)  # of tied layers the network names the first
         width = math.prod(shapes[self.parameter][1:])
         if width != len(self.root):
             raise ValueError(

@@ -1,7 +1,4 @@
-"""Errors: `Diverged`, which a caller may want to catch, and the one sentence about unknown names."""
-
-import difflib
-from collections.abc import Iterable
+"""Errors that a caller may want to catch."""
 
 PLURALS = {"loss": "losses"}
 
@@ -24,12 +21,3 @@ class Diverged(ValueError):
 
     def __reduce__(self) -> tuple[type["Diverged"], tuple[list[int], int, str]]:
         return type(self), (self.members, self.step, self.what)  # how it is pickled for another process
-
-
-def unknown(what: str, name: str, known: Iterable[str], *, shown: Iterable[str] | None = None) -> ValueError:
-    """The error for an unknown name, to be raised by the caller. It lists `known`, or only `shown` where that is too much."""
-    known = sorted(known)
-    lowered = {each.lower(): each for each in known}
-    nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
-    hint = f"; did you mean {lowered[nearest[0]]!r}?" if nearest else ""
-    return ValueError(f"expected {what} of {', '.join(known if shown is None else shown)}, got {name!r}{hint}")

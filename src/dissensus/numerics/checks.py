@@ -3,6 +3,7 @@
 `hint` ends the error about a value that is out of bounds: what to pass instead, where the bounds do not say it.
 """
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
@@ -53,26 +54,20 @@ def share(name: str, value: Value, *, hint: str = "") -> Value:
     return number(name, value, above=0, below=1, hint=hint)
 
 
-def one_of(name: str, value: Value, known: Iterable[Any], *, hint: str = "") -> Value:
-    """The value, one of those that are known."""
+def one_of(
+    name: str, value: Value, known: Iterable[Any], *, shown: Iterable[Any] | None = None, hint: str = ""
+) -> Value:
+    """The value, one of those that are known. The error lists them, or only those `shown`, and the nearest one."""
     names = list(known)
     if not any(value is each or (type(value) is type(each) and value == each) for each in names):
-        raise ValueError(
-            f"expected {name} of {', '.join(map(str, names))}, got {value!r}; {hint or 'name one of them'}"
+        lowered = {str(each).lower(): each for each in reversed(names)}
+        nearest = (
+            difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.4) if isinstance(value, str) else []
         )
+        advice = hint or (f"did you mean {lowered[nearest[0]]!r}?" if nearest else "name one of them")
+        listed = ", ".join(map(str, names if shown is None else shown))
+        raise ValueError(f"expected {name} of {listed}, got {value!r}; {advice}")
     return value
-
-
-def check_whole(keyword: str, value: object) -> None:
-    """Raises where a count is no whole number."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"expected {keyword} as a whole number, got {value!r}; pass an int")
-
-
-def check_number(keyword: str, value: object) -> None:
-    """Raises where a setting is no number."""
-    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
-        raise TypeError(f"expected {keyword} as a number, got {value!r}; pass a float")
 
 
 def is_finite(value: object) -> TypeGuard[float]:

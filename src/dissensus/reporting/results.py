@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from dissensus.core.errors import unknown
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.numerics.checks import one_of
 
 # What steers a terminal that shows a file; lines and tabs stay
 CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})
@@ -48,8 +48,8 @@ class Results:
 
     def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
         """The same with another baseline, where one is given, and with p-values adjusted or not."""
-        if baseline is not None and baseline not in self.methods:
-            raise unknown("a method of the report as baseline", baseline, self.methods)
+        if baseline is not None:
+            one_of("a method of the report as baseline", baseline, self.methods)
         return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
 
     @property

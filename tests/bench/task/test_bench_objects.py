@@ -81,7 +81,7 @@ def test_a_modulation_is_written_by_name(config, tmp_path, text, expected):
 def test_a_forgotten_modulation_says_which_suits_what(tmp_path):
     path = tmp_path / "embedded.toml"
     path.write_text(TASK.replace("svgd", "batch_ensemble").format(method="", top="", data="two_moons"))
-    with pytest.raises(ValueError, match="independent members"):
+    with pytest.raises(TypeError, match="independent members"):
         built(run_config(load_task(str(path)), "batch_ensemble", 0))
 
 
@@ -122,7 +122,7 @@ def test_one_argument_of_a_likelihood_is_set_whatever_its_form(config):
 @pytest.mark.parametrize(
     ("method", "top", "message"),
     [
-        ('annealing = "cyclc"', "", "expected annealing of constant, cyclic, hyper, linear, got 'cyclc'; did you mean 'cycl"),
+        ('annealing = "cyclc"', "", "expected annealing of constant, linear, hyper, cyclic, got 'cyclc'; did you mean 'cycl"),
         ("annealing = {cyclc = 4}", "", "did you mean 'cyclic'?"),
         ("annealing = {cyclic = {cycle = 4}}", "", r"annealing cyclic\(cycles=5, .* unexpected keyword argument 'cycle'"),
         ("annealing = {linear = {cycles = 4}}", "", r"annealing linear\(\*, steps=None, .* argument 'cycles'"),

@@ -85,7 +85,7 @@ def test_variants_have_folders_rows_and_a_place_after_their_method(task_file, tm
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.trady-diagonal.samples=5"], "got 'trady-diagonal'; did you mean 'tradi'"),
+        (["method.trady-diagonal.samples=5"], "got 'trady'; did you mean 'tradi'"),
         (["method.tradi-diagonal.sample=5"], "did you mean 'method.tradi-diagonal.samples'"),
         (["methods=tradi-diag"], r"expected a table \[method.tradi-diag\].*known variants are tradi-diagonal"),
         (["method.tradi-a/b.samples=3"], "expected letters, digits"),

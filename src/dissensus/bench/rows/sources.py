@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.core.errors import unknown
 from dissensus.data import (
     cubic,
     cubic_gap,
@@ -31,6 +30,7 @@ from dissensus.data.formats import read_npz
 from dissensus.data.images import ImageSet
 from dissensus.data.locate import data_folder, locate
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder, uci_regression
+from dissensus.numerics.checks import one_of
 
 SetKind = Literal["classification", "regression"]
 Folder = str | Path | None
@@ -68,9 +68,7 @@ def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], fold
     """A set of FOREIGN or SHIFTED by name, or from an .npz file of images; options: of the set learned."""
     if name.endswith(".npz"):
         return _npz(name, folder)
-    if name not in known:
-        raise unknown("a set", name, known)
-    return known[name](folder, **options)
+    return known[one_of("a set", name, known)](folder, **options)
 
 
 def present(name: str, folder: Folder) -> str:

@@ -14,7 +14,6 @@ from dissensus.bench.names import listed
 from dissensus.bench.task.objects import OBJECTS, check_objects, forms, open_objects, takes_place
 from dissensus.bench.task.schema import SECTIONS, SEED, TEXT, TOP, check_tables, check_task, check_type, known_keys
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
-from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import damaged
@@ -95,14 +94,12 @@ def read_task(name: str) -> Settings:
     """The task file as it stands."""
     if name.endswith(".toml") and Path(name).is_file():
         raw = Path(name).read_bytes()
-    elif name in task_names():
-        raw = (_folder() / f"{name}.toml").read_bytes()
     elif {".", "/", "\\"} & set(name):  # of a path: no task of ours has one
         raise FileNotFoundError(
             f"expected a task of `dissensus list` or a .toml file that is there, got {name!r}; correct the path"
         )
     else:
-        raise unknown("a task", name, task_names())
+        raw = (_folder() / f"{one_of('a task', name, task_names())}.toml").read_bytes()
     try:
         return tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:  # no TOML, no text, or nested without end
@@ -217,7 +214,7 @@ def overridden(
         what = f"a key of [{section}]" if section in allowed else "a key"
         top = ["title", "methods"] if sections is SECTIONS else []
         shown = allowed.get(section) or [*top, *(f"{each}.…" for each in sections if each != "size")]
-        raise unknown(what, ".".join(path), every, shown=shown)
+        one_of(what, ".".join(path), every, shown=shown)
     table = changed
     for part in path[:-1]:
         table = table.setdefault(part, {})
@@ -235,7 +232,7 @@ def check_has(key: str, running: Collection[str], known: Mapping[str, Collection
         raise ValueError(
             f"expected {what}, got {key!r}, one of {', '.join(elsewhere)}; choose a method that has it, or leave it out"
         )
-    raise unknown(what, key, there)
+    one_of(what, key, there)
 
 
 def parsed(text: str) -> Any:

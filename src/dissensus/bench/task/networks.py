@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from dissensus.core.errors import unknown
 from dissensus.nets import NETS
+from dissensus.numerics.checks import one_of
 
 NetworkMaker = Callable[..., nn.Module]
 
@@ -31,9 +31,7 @@ def maker(name: str) -> NetworkMaker:
     Modules are looked for where Python looks for them, and in the current folder after that.
     """
     if not imported(name):
-        if name not in NETS:
-            raise unknown("a network (or package.module:name)", name, NETS)
-        return NETS[name]
+        return NETS[one_of("a network (or package.module:name)", name, NETS)]
     module, _, attributes = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:

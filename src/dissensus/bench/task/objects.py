@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dissensus.core.empcov import EmpCov
-from dissensus.core.errors import unknown
 from dissensus.core.prior import GaussianPrior
 from dissensus.numerics.annealing import Annealing
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage.skeletons import LIKELIHOODS
 from dissensus.surgery.modulation import Modulation
@@ -189,9 +189,7 @@ def _parted(keyword: str, value: Any) -> tuple[str, Any]:
             f"expected {keyword} by one name, got {name!r}; write {keyword} = NAME or {{ NAME = arguments }}, with a name "
             f"of {', '.join(OBJECTS[keyword])}"
         )
-    if name not in OBJECTS[keyword]:
-        raise unknown(keyword, name, OBJECTS[keyword])
-    return name, given
+    return one_of(keyword, name, OBJECTS[keyword]), given
 
 
 def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from dissensus.bench.rows.sources import SETS
 from dissensus.bench.task.networks import imported, maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, variants_of
-from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
-from dissensus.numerics.checks import number, share, whole
+from dissensus.numerics.checks import number, one_of, share, whole
 
 SEED = "seed"  # as a value in [data]: the seed of the run
 # What a value may be: one of some types, () for any, or what a function of `numerics.checks` lets pass.
@@ -113,8 +112,7 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
         for key, value in table.items():
             if section.startswith("method.") and key == "training":
                 continue  # a table of its own, checked as such
-            if key not in known:
-                raise unknown(f"a key of [{section}]", key, known)
+            one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
                 check_type(value, known[key], f"{where}: {section}.{key}")
     for name, table in settings.get("method", {}).items():
@@ -131,9 +129,7 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that is not known, or is no table and should be."""
     rules: dict[str, Rule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ()}  # written in several forms
     for key, value in settings.items():
-        if key not in rules:
-            raise unknown(f"a key of the task {where}", key, rules)
-        check_type(value, rules[key], f"{where}: {key}")
+        check_type(value, rules[one_of(f"a key of the task {where}", key, rules)], f"{where}: {key}")
     for section in ("method", "size"):
         for name, value in settings.get(section, {}).items():
             check_type(value, TABLE, f"{where}: {section}.{name}")
@@ -165,8 +161,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Rule]]:
     for section, name, known in (("data", data, SETS), ("network", network, NETS)):
         if name is None:
             raise ValueError(f"expected {section}.name, got none; set it to one of {', '.join(known)}")
-    if data not in SETS:
-        raise unknown("a data set", data, SETS)
+    one_of("a data set", data, SETS)
     found: dict[str, dict[str, Rule]] = {
         "data": typed(SETS[data].make, "folder") | DATA,
         "network": AnyKey(NETWORK) if imported(network) else NETWORK | typed(maker(network)),

@@ -7,15 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dissensus.bench.names import listed
-from dissensus.core.errors import unknown
 from dissensus.methods import METHODS
+from dissensus.numerics.checks import one_of
 
 
 def base_name(name: str) -> str:
     """The method's own name, a key of METHODS: tradi of tradi and of tradi-diagonal."""
     base, _, variant = name.partition("-")
-    if base not in METHODS:
-        raise unknown("a method", name, METHODS)
+    one_of("a method", base, METHODS)
     if not re.fullmatch(r"[\w-]+", variant or "none"):
         raise ValueError(f"expected letters, digits, _ and - after the method's name, got {name!r}; rename the variant")
     return base

@@ -24,7 +24,7 @@ from dissensus.core.statistics import statistics_names
 from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
-from dissensus.numerics.checks import check_whole
+from dissensus.numerics.checks import whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics
@@ -56,12 +56,9 @@ class SamplingPosterior(StoringPosterior):
         latents: nn.Module | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        check_whole("samples", samples)
-        if samples < 1:
-            raise ValueError(f"expected at least one sample, got {samples}; 20 is a usual number")
         particles = one_or_many(networks, likelihood, latents)
         super().__init__(particles, **prior)
-        self.samples = samples
+        self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
