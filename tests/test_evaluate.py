@@ -11,8 +11,8 @@ import tiny
 from dissensus import metrics
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
-from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, number
 
 

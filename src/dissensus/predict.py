@@ -23,7 +23,6 @@ from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
 from dissensus.numerics.checks import one_of
-from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
@@ -65,6 +64,8 @@ def summarise(
     `likelihood` and `method` as in `load`. The loader must then give the same batches in the same order each time.
     """
     if not isinstance(posterior, Posterior):
+        from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
+
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dissensus.evaluation.evaluation import Evaluation
+if TYPE_CHECKING:
+    from dissensus.evaluation.evaluation import Evaluation
 
 
 def report(

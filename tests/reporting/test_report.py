@@ -18,8 +18,8 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
 from dissensus.reporting import figures, plots, tables

@@ -44,7 +44,7 @@ from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
-from dissensus.evaluate import checked_score, evaluation_of, parameter_count
+from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.methods.parts.embedded import collapse_note
