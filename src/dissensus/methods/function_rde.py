@@ -15,7 +15,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
 from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
@@ -99,7 +99,7 @@ class FunctionRDE(StackedPosterior):
             prior = self._outputs(self._prior_draw(params), buffers, batch.x)
             z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
         loss = nll if self.functional_prior else nll + self.penalty(params)
-        return with_gradient_times(loss, self.annealed(self.annealing)), z, after
+        return with_gradient_times(loss, annealed(self, self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
@@ -111,7 +111,7 @@ class FunctionRDE(StackedPosterior):
         v[where] = scores.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
-            v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
+            v["outputs"] = v["outputs"] - slope * annealed(self, self.annealing) / (self.data_size or 1)
         return v
 
     def check_batch(self, batch: Batch) -> None:

@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.methods.parts.curvature import STRUCTURES, Curvature, Gathered, Structure
+from dissensus.methods.parts.curvature import Curvature, CurvatureSums, Structure
 from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.methods.parts.stored_draw import Families
-from dissensus.numerics.checks import is_finite
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
@@ -68,15 +68,10 @@ class Laplace(SamplingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        if structure not in STRUCTURES:
-            raise ValueError(f'expected a structure of "full" or "kron", got {structure!r}; name one of them')
-        if covariance not in ("rows", "joint"):
-            raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
-        check_precision(prior_precision)
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.structure: Structure = structure
-        self.covariance = covariance
-        self.prior_precision: Precision = prior_precision
+        self.structure: Structure = one_of("structure", structure, get_args(Structure))
+        self.covariance = one_of("covariance", covariance, ("rows", "joint"))
+        self.prior_precision = precision_or_name(prior_precision)
         self.layer = layer
         self.curvature = None
 
@@ -108,7 +103,7 @@ class Laplace(SamplingPosterior):
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Draws anew with another prior precision; no data are needed."""
-        check_precision(prior_precision)
+        precision_or_name(prior_precision)
         curvatures, stored = self._fitted()
         for curvature in curvatures:
             curvature.precision.fill_(chosen(prior_precision, curvature))
@@ -136,7 +131,7 @@ class Laplace(SamplingPosterior):
         networks (M,): each one's.
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
-            check_precision(prior_precision)
+            number("prior_precision", prior_precision, above=0)
         curvatures = self._fitted()[0]
         given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
         each = [
@@ -180,7 +175,7 @@ class Laplace(SamplingPosterior):
             if held
             else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
         )
-        gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
+        gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen = 0.0
         for given in batches.each(loader, anywhere=True):
             if given.size == 0:
@@ -189,7 +184,7 @@ class Laplace(SamplingPosterior):
             for network, _ in members[len(gathered) :]:
                 last = last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
-                gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+                gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
                 gather(sums, network, likelihood, last, batch)
@@ -226,29 +221,18 @@ class Laplace(SamplingPosterior):
     def config(self) -> dict[str, Any]:
         return {
             **super().config(),
-            "structure": self.structure,
-            "covariance": self.covariance,
-            "prior_precision": self.prior_precision,
-            "layer": self.layer,
             "fitted": None if self.curvature is None else int(self._fitted(stored=False)[0][0].layer),
         }
 
     @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Laplace":
-        number = config.get("fitted")
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        fitted = config["fitted"]
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
-        assert isinstance(posterior, Laplace)
-        if (number is not None) != bool(config.get("stored")):
-            raise ValueError(
-                f"expected fitted and stored together, got {number!r} and {config.get('stored')!r}; save it again"
-            )
-        if number is not None:
-            last = posterior._layer(number)
+        if fitted is not None:
+            last, members = posterior._layer(fitted), posterior.particles.members
             shape = last.matrix(last.parameters).shape
-            blanks = [
-                Curvature.blank(posterior.structure, *shape, layer=number) for _ in range(posterior.particles.members)
-            ]
+            blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
             posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior._blank(config["stored"])
         return posterior
@@ -264,11 +248,11 @@ class Laplace(SamplingPosterior):
         return super().blank_draw(state)
 
 
-def check_precision(prior_precision: object) -> None:
-    if prior_precision != "marginal_likelihood" and not (is_finite(prior_precision) and prior_precision > 0):
-        raise ValueError(
-            f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of N(0, σ²)'
-        )
+def precision_or_name(prior_precision: Precision) -> Precision:
+    """The prior precision, above 0 where it is a number."""
+    if isinstance(prior_precision, str):
+        return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
+    return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
 
 
 def chosen(prior_precision: Precision, curvature: Curvature) -> float:

@@ -11,7 +11,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import weights
-from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
 from dissensus.methods.parts.strength import Repulsion, Strength
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -58,7 +58,7 @@ class WeightRDE(StackedPosterior):
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
         repulsion = scores.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
-        weight = self.annealed(self.annealing)
+        weight = annealed(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}

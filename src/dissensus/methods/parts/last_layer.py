@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.methods.parts.curvature import Gathered
+from dissensus.methods.parts.curvature import CurvatureSums
 from dissensus.numerics.checks import one_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -106,7 +106,7 @@ def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
         handle.remove()
 
 
-def gather(gathered: Gathered, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
+def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
     """Adds what one batch has to say of one network."""
     x, y, weight = batch
     with watching(last) as seen, batches.unchanged(x):
