@@ -14,7 +14,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.core.statistics import statistics_layers
 from dissensus.numerics.randomness import same_random_state
-from dissensus.surgery.conversion import few
+from dissensus.surgery.conversion import first_names
 from dissensus.surgery.nodes import Noded, Site, by_layer, standing, watched, written_into
 
 log = logging.getLogger("dissensus")
@@ -109,7 +109,7 @@ def examine_layers(
         log.warning(
             "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, leave "
             "these layers out with layers=[...]",
-            few(unmet),
+            first_names(unmet),
         )
     try:
         with same_random_state(like.device):
@@ -135,7 +135,7 @@ def warn_of_start(network: nn.Module, std: float | None) -> None:
     if blank:
         log.warning(
             'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
-            few(blank),
+            first_names(blank),
         )
     elif std is not None and std > WIDE:
         log.warning(
