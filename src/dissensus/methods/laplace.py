@@ -104,14 +104,15 @@ class Laplace(SamplingPosterior):
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Draws anew with another prior precision; no data are needed."""
         precision_or_name(prior_precision)
-        curvatures, stored = self._fitted()
+        curvatures = self._fitted()
+        assert self.stored is not None  # it comes and goes with the curvature
         for curvature in curvatures:
             curvature.precision.fill_(chosen(prior_precision, curvature))
         self.prior_precision = prior_precision
         # The network may have been trained since: around the new last layers is what was around the old ones. Functions
         # that were drawn from those stay as they are.
         families, samples = [], self.sample(self.samples, own_generator(self.device))
-        for m, family in enumerate(stored):
+        for m, family in enumerate(self.stored.each):
             own = copy.deepcopy(family.own)
             for name, sampled in samples.items():
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
@@ -122,7 +123,7 @@ class Laplace(SamplingPosterior):
     @property
     def precision(self) -> float:
         """δ in use: the one that was given, or found by the evidence; of several networks the mean."""
-        return fmean(float(curvature.precision) for curvature in self._fitted()[0])
+        return fmean(float(curvature.precision) for curvature in self._fitted())
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
@@ -132,7 +133,7 @@ class Laplace(SamplingPosterior):
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
-        curvatures = self._fitted()[0]
+        curvatures = self._fitted()
         given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
         each = [
             c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
@@ -143,20 +144,20 @@ class Laplace(SamplingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> the mean of the last layer's weights and biases; of a list of networks (M, ...)."""
-        means = torch.stack([curvature.mean for curvature in self._fitted()[0]])
+        means = torch.stack([curvature.mean for curvature in self._fitted()])
         return self.plain(self._last().tensors(means))
 
     @property
     def variance(self) -> Tensors:
         """Name -> their marginal variances; of a list of networks (M, ...)."""
-        variances = torch.stack([curvature.variance() for curvature in self._fitted()[0]])
+        variances = torch.stack([curvature.variance() for curvature in self._fitted()])
         return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
         return [] if self.curvature is None else list(self._last().parameters)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        curvatures, last = self._fitted(stored=False)[0], self._last()
+        curvatures, last = self._fitted(), self._last()
 
         def around(m: int) -> Tensors:
             mean = curvatures[m].mean
@@ -199,7 +200,7 @@ class Laplace(SamplingPosterior):
         ]
 
     def _last(self) -> LastLayer:
-        return self._layer(int(self._fitted(stored=False)[0][0].layer))
+        return self._layer(int(self._fitted()[0].layer))
 
     def _layer(self, number: int) -> LastLayer:
         """The layer of this number, with one network's parameters: those of a stack's template are empty."""
@@ -210,18 +211,18 @@ class Laplace(SamplingPosterior):
             name, layer, {f"{under}{k}": one[f"{under}{k}"] for k, _ in layer.named_parameters(recurse=False)}
         )
 
-    def _fitted(self, *, stored: bool = True) -> tuple[list[Curvature], list[Particles]]:
-        if self.curvature is None or (stored and self.stored is None):
+    def _fitted(self) -> list[Curvature]:
+        if self.curvature is None:
             raise ValueError(
                 "expected a Laplace that was fitted, got one that has seen no data; call fit_posthoc(loader) with the "
                 "training data of the network"
             )
-        return list(self.curvature), [] if self.stored is None else self.stored.each  # type: ignore[arg-type]
+        return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         return {
             **super().config(),
-            "fitted": None if self.curvature is None else int(self._fitted(stored=False)[0][0].layer),
+            "fitted": None if self.curvature is None else int(self._fitted()[0].layer),
         }
 
     @classmethod

@@ -156,18 +156,12 @@ def _weighing(layer: nn.Module) -> bool:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    kind: type[nn.Module]
-    for kind in (nn.Linear, *CONVOLUTIONS):
-        if isinstance(layer, kind):
-            if type(layer).forward is not kind.forward:  # a kind of one's own that does something else with its weights
-                return False
-            return not isinstance(layer, CONVOLUTIONS) or _pointwise(layer)
-    return False
-
-
-def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
-    ones = all(set(getattr(layer, key)) == {1} for key in ("kernel_size", "stride"))
-    return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
+    """Whether this is a linear layer or a 1×1 convolution, and no kind of one's own that does something else."""
+    if isinstance(layer, CONVOLUTIONS):
+        ones = {*layer.kernel_size, *layer.stride, layer.groups} == {1}
+        padded = not isinstance(layer.padding, str) and set(layer.padding) != {0}
+        return ones and not padded and type(layer).forward in {kind.forward for kind in CONVOLUTIONS}
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
 def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:
