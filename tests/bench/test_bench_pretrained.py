@@ -173,7 +173,7 @@ def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
     assert all(wanted <= evaluation.metrics.keys() for evaluation in evaluations)
     assert [evaluation.metrics["cost/train_seconds"] > 0 for evaluation in evaluations] == [False, False, True, True]
     node = made[-1].posterior()
-    assert (node.settings["mode"], node.components, node.settings["batch_norm"]) == ("in", 4, "frozen")
+    assert (node.mode, node.components, node.batch_norm) == ("in", 4, "frozen")
 
 
 def test_the_task_has_every_number_of_components_in_both_modes():

@@ -17,7 +17,7 @@ from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
@@ -25,7 +25,7 @@ from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
 from dissensus.numerics.tree import Tensors
 
 
-class FeatureRDE(StackedPosterior):
+class FeatureRDE(RepellingPosterior, StackedPosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
     With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal
@@ -70,8 +70,7 @@ class FeatureRDE(StackedPosterior):
         self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" leaves it out')
         self.order = one_of("order", order, ("largest", "smallest"))
         self.bandwidth = one_of("bandwidth", bandwidth, ("median", "squared"))
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
@@ -115,10 +114,6 @@ class FeatureRDE(StackedPosterior):
         v = w * self._prior_slope(features) / w.sum().clamp(min=torch.finfo(w.dtype).tiny) + c * root * force
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
-
-    def before_step(self, batch: Batch) -> None:
-        super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""
@@ -187,10 +182,6 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
     if tied:
         raise ValueError(
             f"expected a head with parameters of its own, got '{tied[0]}' tied to one of '{head}'; untie them first"
-        )
-    if layer == head or layer.startswith(f"{head}."):
-        raise ValueError(
-            f"expected a layer before the head '{head}', got '{layer}' in it; name the layer that feeds it"
         )
     stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
     encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]

@@ -13,13 +13,13 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, input_dimension
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales
 
 
-class FoRDE(InputGradientPosterior):
+class FoRDE(RepellingPosterior, InputGradientPosterior):
     """Members that repel each other by the direction of their input gradients: they agree on labels for other reasons.
 
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
@@ -60,8 +60,7 @@ class FoRDE(InputGradientPosterior):
             )
         super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self.every = whole("every", every)
         self.capturable = every == 1
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
@@ -91,7 +90,6 @@ class FoRDE(InputGradientPosterior):
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)

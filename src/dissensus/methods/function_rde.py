@@ -15,8 +15,8 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.numerics.checks import number, one_of
@@ -24,7 +24,7 @@ from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class FunctionRDE(StackedPosterior):
+class FunctionRDE(RepellingPosterior, StackedPosterior):
     """Members that repel each other by their outputs, so that together they approach the posterior over functions.
 
     With F_i the outputs of member i on the batch,
@@ -68,8 +68,7 @@ class FunctionRDE(StackedPosterior):
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior, got none; prior networks are drawn from it")
         self.score = one_of("score", score, scores.MATRICES)
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
             self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass inputs of your own")
@@ -99,7 +98,7 @@ class FunctionRDE(StackedPosterior):
             prior = self._outputs(self._prior_draw(params), buffers, batch.x)
             z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
         loss = nll if self.functional_prior else nll + self.penalty(params)
-        return with_gradient_times(loss, self.annealed(self.annealing)), z, after
+        return with_gradient_times(loss, annealed(self, self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
@@ -111,17 +110,13 @@ class FunctionRDE(StackedPosterior):
         v[where] = scores.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
-            v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
+            v["outputs"] = v["outputs"] - slope * annealed(self, self.annealing) / (self.data_size or 1)
         return v
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         if self.coupled and isinstance(self.repel_at, InputBuffers):
             self.output_shape(self.repel_at.inputs())  # raises where the network does not take them
-
-    def before_step(self, batch: Batch) -> None:
-        super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)

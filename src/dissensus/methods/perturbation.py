@@ -53,6 +53,3 @@ class GaussianPerturbation(SamplingPosterior):
             return found
 
         return by_network(around, self.particles.members)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "noise": self.noise}

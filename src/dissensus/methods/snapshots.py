@@ -62,6 +62,7 @@ class SnapshotEnsemble(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=whole("members", members), likelihood=likelihood, **prior)
+        self.start, self.every = start, every
         snapshots = Snapshots(start, every, wanted=members, tail=0.0)
         self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
 
@@ -78,5 +79,4 @@ class SnapshotEnsemble(RecordingPosterior):
         return lambda epoch: cosine_cycles(epoch / max(epochs, 1), cycles=self.samples)
 
     def config(self) -> dict[str, Any]:
-        shared = {key: value for key, value in super().config().items() if key not in ("samples", "stored")}
-        return {"members": self.samples, **shared, **self.recorder.snapshots.given}
+        return {"members" if key == "samples" else key: value for key, value in super().config().items()}

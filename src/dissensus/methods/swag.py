@@ -118,9 +118,9 @@ class SWAG(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        whole("rank", rank)
-        number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        self.rank, self.start, self.every = whole("rank", rank), start, every
+        self.scale = number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         snapshots = Snapshots(start, every, wanted=2 * rank)
         self.recorder = GaussianRecorder(self.recorded, snapshots, rank=rank, scale=scale)
 
@@ -133,10 +133,6 @@ class SWAG(RecordingPosterior):
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
         return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
-
-    def config(self) -> dict[str, Any]:
-        rank, scale = len(self.recorder.deviations), self.recorder.scale
-        return {**super().config(), **self.recorder.snapshots.given, "rank": rank, "scale": scale}
 
 
 class SWA(RecordingPosterior):
@@ -159,6 +155,7 @@ class SWA(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=1, likelihood=likelihood, **prior)
+        self.start, self.every = start, every
         self.recorder = MeanRecorder(self.recorded, Snapshots(start, every, wanted=40))
 
     @property
@@ -167,4 +164,4 @@ class SWA(RecordingPosterior):
         return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
 
     def config(self) -> dict[str, Any]:
-        return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.snapshots.given}
+        return {key: value for key, value in super().config().items() if key != "samples"}

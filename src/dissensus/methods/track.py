@@ -32,10 +32,8 @@ def track(
         fit(run, loader, epochs=10)
         tradi, swag = run.watchers
     """
-    if odd := [each for each in methods if not callable(each)]:
-        raise TypeError(
-            f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"
-        )
+    if not methods or not all(map(callable, methods)):
+        raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")
     if isinstance(base, Posterior) and (likelihood is not None or prior):
         raise ValueError("expected no likelihood or prior beside a posterior, got one; it has its own")
     run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)

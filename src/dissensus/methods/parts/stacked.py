@@ -23,11 +23,6 @@ class StackedPosterior(Posterior):
     ) -> None:
         super().__init__(stack_members(modules, likelihood), **prior)
 
-    def annealed(self, annealing: Annealing) -> Tensor | float:
-        """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
-        step = self.steps - self.began if annealing.steps is None else self.steps
-        return annealing(step, self.run_length)
-
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
@@ -40,3 +35,9 @@ class StackedPosterior(Posterior):
         if "annealing" in keywords:
             keywords["annealing"] = Annealing(**keywords["annealing"])
         return cls(placeholders(network, config["members"]), likelihood=likelihood, **keywords)
+
+
+def annealed(posterior: Posterior, annealing: Annealing) -> Tensor | float:
+    """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
+    step = posterior.steps - posterior.began if annealing.steps is None else posterior.steps
+    return annealing(step, posterior.run_length)

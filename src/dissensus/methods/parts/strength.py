@@ -8,9 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dissensus.core.batch import Batch
+from dissensus.core.posterior import Posterior
 from dissensus.numerics.checks import number, one_of, whole
 
 Repulsion = Literal["1/B", "1/N"] | float
+
+
+class RepellingPosterior(Posterior):
+    """Base class of methods whose members repel each other; `repel` belongs into their constructor."""
+
+    def repel(self, repulsion: Repulsion, batch_size: int | None) -> None:
+        """Sets how strongly."""
+        self.repulsion, self.batch_size = repulsion, batch_size
+        self.strength = Strength(repulsion, self.data_size, batch_size)
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
 
 @dataclass
