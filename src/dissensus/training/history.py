@@ -10,7 +10,7 @@ from dissensus.engine.memory import Memory
 
 @dataclass
 class Epoch:
-    """What one epoch of training gave."""
+    """What one epoch of training gave; `epoch` counts from 0. What `fit` passes to its callback."""
 
     epoch: int
     loss: float  # mean over members and batches
@@ -22,13 +22,13 @@ class Epoch:
 
     @property
     def judge(self) -> float | None:
-        """The number by which the state after this epoch is kept or not."""
+        """The score, lower is better, by which the state after this epoch is kept; None without validation."""
         return self.validation if self.look is None else self.look
 
 
 @dataclass
 class History:
-    """What `fit` returns: one entry per epoch, and which one was kept."""
+    """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`."""
 
     epochs: list[Epoch] = field(default_factory=list)
     best: int | None = None  # the epoch kept by validation; None where none was chosen

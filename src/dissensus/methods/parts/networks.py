@@ -20,7 +20,12 @@ Networks = nn.Module | Sequence[nn.Module] | Particles
 
 
 class NetworksPosterior(Posterior):
-    """Base class of methods that hold one module, the caller's own, or a stack of several."""
+    """Base class of methods that hold one module, the caller's own, or a stack of several.
+
+    Args:
+        networks: one module, a list of M of one architecture, or another posterior's `Particles`, taken as they are.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    """
 
     def __init__(
         self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
