@@ -49,8 +49,14 @@ class ImageSet:
 def image_set(name: str, split: str, *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
     """ImageSet of one split of a catalogued set; images (N, C, H, W) uint8, labels (N,) int64.
 
-    folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded: a set
-    that is not there raises FileNotFoundError with the files to put there. verify: compare checksums before reading.
+    Args:
+        name: "mnist", "fashion_mnist", "notmnist", "cifar10", "cifar100" or "svhn".
+        split: "train" or "test", where the set has both.
+        folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded.
+        verify: compares checksums before reading.
+
+    Raises:
+        FileNotFoundError: the set is not there; the message names the files to put there.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
     images, labels = READERS[variant.reader](paths)

@@ -19,9 +19,12 @@ def split_indices(
 ) -> tuple[Tensor, Tensor]:
     """Train rows (N − V,) and validation rows (V,), int64, ascending, disjoint, together 0 … count − 1.
 
-    validation: how many rows, or which share of them when it is a float. labels (count,): every class then gives its
-    proportional share, rounded by largest remainder so that the sum is exact. The same seed gives the same rows; the
-    global generator is not touched.
+    Args:
+        count: N.
+        validation: V, how many rows, or which share of them when it is a float.
+        seed: the same seed gives the same rows; the global generator is not touched.
+        labels: (count,); every class then gives its proportional share, rounded by largest remainder so that the sum is
+            exact.
     """
     held = _held_out(count, validation)
     generator = torch.Generator().manual_seed(seed)
