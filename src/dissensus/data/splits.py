@@ -49,7 +49,12 @@ def split_indices(
 def train_validation(
     images: ImageSet, *, validation: int | float, seed: int = 0, stratified: bool = True
 ) -> tuple[ImageSet, ImageSet]:
-    """Train and validation ImageSet cut from a training set; stratified keeps the class shares, see split_indices."""
+    """Train and validation ImageSet cut from a training set.
+
+    Args:
+        validation, seed: as in `split_indices`.
+        stratified: whether both keep the shares of the classes.
+    """
     labels = images.labels if stratified else None
     train, held = split_indices(len(images), validation=validation, seed=seed, labels=labels)
     return images.subset(train), images.subset(held)

@@ -59,7 +59,7 @@ class RegressionSplit:
 
 @dataclass(frozen=True, eq=False)
 class TabularSet:
-    """Rows with class labels, in original units."""
+    """Rows with class labels, in original units: x (N, D), y (N,) int64."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (N,) int64

@@ -20,7 +20,14 @@ from dissensus.numerics.kernels import directions, squared_distances, working
 
 
 class MemberDistances(NamedTuple):
-    """Means over pairs of members, and how many independent members they are worth; made by `member_distances`."""
+    """Means over pairs of members, and how many independent members they are worth; made by `member_distances`.
+
+    Args:
+        weight: ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own.
+        function: root mean square of fᵢ − fⱼ over inputs and all outputs of the network.
+        gradient: angle in radians between input gradients, mean over inputs; NaN where all vanish.
+        effective: effective members, 1 to M (`metrics.effective_members`).
+    """
 
     weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
     function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network

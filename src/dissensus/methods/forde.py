@@ -79,6 +79,7 @@ class FoRDE(InputGradientPosterior):
 
     @property
     def lengthscales(self) -> Lengthscales | None:
+        """The kernel's lengthscales, on the posterior's device; None is the identity."""
         if self.eigenvectors is None or self.precision is None or self.remainder is None:
             return None
         return Lengthscales(self.eigenvectors, self.precision, self.remainder)

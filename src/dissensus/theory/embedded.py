@@ -58,6 +58,7 @@ def embedded_kernels(
     an output bias, which would tie members whatever their modulations.
 
     Args:
+        x1, x2: inputs (N1, D) and (N2, D); None is x1.
         depth: hidden layers.
         activation: φ, a name ("relu", "erf", …), a module or an `Activation`.
         u, v: laws of the modulations, one, or one for each hidden layer.

@@ -39,7 +39,10 @@ TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
 @dataclass(frozen=True)
 class Kernels:
-    """(N1, N2) each, float64: of one output; outputs are independent of one another."""
+    """(N1, N2) each, float64: of one output; outputs are independent of one another.
+
+    `.nngp` is E f(x) f(x') at initialisation, `.ntk` ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
+    """
 
     nngp: Tensor  # E f(x) f(x')
     ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩

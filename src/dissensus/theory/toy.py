@@ -63,14 +63,23 @@ def toy_spectrum(
 
 
 def optimal_members(width: int, time: float) -> float:
-    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help (t > 0)."""
+    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help.
+
+    Args:
+        width: N.
+        time: t > 0, in units of 1/λ_max.
+    """
     whole("width", width)
     number("time", time, above=0, hint="untrained, more members always help")
     return float((width / (4 * time**2)) ** (1 / 3))
 
 
 def transition(members: int, width: int) -> float:
-    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does."""
+    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does.
+
+    Args:
+        members, width: M and N.
+    """
     whole("members", members)
     whole("width", width)
     return float((1 + (members * width) ** 0.5) ** -0.5)

@@ -10,7 +10,17 @@ from dissensus.engine.memory import Memory
 
 @dataclass
 class Epoch:
-    """What one epoch of training gave; `epoch` counts from 0. What `fit` passes to its callback."""
+    """What one epoch of training gave; what `fit` passes to its callback.
+
+    Args:
+        epoch: its number, from 0.
+        loss: mean over members and batches.
+        members: M mean losses.
+        lr: learning rate of the first parameter group.
+        seconds: of training, without validation.
+        validation: negative log-likelihood of the mixture; None without validation data.
+        look: the same of what would be sampled, where a method is judged by that (TRADI).
+    """
 
     epoch: int
     loss: float  # mean over members and batches
@@ -28,7 +38,14 @@ class Epoch:
 
 @dataclass
 class History:
-    """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`."""
+    """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
+
+    Args:
+        epochs: one `Epoch` each.
+        best: the epoch kept by validation; None where none was chosen.
+        engine: how members ran, as in `fit(engine=...)`.
+        memory: what training was expected to need, in bytes.
+    """
 
     epochs: list[Epoch] = field(default_factory=list)
     best: int | None = None  # the epoch kept by validation; None where none was chosen
