@@ -56,17 +56,39 @@ def fit(
 ) -> History:
     """The history of training the posterior in place.
 
-    `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
-    epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops
-    after that many epochs without a better one. TRADI is judged at ten epochs, by what it would sample; of methods that
-    collect a trajectory (SWAG, SWA, snapshots) nothing is restored. `optimizer`: built on `posterior.parameters()`; None
-    takes the method's default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
-    `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
-    run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
-    is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
-    each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
-    `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
-    of a group train a model of its own; else several are refused. `draw`: whether to store a draw at the end (`ds.refresh`).
+    One optimiser over all members; every member trains as it would alone, unless the method couples them. Afterwards
+    the posterior is in eval mode, at its best epoch where there is validation, with a stored draw where the method
+    samples.
+
+    Args:
+        posterior: a method wrapped around a network or networks.
+        loader: any iterable of (x, y) or (x, y, weight), gone through once per epoch. x: a tensor, a tuple or a dict of
+            tensors (B, ...); y: targets (B, ...); weight: (B,), how often each example counts.
+        epochs: passes over the loader in all, those of a resumed checkpoint included.
+        validation: another loader. After each epoch the mixture's negative log-likelihood on it decides which state is
+            kept. TRADI is judged at up to ten epochs, by what it would sample; for methods that collect a trajectory
+            (SWAG, SWA, snapshots) nothing is restored.
+        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None takes the method's
+            default with its schedule.
+        scheduler: a torch scheduler of that optimizer, stepped once per epoch.
+        clip: largest gradient norm of each member; None does not clip.
+        accumulate: batches whose gradients make one optimiser step.
+        patience: epochs without a better validation score after which training stops; None never stops early.
+        precision: "auto" is bf16 on GPUs that have it, else float32.
+        engine: how members run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+".
+        device: where to train; None is the GPU if there is one.
+        callback: called with each `Epoch`; a true return value stops training.
+        progress: whether progress is shown, or the title to show it under.
+        checkpoint: a file written after each epoch; if it exists, training resumes from it.
+        checkpoint_seconds: least time between two writes; the last epoch is always written.
+        ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
+        draw: whether to store a draw at the end (`ds.refresh`).
+
+    Returns:
+        A `History`: one `Epoch` each, the index of the one kept, the engine that ran, and the memory expected.
+
+    Raises:
+        Diverged: a member's loss, gradient or weight is no longer finite; `.members` says whose.
     """
     if not isinstance(posterior, Posterior):
         raise TypeError(
@@ -196,7 +218,7 @@ class _Run:
 
 
 def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given."""
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn

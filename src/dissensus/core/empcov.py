@@ -23,9 +23,14 @@ from dissensus.numerics.tree import Tensors
 class EmpCov(Prior):
     """First-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
 
-    `network`: the architecture; `layer`: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d
-    (C over the patches it sees). `inputs`: (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
-    `rest`: the prior on all other tensors, or a Gaussian's deviation; None leaves them to the optimiser's weight decay.
+    Args:
+        inputs: training inputs (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
+        network: the architecture; the values of its weights do not matter.
+        layer: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d (C over the patches it
+            sees).
+        alpha: factor of C: weights are free along directions in which inputs vary.
+        epsilon: variance left along directions in which inputs do not vary.
+        rest: the prior on all other tensors, or a Gaussian's standard deviation; None leaves them to weight decay.
     """
 
     root: Tensor

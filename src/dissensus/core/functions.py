@@ -19,7 +19,10 @@ from dissensus.core.predictive import Predictive
 
 
 class DrawnFunctions(nn.Module, ABC):
-    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
+    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out).
+
+    Attributes: `members` is M, `networks` how many networks these are functions of (M / networks of each, in order).
+    """
 
     members: int
     networks: int = 1  # of which these are functions, network by network, as many of each
@@ -44,7 +47,7 @@ class DrawnFunctions(nn.Module, ABC):
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
-        """The mixture of the functions."""
+        """The `Predictive` of the functions' mixture at inputs x (B, ...), without the posterior's temperature."""
         with batches.unchanged(x):
             return self.likelihood.predictive(*self.describe(x))
 

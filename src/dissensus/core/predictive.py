@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 class Predictive(ABC):
-    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always."""
+    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always.
+
+    `len(predictive)` is B, `predictive[i]` the predictive of some inputs, `Predictive.cat` joins batches. Base class of
+    `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
+    """
 
     @property
     @abstractmethod
@@ -41,15 +45,15 @@ class Predictive(ABC):
 
     @abstractmethod
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B, ...) log-probability or log-density of y under the mixture."""
+        """(B, ...) log-probability or log-density of y under the mixture; y as the likelihood takes it."""
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper), each of the mean's shape."""
+        """(lower, upper), each of the mean's shape: a central interval with the share `level`, between 0 and 1."""
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y from the mixture, the draws' axis first."""
+        """n draws of y from the mixture, the draws' axis first, (n, B, ...); `generator` on the predictive's device."""
 
     @abstractmethod
     def described(self) -> tuple[Tensor, ...]:
@@ -96,7 +100,14 @@ class Predictive(ABC):
 
 
 class ClassificationPredictive(Predictive):
-    """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W)."""
+    """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W).
+
+    `mean` (B, C, ...) are probabilities, `log_mean` their logarithms, `confidence` (B, ...) the largest one;
+    `aleatoric` is the members' mean entropy and `epistemic` their mutual information with the label, (B, ...) in nats.
+
+    Args:
+        log_probabilities: normalised over axis 2.
+    """
 
     def __init__(self, log_probabilities: Tensor) -> None:
         self._members = log_probabilities
@@ -162,7 +173,14 @@ class ClassificationPredictive(Predictive):
 
 
 class RegressionPredictive(Predictive):
-    """A mixture of Gaussians from members' means and variances (M, B, D)."""
+    """A mixture of Gaussians from members' means and variances (M, B, D).
+
+    `mean` (B, D); `aleatoric` is the mean of the variances and `epistemic` the variance of the means, (B, D).
+    `interval`, `quantile` and `cdf` are those of the mixture, output by output.
+
+    Args:
+        means, variances: (M, B, D) or (M, B), in the units of y and their squares.
+    """
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
         self._means = means
@@ -197,7 +215,7 @@ class RegressionPredictive(Predictive):
         return below.mean(0)
 
     def quantile(self, q: float) -> Tensor:
-        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding."""
+        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
         reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
         spread = self.variances.sqrt() * float(reach)
         # Every member's own quantile lies inside this bracket, so the mixture's does.

@@ -17,9 +17,14 @@ from dissensus.core.predictive import (
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, each with a member axis of length one.
+    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise`.
 
-    Gives all that a `Predictive` gives but what needs single members.
+    Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
+    classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
+
+    Args:
+        centre: (1, B, ...), log of the mean probabilities, or the mean.
+        aleatoric, epistemic: (1, B, ...).
     """
 
     def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:

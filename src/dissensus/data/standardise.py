@@ -12,7 +12,9 @@ from torch import Tensor
 class Standardiser:
     """z = (x − mean) / std, with mean and std measured on training data; uint8 values are pixels and read as x / 255.
 
-    Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged.
+    Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged. Made by
+    `Standardiser.of_rows(x)` or `Standardiser.of_channels(images)`; `standardiser(x)` applies it, `.inverse(z)` undoes
+    it.
     """
 
     mean: Tensor  # (D,) of rows, (C, 1, 1) of images; float64

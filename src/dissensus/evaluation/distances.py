@@ -20,7 +20,14 @@ from dissensus.numerics.kernels import directions, squared_distances, working
 
 
 class MemberDistances(NamedTuple):
-    """Means over pairs of members, and how many independent ones they are worth."""
+    """Means over pairs of members, and how many independent members they are worth; made by `member_distances`.
+
+    Args:
+        weight: ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own.
+        function: root mean square of fᵢ − fⱼ over inputs and all outputs of the network.
+        gradient: angle in radians between input gradients, mean over inputs; NaN where all vanish.
+        effective: effective members, 1 to M (`metrics.effective_members`).
+    """
 
     weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
     function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
@@ -34,6 +41,14 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as FoRDE
     compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
     Tensors that all members share add nothing to the distance of weights.
+
+    Args:
+        posterior: with at least two stored members; functions that a method samples are not compared.
+        x, y: one batch, as the loader gives it; y as the likelihood takes it.
+
+    Returns:
+        `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
+        members.
     """
     with left_as_found(posterior):  # an error where it is a network
         particles = posterior.particles
@@ -108,12 +123,18 @@ class Numbered(Protocol):
 
 
 class DistancesOverTraining:
-    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs, and from the start if asked.
-
-    `.epochs` are numbers of epochs done, `.distances` what was found after them. `tell` is called with both each time.
+    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs.
 
         record = DistancesOverTraining(posterior, x, y, every=10)
+        record.look(0)  # before training
         fit(posterior, loader, epochs=100, callback=record)
+
+    Attributes: `.epochs` are numbers of epochs done, `.distances` the `MemberDistances` found after them.
+
+    Args:
+        posterior, x, y: as in `member_distances`.
+        every: k, epochs between two measurements.
+        tell: called with (epochs done, distances) each time; None tells nobody.
     """
 
     def __init__(
@@ -138,7 +159,7 @@ class DistancesOverTraining:
             self.look(epoch.epoch + 1)
 
     def look(self, epochs_done: int) -> MemberDistances:
-        """The distances now, kept as those after so many epochs: 0 before training."""
+        """The distances now, stored under the number of epochs done: 0 before training."""
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)
         self.distances.append(found)

@@ -38,11 +38,21 @@ def evaluate(
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
-    `ood`: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels). `shift`:
-    name -> loader of inputs of another distribution with targets of the same task. `corrupt`: "all", "benchmark", names
-    of corruptions or Corruptions(...), applied to the loader's images; the loader is then gone through twice. `score`:
-    what OOD inputs are ranked by, "max_probability" (None), "entropy", "mutual_information" or "energy"; for a
-    regression "variance" (None) or "epistemic". Loaders give a fixed order where methods are to be compared.
+    Args:
+        loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
+        ood: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels).
+        shift: name -> loader of inputs from another distribution, with targets of the same task.
+        corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the images of the loader,
+            which is then gone through twice; None applies none.
+        score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
+            a regression "variance" (None) or "epistemic".
+
+    Returns:
+        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
+        text.
+
+    Raises:
+        Diverged: a member predicts NaN.
     """
     spec = as_corruptions(corrupt)
     for keyword, sets in (("ood", ood), ("shift", shift)):
@@ -90,7 +100,7 @@ def evaluation_of(
     prevalence: float | None = None,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken.
+    """The Evaluation of predictions already made: what `evaluate` computes once the networks have run.
 
     prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
     predictions, stated where it is not 1.

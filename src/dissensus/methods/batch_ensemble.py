@@ -28,13 +28,20 @@ from dissensus.surgery.order import ends, follow
 class BatchEnsemble(EmbeddedPosterior):
     """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
 
-    `modulation`: the law of r and s, which decides whether members are M networks or one: `Modulation.sign()` makes
-    independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows. `regime`: γ,
-    "independent" (M), "collective" (1), a number, or "auto" by the modulation's collectivity and M. `form`: "wen", or "talk".
-    `modulation_lr`: the modulations' learning rate in `parameter_groups`, that of the weights where it is None. `layers`:
-    patterns of names of the layers to be cut, None for all. Norm layers (affine and statistics) and the
-    output bias are each member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the
-    sign of s to act.
+    y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Norm layers (affine and statistics) and the output bias are each
+    member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the sign of s to act.
+
+    Args:
+        module: one network.
+        members: M.
+        modulation: the law of r and s, required. It decides whether members are M networks or one: `Modulation.sign()`
+            makes independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
+            "auto" by the modulation's collectivity and M.
+        form: "wen", r and s at every layer; "talk", without the first r and the last s.
+        modulation_lr: the modulations' learning rate in `parameter_groups`; None is that of the weights.
+        layers: patterns of names of the layers to be cut ("encoder.*"); None is all.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "batch_ensemble"

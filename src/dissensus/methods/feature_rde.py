@@ -28,20 +28,28 @@ from dissensus.numerics.tree import Tensors
 class FeatureRDE(RepellingPosterior, StackedPosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
-    With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal
-    directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
+    With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection`
+    principal directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
 
         gradient at F_i = ∂ mean nll + ∂ mean prior(F_i) + c V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i).
 
-    `layer`: name of the submodule whose output is the feature. `head`: name of the submodule that all members share (the
-    first one's); its gradient is the mean over members, so it learns as fast as one network's would. `feature_prior`:
-    "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none", with a = `prior_scale`; the mean is over examples, as the
-    loss's. `repulsion`, c: "1/B" (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch
-    repels no more than others), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+    The defaults of `order` and `bandwidth` differ from the authors' code.
 
-    Two things differ from the authors' code unless asked for. `order`: the directions kept are the "largest" ones; the code
-    keeps the "smallest". `bandwidth`: h_i = median_j ‖p_i − p_j‖² / log M ("median"); the code squares that median again,
-    which does not have the unit of a squared distance ("squared").
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        layer: name of the submodule whose output is the feature.
+        head: name of the submodule that all members share (the first one's); its gradient is the mean over members, so
+            it learns as fast as one network's would.
+        projection: directions kept, at most M.
+        feature_prior: "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none"; a mean over examples, as the loss is.
+        prior_scale: a.
+        order: the directions kept are the "largest" ones; the authors' code keeps the "smallest".
+        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; the authors' code squares that median again, which
+            does not have the unit of a squared distance ("squared").
+        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch repels no more than
+            others.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "feature_rde"

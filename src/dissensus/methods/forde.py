@@ -25,14 +25,22 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
 
     with g_ib the derivative of member i's true-class logit at input b (`numerics.kernels.input_gradient_log_density`).
+    Inputs must be floating point with at least two features.
 
-    `lengthscales`: of the kernel, None (the identity) or what `pca_lengthscales` gives. `bandwidth`: "reference" (the
-    authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1). `gradient`: of the "logit" (the authors' code; the mean
-    for regression) or of the "log_prob", which does not change when a function is added to all logits. `repulsion`, c: "1/B"
-    (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch counts no more than others),
-    "1/N" (what the posterior asks for; needs `data_size`) or a number. `every`: repels at each such optimiser step only,
-    with the same c; the training step is then not captured in a CUDA graph. `examples`: repels on so many examples of each
-    batch, in a second forward pass over them; None is all of them.
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        lengthscales: of the kernel: None (the identity) or what `pca_lengthscales` gives.
+        bandwidth: "reference" (the authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1).
+        gradient: of the "logit" (the authors' code; the mean for regression) or of the "log_prob", which does not
+            change when a function is added to all logits.
+        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+        every: k: members repel at every k-th optimiser step only, with the same c; the training step is then not
+            captured in a CUDA graph.
+        examples: how many examples of each batch members repel on, in a second forward pass over them; None is all of
+            them.
+        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch counts no more than
+            others.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "forde"
@@ -70,6 +78,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     @property
     def lengthscales(self) -> Lengthscales | None:
+        """The kernel's lengthscales, on the posterior's device; None is the identity."""
         if self.eigenvectors is None or self.precision is None or self.remainder is None:
             return None
         return Lengthscales(self.eigenvectors, self.precision, self.remainder)

@@ -31,15 +31,25 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
 
-    pulled back to the weights, both terms divided by N = `data_size`. `score`: "kde", "stein" or "spectral_stein".
+    pulled back to the weights, both terms divided by N = `data_size`.
 
-    `repel_at`: where members are compared: "batch", the training batch; "noise", the batch plus normal noise of standard
-    deviation `noise`; or inputs of one's own, as the network takes them. `outputs`: compare "logits" (any likelihood's
-    outputs as they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the
-    flow is that of the functions themselves and holds for every likelihood. `functional_prior`:
-    ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein; otherwise the prior or the
-    optimiser's decay acts on the weights, as everywhere. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the
-    largest batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
+        repel_at: where members are compared: "batch", the training batch; "noise", the batch plus normal noise; or
+            inputs of your own, as the network takes them.
+        noise: standard deviation for "noise".
+        outputs: compare "logits" (any likelihood's outputs as they are) or, for classification, "probabilities". The
+            authors' code defaults to the latter; on logits the flow is that of the functions themselves and holds for
+            every likelihood.
+        functional_prior: ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein;
+            otherwise the prior or the optimiser's decay acts on the weights, as everywhere.
+        annealing: a_t; None is constant 1.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B; what FeatureRDE and FoRDE have) or a
+            number.
+        batch_size: B of "1/B"; None is the largest batch seen in training.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 
     name = "function_rde"

@@ -39,13 +39,20 @@ Precision = float | Literal["marginal_likelihood"]
 class Laplace(SamplingPosterior):
     """W ~ N(W*, (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
 
-    `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at its
-    end. `structure`: G whole ("full") or as a Kronecker product ("kron"), for wide layers. `covariance`: "rows" samples the
-    weights of each output by themselves, from their own block of the covariance, "joint" all together. Softmax does not
-    see what all outputs have in common, and a sharp network stays nearly as sure as it was in "joint"; "rows" is what the
-    usual probit formula, which reads the variances of outputs alone, stands for. `prior_precision`: δ, or
-    "marginal_likelihood": the δ of the largest evidence. `layer`: the name of the last layer, a linear one or a 1×1
-    convolution, where it should not be found by running. The rest of the network runs once for all samples.
+    `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at
+    its end. The rest of the network runs once for all samples.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, each with a Gaussian of its own.
+        structure: G whole ("full") or as a Kronecker product ("kron"), for wide layers.
+        covariance: "rows" samples the weights of each output by themselves, from their own block of the covariance,
+            "joint" all together. Softmax ignores what all outputs have in common, so a sharp network stays nearly as
+            sure as it was under "joint"; "rows" corresponds to the usual probit formula, which reads only the outputs'
+            variances.
+        prior_precision: δ, or "marginal_likelihood": the δ of the largest evidence.
+        layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
+        samples: functions per network and draw.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
 
     name = "laplace"
@@ -76,10 +83,13 @@ class Laplace(SamplingPosterior):
         self.curvature = None
 
     def fit_posthoc(self, loader: Iterable[Any], *, data_size: int | None = None) -> Self:
-        """This, fitted: curvature of the data in the loader at the network as it is, a prior precision, and a stored draw.
+        """This, fitted: curvature of the loader's data at the network as it is, a prior precision, and a stored draw.
 
-        The data are those that the network was trained on; weights of examples count. `data_size`: how many there are, where
-        the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
+        Args:
+            loader: batches (x, y) or (x, y, weight) of the data that the network was trained on; weights of examples
+                count.
+            data_size: how many there are, where the loader gives a part of them: sums are scaled to it. None: the
+                posterior's own, or each example of the loader once.
         """
         check_loader(loader)
         prior_of(data_size=data_size)
@@ -102,7 +112,7 @@ class Laplace(SamplingPosterior):
         self.fit_posthoc(loader)
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Draws anew with another prior precision; no data are needed."""
+        """Draws anew with another prior precision, a number above 0 or "marginal_likelihood"; no data are needed."""
         precision_or_name(prior_precision)
         curvatures = self._fitted()
         assert self.stored is not None  # it comes and goes with the curvature
@@ -126,10 +136,12 @@ class Laplace(SamplingPosterior):
         return fmean(float(curvature.precision) for curvature in self._fitted())
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
-        """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
+        """() log evidence of the data that this was fitted to, in nats; of several networks (M,), each one's.
 
-        Differentiable where that is a tensor. For a linear network with fixed noise at its mode it is exact. Of several
-        networks (M,): each one's.
+        For a linear network with fixed noise at its mode it is exact.
+
+        Args:
+            prior_precision: at which δ; a tensor makes the result differentiable by it. None is the one in use.
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)

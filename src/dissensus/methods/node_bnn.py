@@ -50,22 +50,32 @@ class NodeBNN(StoringPosterior):
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
         loss = mean over examples and samples of −log p(y | x, z) + β [KL(q ‖ p) − γ H(q)] / N
 
-    `mode`: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or both, a channel being one node of a
-    convolution. In training each of `train_samples` copies of each example has a component and noise of its own, all in one
-    pass of B · train_samples examples; a drawn function has one z. `samples`: functions of a draw, rounded up to a multiple of
-    `components`, of which each gives as many.
+    The network is copied; `.account` says which layers were converted and which were not. In training each copy of each
+    example has a component and noise of its own; a drawn function has one z.
 
-    `init_std`: σ at the start, None is `prior_std`; 0.1 suits a pretrained network. `init_spread`: of μ around 1 there.
-    `gamma` > 0: a hot posterior. `annealing`: β. `layers`: patterns of names; None is every linear and convolutional layer.
-    `bias_latent`: iBNN's scalar on each bias. `batch_norm`: "frozen" keeps the running statistics, as suits a pretrained
-    network, "trained" lets them follow. `bound`: on the entropy: "joint" over layers; "per_layer", each layer a mixture of
-    its own; "released", that with the 1/16 of the authors' code. `divergence`: "mixture", or iBNN's "surrogate".
-
-    `latent_lr`: rate of the latents for one component; the group's is K times that, since each component gets 1/K of the
-    gradient. None: the weights' rate. `latent_momentum`: theirs, 0 in the paper; None: the optimiser's.
-
-    The network is copied; `account` says which layers were converted and which were not. A list of networks gives each
-    its own latents and `samples` functions.
+    Args:
+        networks: one module, or a list of M, of which each has latents of its own and gives `samples` functions.
+        components: K.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; a channel is one node of
+            a convolution.
+        prior_std: standard deviation of the prior of z.
+        init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
+        train_samples: copies of each example, all in one pass of B · train_samples examples.
+        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
+        gamma: γ; above 0 a hot posterior.
+        init_spread: standard deviation of μ around 1 at the start.
+        annealing: β; None is constant 1.
+        bias_latent: iBNN's scalar latent on each bias.
+        layers: patterns of names of layers with latents; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
+        bound: on the entropy: "joint" over layers; "per_layer", each layer a mixture of its own; "released", that with
+            the 1/16 of the authors' code.
+        divergence: "mixture", or iBNN's "surrogate".
+        latent_lr: rate of the latents for one component; the group's is K times that, since each component gets 1/K of
+            the gradient. None: the weights' rate.
+        latent_momentum: momentum of the latents, 0 in the paper; None: the optimiser's.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
 
     name = "node_bnn"
@@ -235,7 +245,9 @@ class NodeBNN(StoringPosterior):
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
         """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all.
 
-        `network`: which of a list of networks.
+        Args:
+            component: 0 to K − 1, or None.
+            network: which of a list of networks.
         """
         network = member_index(network, self.particles.members)
         particles, mean = self._network(network), self._latents()[0][network]

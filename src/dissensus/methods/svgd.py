@@ -27,10 +27,16 @@ class SVGD(StackedPosterior):
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
-    `space`: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a weight
-    prior acts on each member's own weights, as strongly as the likelihood does). The loss is a mean over data, so φ is divided
-    by N = `data_size`; the 1/M is the paper's, and makes plain SGD M times slower than for an ensemble where members are far
-    apart. `annealing`: a_t.
+    The loss is a mean over data, so φ is divided by N = `data_size`; the 1/M is the paper's, and makes plain SGD M
+    times slower than for an ensemble where members are far apart.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        space: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a
+            weight prior acts on each member's own weights, as strongly as the likelihood does).
+        annealing: a_t; None is constant 1.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 
     name = "svgd"

@@ -96,10 +96,18 @@ class GaussianRecorder(MeanRecorder):
 class SWAG(RecordingPosterior):
     """w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))), with mean, variance and D of snapshots of the weights.
 
-    `rank`: deviations held, the last ones. `start`, `every`: which observe calls are snapshots, counted from 0; None lets
-    `begin` (which `fit` calls) spread 2·rank of them over the last quarter of the run. All trained parameters take part,
-    those of normalisation layers too. The network should go on moving while snapshots are taken: `fit`'s schedule for
-    this method ends in a constant rate. A list of networks gives a mixture of such Gaussians, one around each (MultiSWAG).
+    All trained parameters take part, those of normalisation layers too. The network should go on moving while snapshots
+    are taken: `fit`'s schedule for this method ends in a constant rate.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, which gives a mixture of such Gaussians, one around
+            each (MultiSWAG).
+        rank: rows of D: how many of the last deviations from the mean are held.
+        samples: functions per network and draw.
+        start, every: which observe calls (optimiser steps) are snapshots, counted from 0; None spreads 2·rank of them
+            over the last quarter of the run, whose length `fit` or `begin` gives.
+        scale: of the covariance: 0.5 is the paper's, 0 leaves the mean alone.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "swag"
@@ -136,9 +144,12 @@ class SWAG(RecordingPosterior):
 
 
 class SWA(RecordingPosterior):
-    """The mean of the weights that training passes through: SWAG without its noise. A draw has one function per network.
+    """The mean of the weights that training passes through: SWAG without its noise. One function per network.
 
-    `start`, `every` as in SWAG; None spreads 40 snapshots over the last quarter of the run.
+    Args:
+        networks: one module, held and not copied, or a list of M.
+        start, every: as in SWAG; None spreads 40 snapshots over the last quarter of the run.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "swa"

@@ -34,13 +34,22 @@ Init = Literal["current", "he"]
 class TRADI(RecordingPosterior):
     """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
 
-    `covariance`: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
-    shared by the weights, which the paper means; "diagonal"; or "released", the authors' program, whose phases differ
-    from weight to weight, so that its covariance is diagonal too. `correlation`: what shares phases, each "tensor", as in
-    that program, or each "layer", weight and bias together, as in the authors' talk. `state_noise`, `measurement_noise`:
-    variances of the filters' noises, (mean, variance). `drift`: "gradient" predicts the next mean by a step of plain
-    gradient descent, "none" by the last one. `init`: "current" starts at the weights there are, with variance 0, "he" at
-    mean 0 and variance 2/fan_in. Parameters of normalisation layers keep their trained values.
+    Parameters of normalisation layers keep their trained values.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, each tracked by itself.
+        samples: functions per network and draw.
+        covariance: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
+            shared by the weights, which the paper means; "diagonal"; or "released", the authors' program, whose phases
+            differ from weight to weight, so that its covariance is diagonal too.
+        correlation: what shares phases: each "tensor", as in that program, or each "layer", weight and bias together,
+            as in the authors' talk.
+        state_noise, measurement_noise: variances of the filters' noises, (mean's filter, variance's filter).
+        drift: "gradient" predicts the next mean by a step of plain gradient descent, "none" by the last one.
+        init: "current" starts at the present weights with variance 0, "he" at mean 0 and variance 2/fan_in.
+        features: random Fourier features per group of weights.
+        bandwidth: of the kernel between weights; larger correlates fewer of them.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "tradi"

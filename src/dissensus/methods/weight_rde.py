@@ -26,9 +26,16 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
 
         θ_i ← θ_i + η [a_t ∇ log p(θ_i | D) − ∇ log q(θ_i)]
 
-    The loss here is a mean over data, so both terms are divided by N = `data_size`. `score`: "kde", "stein" or
-    "spectral_stein". `annealing`: a_t, constant by default. The prior is `prior`, or the optimiser's decay.
-    `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest batch or `batch_size`) or a number in its place.
+    The loss here is a mean over data, so both terms are divided by N = `data_size`.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
+        annealing: a_t; None is constant 1.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
+        batch_size: B of "1/B"; None is the largest batch seen in training.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`; without a prior, the optimiser's weight decay is it.
     """
 
     name = "weight_rde"

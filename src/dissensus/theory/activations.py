@@ -40,7 +40,10 @@ class Expectations(NamedTuple):
 
 
 class Activation(ABC):
-    """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape."""
+    """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape.
+
+    For (z, z') ~ N(0, [[a, c], [c, b]]); `v` is the law of the modulations.
+    """
 
     function: Callable[[Tensor], Tensor]
 
@@ -159,7 +162,7 @@ _MODULES: dict[type[nn.Module], str] = {
 
 
 def activation_of(given: str | nn.Module | Activation) -> Activation:
-    """The expectations of an activation named, held by a module, or given as they are."""
+    """The `Activation` of a name ("relu", "erf", …), of an activation module, or given as it is."""
     if isinstance(given, Activation):
         return given
     if isinstance(given, str) and given in ACTIVATIONS:

@@ -58,9 +58,17 @@ def ensemble_blocks(
     fixed: Mapping[str, Tensor] | None = None,
     memory: int = 2**30,
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O); `own` tensors have the member axis first.
+    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O), for x1 and x2 or x1 with itself.
 
-    `fixed`: further own tensors that are not trained, such as masks and batch statistics.
+    Args:
+        function: f(params, x), of one member's tensors by name.
+        shared: tensors common to all members.
+        own: trained tensors of each member, the member axis first, (M, …).
+        fixed: further own tensors that are not trained, such as masks and batch statistics.
+        memory: bytes that gradients and kernels may take.
+
+    Raises:
+        ValueError: more memory is needed; pass fewer inputs at a time.
     """
     x1, second = checked_pair(x1, x2)
     lengths = {len(tensor) for tensor in (*own.values(), *(fixed or {}).values())}
@@ -102,10 +110,14 @@ def ensemble_blocks(
 def posterior_blocks(
     posterior: Posterior, x1: Tensor, x2: Tensor | None = None, *, memory: int = 2**30
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of a posterior of stored members that share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
+    """`EnsembleBlocks` of a posterior whose members share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
 
-    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u, each
-    with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u,
+    each with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+
+    Args:
+        x1, x2: inputs (N1, …) and (N2, …); None is x1.
+        memory: bytes that gradients and kernels may take.
     """
     particles = posterior.particles
     shared = {n: p for n, p in particles.shared_parameters().items() if n.startswith("network.")}

@@ -24,7 +24,13 @@ from dissensus.theory.inputs import variance_of
 
 @dataclass(frozen=True)
 class EmbeddedNetwork:
-    """Shared tensors "weight1"… (N_in, N_out), "bias1"…; own tensors "u1"…, "v1"… (M, N)."""
+    """An embedded ensemble of finite width as plain tensors, made by `draw`; `network(x)` is (M, B, O).
+
+    Args:
+        shared: "weight1"… (N_in, N_out), "bias1"… (N_out,).
+        own: "u1"…, "v1"… (M, N).
+        activation: name of φ.
+    """
 
     shared: dict[str, Tensor]
     own: dict[str, Tensor]
@@ -47,7 +53,15 @@ class EmbeddedNetwork:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = None,
     ) -> EmbeddedNetwork:
-        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
+        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`.
+
+        Args:
+            inputs, outputs: D and O.
+            width: units of every hidden layer, or of each.
+            depth: hidden layers.
+            members: M.
+            u, v, weight_variance, bias_variance: as in `embedded_kernels`.
+        """
         one_of("activation", activation, ACTIVATIONS)
         variance_of("weight_variance", weight_variance)
         variance_of("bias_variance", bias_variance)

@@ -39,7 +39,10 @@ TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
 @dataclass(frozen=True)
 class Kernels:
-    """(N1, N2) each, float64: of one output; outputs are independent of one another."""
+    """(N1, N2) each, float64: of one output; outputs are independent of one another.
+
+    `.nngp` is E f(x) f(x') at initialisation, `.ntk` ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
+    """
 
     nngp: Tensor  # E f(x) f(x')
     ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩
@@ -64,10 +67,17 @@ def kernel(
 ) -> Kernels:
     """`Kernels` (N1, N2) of an `nn.Sequential` (or `nets.MLP`) at infinite width, for x1 and x2 or for x1 with itself.
 
-    The network is read as a description; its weights are not looked at. A layer with a bias has one of variance bias_variance
-    that is trained, parameters with requires_grad=False are not trained. parameterization "ntk": layers Wx/√fan_in + b with
-    W ~ N(0, weight_variance); "standard": W ~ N(0, weight_variance/fan_in), whose tangent kernel grows with the network's own
-    widths. `memory`: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
+    The network is read as a description; the values of its weights do not matter. A layer with a bias has one of
+    variance bias_variance that is trained; parameters with requires_grad=False are not trained.
+
+    Args:
+        network: of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and known activations.
+        x1, x2: inputs (N1, …) and (N2, …), as the network takes them.
+        weight_variance: σ_w²; 2 keeps the size of signals through ReLU layers.
+        bias_variance: σ_b².
+        parameterization: "ntk": layers Wx/√fan_in + b with W ~ N(0, weight_variance); "standard": W ~ N(0,
+            weight_variance/fan_in), whose tangent kernel grows with the network's own widths.
+        memory: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     law = _Law(

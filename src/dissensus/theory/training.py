@@ -20,7 +20,13 @@ def train_embedded(
 ) -> tuple[Tensor, EmbeddedNetwork]:
     """((steps + 1, M, B, O) outputs on x before every step and after the last, the trained network); y is (B, O).
 
-    dw = −η (γ/M) Σ_α ∂L_α/∂w for what is shared, du_α = −η ∂L_α/∂u_α for what is a member's own, L_α = (1/2B) Σ_b (f_α − y)².
+    dw = −η (γ/M) Σ_α ∂L_α/∂w for what is shared, du_α = −η ∂L_α/∂u_α for what is a member's own, with the loss L_α =
+    (1/2B) Σ_b (f_α − y)²: plain gradient descent on full batches, for comparison with `ensemble_dynamics`.
+
+    Args:
+        learning_rate: η.
+        gamma: γ: M for the independent regime, 1 for the collective one.
+        train_modulations: whether u and v train too.
     """
     rates = dict.fromkeys(network.shared, learning_rate * gamma / network.members)
     rates |= {name: learning_rate for name in network.own if train_modulations}

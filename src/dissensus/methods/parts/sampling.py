@@ -35,9 +35,14 @@ log = logging.getLogger("dissensus")
 class SamplingPosterior(NetworksPosterior, StoringPosterior):
     """Base class of methods that sample weights around those of one network, or of each of a list.
 
-    `samples`: functions per network and draw. `latents`: tensors that are trained beside the network's, deviations for
-    example. Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks
-    as they were trained. Which parameters take part is settled when it is built: those that are trained then.
+    Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks as
+    they were trained. The parameters that take part are those that are trained when it is built.
+
+    Args:
+        networks: one module, a list of M, or another posterior's `Particles`.
+        samples: functions per network and draw.
+        latents: tensors that are trained beside the network's, deviations for example.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")

@@ -16,7 +16,12 @@ from dissensus.numerics.annealing import Annealing
 
 
 class StackedPosterior(Posterior):
-    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP."""
+    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]

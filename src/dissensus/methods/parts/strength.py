@@ -53,7 +53,7 @@ class Strength:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
     def see(self, size: int, *, training: bool) -> None:
-        """To be told the size of every batch."""
+        """Takes note of the size of a batch; to be called with every one."""
         self.last = size
         if training:
             self.largest = max(self.largest, size)
