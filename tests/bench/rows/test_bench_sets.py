@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dissensus.bench.rows.loaders import StandardisedBatches, crop, flip
+from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, task_data
 from dissensus.bench.rows.sources import FOREIGN, GAP, SHIFTED, TaskRows, present, rows_elsewhere
 from uci_files import write_uci_files
@@ -186,18 +186,6 @@ def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
     assert present("cifar10", str(tmp_path)) == "not found"
     assert present("digits", None) == "shipped"
     assert rows_elsewhere("digits", FOREIGN, None).x.shape == (2000, 1, 28, 28)
-
-
-def test_crops_are_shifts_and_flips_are_mirrors():
-    images = torch.arange(2 * 1 * 6 * 6).reshape(2, 1, 6, 6).float()
-    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
-    for image, source in zip(crop(images, pad=2), padded, strict=True):
-        windows = [source[:, i : i + 6, j : j + 6] for i in range(5) for j in range(5)]
-        assert any(torch.equal(image, window) for window in windows)
-    many = flip(images[:1].expand(400, 1, 6, 6))
-    mirrored = (many == images[:1].flip(3)).flatten(1).all(1)
-    assert bool((mirrored | (many == images[:1]).flatten(1).all(1)).all())
-    assert float(mirrored.double().mean()) == pytest.approx(0.5, abs=4 * 0.5 / 400**0.5)
 
 
 def test_batches_repeat_with_torchs_generator_so_that_runs_can_go_on():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.bench.rows.sources import TaskRows
-from dissensus.data import Batches, Standardiser
+from dissensus.data import Augmentation, Batches, Standardiser
 from dissensus.numerics.checks import one_of
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda images: images,
-    "crop": lambda images: crop(images, pad=2),  # for what must not be flipped: digits
-    "flip_crop": lambda images: crop(flip(images), pad=4),  # as usual for CIFAR
+    "crop": Augmentation(padding=2, flip=False),  # for what must not be flipped: digits
+    "flip_crop": Augmentation(),  # as usual for CIFAR
 }
 
 
@@ -51,19 +49,3 @@ class StandardisedBatches:
             return
         for x, y in self.batches:
             yield self.standardiser(self.augment(x)), y
-
-
-def flip(images: Tensor) -> Tensor:
-    """Images (B, C, H, W), each mirrored left to right with probability ½."""
-    return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, images.flip(3), images)
-
-
-def crop(images: Tensor, *, pad: int) -> Tensor:
-    """Images (B, C, H, W), each moved by up to `pad` pixels in both directions, zeros outside."""
-    count, channels, height, width = images.shape
-    padded = F.pad(images, (pad, pad, pad, pad))
-    down, right = torch.randint(2 * pad + 1, (2, count))
-    rows = (down[:, None] + torch.arange(height))[:, None, :, None]  # (B, 1, H, 1)
-    columns = (right[:, None] + torch.arange(width))[:, None, None, :]  # (B, 1, 1, W)
-    batch, channel = torch.arange(count)[:, None, None, None], torch.arange(channels)[None, :, None, None]
-    return padded[batch, channel, rows, columns]

@@ -28,7 +28,7 @@ from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.same import check_same, check_same_weights
+from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
     CALIBRATION,
     CHOOSE,
@@ -113,15 +113,16 @@ class Run:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
         self.check()
         path = self.folder / "config.toml"
-        if not path.is_file():
-            made = provenance(self.device) | build.weights_digest(self.config, self.folders)
-            import tomli_w  # beside Python's own tomllib, which only reads
-
-            write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
-            self.fresh = True
+        digest = build.weights_digest(self.config, self.folders)
+        if path.is_file():
+            there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
+            check_same(self.folder, self.config.table() | digest, there)
             return
-        check_same(self.folder, self.config, Run.open(self.folder).config)
-        check_same_weights(self.folder, build.weights_digest(self.config, self.folders), self.provenance)
+        import tomli_w  # beside Python's own tomllib, which only reads
+
+        made = provenance(self.device) | digest
+        write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
+        self.fresh = True
 
     @property
     def data(self) -> TaskData:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed
-from dissensus.bench.task.objects import OBJECTS, check_objects, forms, open_objects, takes_place
+from dissensus.bench.task.objects import OBJECTS, forms, open_objects, takes_place, written
 from dissensus.bench.task.schema import SECTIONS, SEED, TEXT, TOP, check_tables, check_task, check_type, known_keys
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
@@ -117,7 +117,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
-    check_objects(settings)
+    for keyword in settings.keys() & OBJECTS.keys():
+        written(keyword, settings[keyword]).check()
     return RunConfig(
         task=task.name,
         size=task.size,
