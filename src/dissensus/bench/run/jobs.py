@@ -14,7 +14,7 @@ from dissensus.bench.run.run import Run, Tell, no_run, silent
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
-from dissensus.bench.task.variants import base_name, check_methods
+from dissensus.bench.task.variants import base_name
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of, whole
@@ -74,7 +74,6 @@ def run_all(
     tell: Tell = silent,
 ) -> tuple[list[Run], list[Evaluation]]:
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
-    check_methods(methods, task.settings)
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
     runs = begun(task, configs, out, source=source)
     if jobs > 1:

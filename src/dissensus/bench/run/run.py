@@ -107,7 +107,7 @@ class Run:
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         with same_random_state(self.device):
-            build.check_network(self.config, lambda: self.data, folders=self.folders)
+            build.try_network(self.config, lambda: self.data, folders=self.folders)
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
