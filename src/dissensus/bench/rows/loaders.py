@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -17,35 +17,24 @@ AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class StandardisedBatches:
+def standardised_batches(
+    rows: TaskRows,
+    standardiser: Standardiser,
+    *,
+    targets: Standardiser | None = None,
+    batch_size: int,
+    shuffle: bool = False,
+    augment: str = "none",
+) -> Batches:
     """(x, y) batches in float32, images standardised after they were augmented; what is random is torch's generator's.
 
     That generator's state is in a training checkpoint, so a run that was stopped goes on with the batches it would have had.
     """
-
-    def __init__(
-        self,
-        rows: TaskRows,
-        standardiser: Standardiser,
-        *,
-        targets: Standardiser | None = None,
-        batch_size: int,
-        shuffle: bool = False,
-        augment: str = "none",
-    ) -> None:
-        self.images = rows.x.ndim == 4
-        x = rows.x if self.images else standardiser(rows.x).float()  # rows once and for all, in the precision they have
-        y = rows.y if targets is None else targets(rows.y)
-        self.batches = Batches(x, y.float() if y.is_floating_point() else y, batch_size=batch_size, shuffle=shuffle)
-        self.standardiser = standardiser
-        self.augment = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.images:
-            yield from self.batches
-            return
-        for x, y in self.batches:
-            yield self.standardiser(self.augment(x)), y
+    change = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
+    y = rows.y if targets is None else targets(rows.y)
+    y = y.float() if y.is_floating_point() else y
+    if rows.x.ndim == 4:
+        seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=lambda x: standardiser(change(x)))
+    else:  # rows once and for all, in the precision they have
+        seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
+    return seen

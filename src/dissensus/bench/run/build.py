@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus import storage
 from dissensus.bench.fitting import fitting
-from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.config import RunConfig
@@ -98,7 +98,7 @@ def required(method: type[Posterior]) -> list[str]:
 def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
-    inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
+    inputs = standardised_batches(data.train, data.standardiser, batch_size=1000)
     settings = resolved(config.settings, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
@@ -156,7 +156,7 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
     data = load()
     made = network(config, data, folders=folders).eval()
     if imported(name):
-        x, *_ = next(iter(StandardisedBatches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
+        x, *_ = next(iter(standardised_batches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
         with torch.no_grad(), fitting(f"the network {name}"):
             outputs = batches.call(made, x)
         wanted = output_count(config, data)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dissensus import storage
-from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
@@ -43,6 +43,7 @@ from dissensus.bench.run.splits import (
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.core.posterior import Posterior, refresh
+from dissensus.data import Batches
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
@@ -146,9 +147,9 @@ class Run:
         table = read_toml(self.folder / "config.toml").get("provenance", {})
         return table if isinstance(table, dict) else {}
 
-    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
+    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
         training, evaluation = self.config.training, self.config.evaluation
-        return StandardisedBatches(
+        return standardised_batches(
             rows,
             self.data.standardiser,
             targets=self.data.targets,
@@ -239,7 +240,7 @@ class Run:
         return after
 
     @property
-    def _compared(self) -> StandardisedBatches:
+    def _compared(self) -> Batches:
         """The training rows at which members are compared."""
         return self.loader(self.data.train.first(ROWS, seed=0))
 
