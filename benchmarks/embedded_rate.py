@@ -54,7 +54,9 @@ def measured(asked: Trial) -> Row:
     torch.set_num_threads(1)
     config = asked[0].config
     data = task_data({**config.data, "train": 4000, "validation": 2000})
-    batches = standardised_batches(data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True)
+    batches = standardised_batches(
+        data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True
+    )
     found: Row = {**facts(asked), "diverged": ""}
     torch.manual_seed(config.seed)
     ensemble = posterior(config, data)

@@ -55,7 +55,7 @@ def entropy_maps(
     """Entropy over the plane of every method, 0 to `largest`; squares (side, side), seen points (N, 2) and classes (N,)."""
     points, classes = (np.asarray(each) for each in seen)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure, panels = _grid(len(squares), aspect=1.0, xlabel="first input", ylabel="second input")
+        figure, panels = _grid(len(squares), aspect=0.85, xlabel="first input", ylabel="second input")
         for axes, (name, square) in zip(panels, squares.items(), strict=True):
             image = axes.imshow(
                 np.asarray(square), origin="lower", extent=window, vmin=0, vmax=largest, cmap="viridis", aspect="auto"
