@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dissensus.data.locate import FOLDER_VARIABLE, data_folder
 from dissensus.data.npy import npz_arrays
-from dissensus.data.standardise import Standardiser, check_finite_rows
+from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
+from dissensus.numerics.lengthscales import check_finite_rows
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),
@@ -108,7 +109,8 @@ def regression_split(
     """
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"expected x (N, D) and y (N,), got {tuple(x.shape)} and {tuple(y.shape)}; reshape them")
-    check_finite_rows(torch.cat([x.double(), y.double()[:, None]], dim=1), "inputs and targets (the last column)")
+    x, y = x.double(), y.double()[:, None]
+    check_finite_rows(torch.cat([x, y], dim=1), what="inputs and targets (the last column)")
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
             raise ValueError(
@@ -116,7 +118,6 @@ def regression_split(
             )
     if both := int(torch.isin(train, test).sum()):
         raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
-    x, y = x.double(), y.double()[:, None]
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
     # standardise in float64, then round once
     return RegressionSplit(
@@ -166,7 +167,8 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
             raise ValueError(f"y from {y.min()} to {y.max()}, and {len(classes)} names")
     plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
     inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
-    check_finite_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
+    # What the file holds may be too large for the dtype.
+    check_finite_rows(inputs, what=f"inputs in {dtype}", where=f" of {path}")
     return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
 

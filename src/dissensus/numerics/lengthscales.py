@@ -213,13 +213,14 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         yield rows
 
 
-def check_finite_rows(rows: Tensor, before: int = 0) -> None:
-    """Raises where inputs (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a covariance."""
+def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where: str = "") -> None:
+    """Raises where rows (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a mean."""
     if not bool((finite := rows.isfinite()).all()):
         row, column = (~finite).nonzero()[0].tolist()
+        more = int((~finite).sum()) - 1
         raise ValueError(
-            f"expected finite inputs, got {float(rows[row, column])} in row {before + row}, number {column} of it; "
-            "clean the data"
+            f"expected finite {what}, got {float(rows[row, column])} in row {before + row}, column {column}{where}"
+            f"{f' and {more} more' if more else ''}; remove such rows, or fill in what is missing"
         )
 
 
