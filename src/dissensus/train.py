@@ -17,11 +17,11 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior, left_as_found, refresh
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
 from dissensus.core.turns import training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.numerics.checks import one_of
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
@@ -90,17 +90,17 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` says whose.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
-    with training(posterior.particles.template.network):  # use of it by another thread is an error meanwhile
+    whole("epochs", epochs)
+    whole("accumulate", accumulate, hint="1 steps after every batch")
+    whole("patience", 0 if patience is None else patience, least=0)
+    number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
+    number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
+    one_of("ranks", ranks, (None, "independent"))
+    # Use of the network by another thread is an error meanwhile.
+    with training(expect_posterior(posterior).particles.template.network):
         check_loader(loader, validation)
-        checks.check_ranks(posterior, ranks)
-        checks.check_extras(optimizer, scheduler, checkpoint_seconds)
-        checks.check_run_settings(
-            posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
-        )
+        posterior.ranks = ranks or posterior.ranks
+        checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
         default = optimizer is None
         if optimizer is None:
@@ -125,9 +125,9 @@ def fit(
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
-            for number in range(len(history), epochs):
-                judged = best.state is not None and looks(posterior, number - 1, epochs)
-                if patience is not None and judged and number - 1 - best.epoch >= patience:
+            for index in range(len(history), epochs):
+                judged = best.state is not None and looks(posterior, index - 1, epochs)
+                if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
                 start = time.perf_counter()
                 posterior.train()
@@ -137,19 +137,19 @@ def fit(
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation)
-                drawn = None if validation is None else look(posterior, number, epochs, validation)
+                drawn = None if validation is None else look(posterior, index, epochs, validation)
                 sampled = None if validation is None or drawn is None else validation_nll(posterior, validation, drawn)
-                epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
+                epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
                 if isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                judge = epoch.judge if posterior.goes_back and looks(posterior, number, epochs) else None
+                judge = epoch.judge if posterior.goes_back and looks(posterior, index, epochs) else None
                 if judge is not None and best.better(judge):
-                    best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
-                    history.best = number
-                bar.epoch(number, _line(epoch))
+                    best = Best(judge, index, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+                    history.best = index
+                bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
                 if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                     write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)

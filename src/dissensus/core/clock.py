@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dissensus.core.optimisation import has_stepped
 from dissensus.core.recorder import Recorder
+from dissensus.numerics.checks import one_of
 
 log = logging.getLogger("dissensus")
 
@@ -20,9 +21,7 @@ class Watchers(nn.ModuleList):
         if not isinstance(which, str):
             return super().__getitem__(which)
         found = {each.name: each for each in reversed(self)}
-        if which not in found:
-            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
-        return found[which]
+        return found[one_of("a watcher", which, reversed(found))]
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()

@@ -4,8 +4,6 @@ Directions in which the training inputs do not vary leave the weights along them
 those weights at random values, and inputs that vary there at test time are met by noise; this one draws them to zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -49,10 +47,6 @@ class EmpCov(Prior):
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
         first = known[one_of("layer", layer, known)]
-        if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
-            raise ValueError(
-                f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
-            )
         self.parameter = f"{layer}.weight" if layer else "weight"
         self.alpha, self.epsilon = number("alpha", alpha, above=0), number("epsilon", epsilon, above=0)
         self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)

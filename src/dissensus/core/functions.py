@@ -1,7 +1,5 @@
 """Drawn functions: what a posterior gives where M functions are drawn from it."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,7 +55,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(_description, x)
+        described: tuple[Tensor, ...] = self.each(_described_outputs, x)
         return described
 
 
@@ -81,7 +79,7 @@ class MemberFunctions(DrawnFunctions):
             return
         for i in range(self.members):
             with batches.unchanged(x):
-                described, _ = self.particles.call(_description, *self.particles.at(i), x)
+                described, _ = self.particles.call(_described_outputs, *self.particles.at(i), x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
@@ -155,5 +153,5 @@ def _outputs(member: Member, x: Inputs) -> Tensor:
     return batches.call(member.network, x)
 
 
-def _description(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+def _described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
     return member.likelihood.describe(batches.call(member.network, x))

@@ -158,26 +158,24 @@ class Classification(Likelihood):
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
         batch, classes, *space = output_shape
-        if y.is_floating_point():
-            if y.shape != output_shape:
-                raise ValueError(
-                    f"expected integer class indices of shape {(batch, *space)} or soft labels of shape "
-                    f"{tuple(output_shape)}, got {y.dtype} of shape {tuple(y.shape)}; pass class indices with y.long()"
-                )
+        soft = y.is_floating_point()
+        if y.dtype == torch.bool or y.shape != (output_shape if soft else torch.Size((batch, *space))):
+            hint = "pass one class index per example, y.long()"
+            if y.shape == output_shape:
+                hint = "pass class indices, not one-hot rows"
+            elif space and y.shape == output_shape[:-1]:
+                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
+            raise ValueError(
+                f"expected integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}, "
+                f"got {y.dtype} of shape {tuple(y.shape)}; {hint}"
+            )
+        if soft:
             ones = torch.ones((), dtype=y.dtype)
             if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
                 raise ValueError(
                     "expected soft labels ≥ 0 that sum to one over classes, axis 1, got others; normalise them (y.softmax(1))"
                 )
             return
-        if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
-            one_hot = y.shape == output_shape
-            hint = "pass class indices, not one-hot rows" if one_hot else "pass one index per example, y.long()"
-            if space and y.shape == output_shape[:-1]:
-                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
-            raise ValueError(
-                f"expected targets of shape {(batch, *space)}, got {y.dtype} of shape {tuple(y.shape)}; {hint}"
-            )
         self._clear |= space != [classes]
         if not self._clear:
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, emptied, member_index
 from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -62,7 +62,6 @@ class Particles(nn.Module):
         """One member that is the caller's module itself, with these latents: nothing is copied. Particles stay as they are."""
         if isinstance(network, Particles):
             return network
-        check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
@@ -83,7 +82,6 @@ class Particles(nn.Module):
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
         None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
         """
-        check_likelihood(likelihood)
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None

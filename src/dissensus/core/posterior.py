@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.finite import check_predictions
+from dissensus.core.errors import Diverged
+from dissensus.core.finite import diverged_members
 from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
@@ -217,7 +218,8 @@ class Posterior(TrainingRules, ABC):
 
         `first`: the index of its first member.
         """
-        check_predictions(predictive.described(), self.steps, first=first)
+        if bad := diverged_members(predictive.described()):
+            raise Diverged([first + i for i in bad], int(self.steps), "prediction")
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
@@ -305,15 +307,18 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
             watcher.store_draw(loader)
 
 
+def expect_posterior(given: object) -> Posterior:
+    """What was given, where that is a posterior: a network in its place is an ordinary mistake."""
+    if not isinstance(given, Posterior):
+        raise TypeError(f"expected a posterior, got {type(given).__name__}; wrap the network, for example in MAP(...)")
+    return given
+
+
 @contextmanager
 def left_as_found(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     with (
-        posterior.particles.turn(),
+        expect_posterior(posterior).particles.turn(),
         eval_mode(posterior, *posterior.particles.templates),
         torch.no_grad(),
         looking_ahead(),

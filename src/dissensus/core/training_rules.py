@@ -1,7 +1,5 @@
 """Training rules: what a method may say of its training. Its optimisers, groups of parameters, priors, what precedes a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack, final
 
@@ -65,9 +63,7 @@ class TrainingRules(Clock):
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
-        raise TypeError(
-            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
-        )
+        raise NotImplementedError
 
     def mix(self, gradients: Tensors) -> Tensors:
         """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
@@ -75,9 +71,7 @@ class TrainingRules(Clock):
         For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
         added up, or added up and then mixed.
         """
-        raise TypeError(
-            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
-        )
+        raise NotImplementedError
 
     @property
     @final

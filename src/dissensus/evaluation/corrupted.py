@@ -5,8 +5,6 @@ pooled, and the severities are averaged (Hendrycks and Dietterich, ICLR 2019, as
 NeurIPS 2019): cA, cNLL and cECE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType

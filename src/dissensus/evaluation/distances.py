@@ -1,7 +1,5 @@
 """How members differ: by their weights, by what they say, by what they look at. For one moment, and over training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +10,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
 from dissensus.numerics.checks import whole
@@ -50,8 +48,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
         members.
     """
-    with left_as_found(posterior):  # an error where it is a network
-        particles = posterior.particles
+    particles = expect_posterior(posterior).particles
     if particles.members < 2:
         raise ValueError(
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "

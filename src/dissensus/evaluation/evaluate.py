@@ -1,7 +1,5 @@
 """evaluate: every number of a posterior, from one draw: on test data, on foreign, shifted and corrupted inputs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -149,15 +147,11 @@ def _joined_evaluation(
     # Whoever reads the numbers must know of a temperature.
     stated = {} if temperature == 1.0 else {"temperature": temperature}
     cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
-    if corrupted is None:
-        return replace(found, metrics={**found.metrics, **members, **stated, **cost})
-    return replace(
-        found,
-        metrics={**found.metrics, **corrupted.metrics(), **members, **stated, **cost},
-        arrays=found.arrays | corrupted.arrays(),
-        corruptions=corrupted.types,
-        severities=corrupted.severities,
-    )
+    if corrupted is not None:
+        metrics, arrays = found.metrics | corrupted.metrics(), found.arrays | corrupted.arrays()
+        kinds: dict[str, Any] = {"corruptions": corrupted.types, "severities": corrupted.severities}
+        found = replace(found, metrics=metrics, arrays=arrays, **kinds)
+    return replace(found, metrics={**found.metrics, **members, **stated, **cost})
 
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:

@@ -1,7 +1,5 @@
 """Evaluation: what `evaluate` returns, every number of a posterior and what intervals, tests and figures are made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,7 +44,7 @@ class Evaluation:
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
         width = max(map(len, shown), default=0)
-        return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
+        return "\n".join(f"{name:<{width}}  {metric_text(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
         return "\n".join(
@@ -59,7 +57,7 @@ class Evaluation:
         return {name: text for name, text in self.notes.items() if name not in ABOUT}
 
 
-def number(value: float) -> str:
+def metric_text(value: float) -> str:
     """A metric as text, four digits behind the point where that says something."""
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.nets import NETS
 from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
@@ -29,9 +29,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
     saved over is at every moment the old one or the new one; the second is a copy of its config for people to read. No
     file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
-    if len(templates := [member.network for member in posterior.particles.templates]) > 1:
+    if len(templates := [member.network for member in expect_posterior(posterior).particles.templates]) > 1:
         raise ValueError(
             f"expected members that differ in their registered tensors alone, got '{difference(templates) or 'modes'}' that "
             "differs; a file holds one network for all: register what differs as a buffer"

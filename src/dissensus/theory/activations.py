@@ -10,8 +10,6 @@ Closed forms where they exist (Cho & Saul 2009 for ReLU, Williams 1997 for erf);
 Hermite polynomials. All in float64, whatever the inputs: kernels are factorised later.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,8 +23,7 @@ from torch import Tensor, nn
 from dissensus.nets.blocks import Erf
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory import closed_forms
-from dissensus.theory.expansion import coefficients, expanded
-from dissensus.theory.hermite import law_nodes
+from dissensus.theory.expansion import coefficients, expanded, law_nodes
 
 ONE = Modulation.constant(1.0)
 

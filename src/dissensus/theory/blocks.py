@@ -3,8 +3,6 @@
 Written against a function f(params, x) of one member's tensors: any network cut into shared and own parts can be measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, left_as_found
-from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import exact_convolutions
-from dissensus.theory.inputs import checked_pair
+from dissensus.theory.inputs import check_budget, checked_pair
 from dissensus.theory.jacobians import Params, contract, output_gradients
 
 

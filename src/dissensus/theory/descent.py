@@ -4,8 +4,6 @@ L = (1/2B) Σ_b (f − y)²: with s = ηλ/B for the kernel's eigenvalues λ, a 
 time in the flow and by 1 − s in a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

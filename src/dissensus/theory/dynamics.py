@@ -7,8 +7,6 @@ f̄ follows Θ_mean towards y and differences δf_α = f_α − f̄ follow Θ_di
     f̄(x, t) = f̄₀(x) + A_mean(t) (y − f̄₀(X))          δf_α(x, t) = δf_α₀(x) − A_diff(t) δf_α₀(X)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ fixed kernels: Θ_d and Θ_o from the shared weights, Θ_ind from a member's own
 theorems 1 and 2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -7,8 +7,6 @@ Three ways to one answer (Novak et al. 2022); N inputs, O outputs, P parameters,
     products     N² O F                a product of the kernel with a unit vector is one backward and one forward derivative
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

@@ -1,7 +1,5 @@
 """Networks drawn at random as `kernel` describes them: the finite counterpart of the infinitely wide one."""
 
-from __future__ import annotations
-
 import copy
 from typing import Literal
 

@@ -6,8 +6,6 @@ correlation of at most ½/(M − 1) and ¼, and factors whose law does: `regime=
 for masks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

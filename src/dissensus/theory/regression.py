@@ -1,7 +1,5 @@
 """Regression with the kernels of wide networks: what an infinitely wide ensemble predicts, without training one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -7,8 +7,6 @@ A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time
     L_ens = E (Σ_i q_i e^{−tr_i})² + (1/M) E Σ_i q_i λ_i e^{−2tr_i}         that of the members' mean: bias² + variance
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
