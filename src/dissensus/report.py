@@ -1,5 +1,7 @@
 """report: evaluations as a table, a text and a page."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
