@@ -201,7 +201,7 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
-    if targets:  # one launch for all rows: M times the number of tensors would cost more than small networks' steps
+    if targets:  # one call for the rows of all tensors and members, not one each
         torch._foreach_copy_(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
