@@ -171,7 +171,7 @@ def test_the_input_that_is_not_finite_is_named():
     x[13, 0, 1, 0] = float("inf")
     for network in (nn.Conv2d(1, 2, 3), nn.Linear(16, 2)):
         for inputs in (x, [(part, None) for part in x.split(5)]):
-            with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, number 4 of it"):
+            with pytest.raises(ValueError, match="expected finite inputs, got inf in row 13, column 4"):
                 EmpCov(inputs, network, "")
 
 

@@ -40,7 +40,7 @@ def test_a_run_is_unpacked_and_looked_up():
     assert isinstance(tradi, TRADI)
     assert watchers[1] is watchers["gaussian_perturbation"] is noisy
     assert len(watchers) == 2
-    with pytest.raises(ValueError, match="expected one of tradi, gaussian_perturbation, got 'swag'"):
+    with pytest.raises(ValueError, match="expected a watcher of tradi, gaussian_perturbation, got 'swag'"):
         watchers["swag"]
 
 

@@ -85,6 +85,7 @@ class Particles(nn.Module):
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
+        # A buffer, because rows of tensors are all that reaches `call`: it reads there whose template to take.
         for number, member in enumerate(members if apart else ()):
             where = next((tensor.device for tensor in tensors_of(member).values()), None)
             member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
@@ -233,6 +234,7 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
+        # Each member has moved its copy of a shared buffer by its own activations: the mean counts all of them alike.
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             mine = [name for name in buffers if name in own]

@@ -25,7 +25,7 @@ PALETTE = (
 )  # fmt: skip
 ROOM_INSIDE = 4  # names of methods in a legend among the data
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
-INKED = "text. axes.label axes.edge axes.title xtick. ytick. grid. legend.label".split()
+INKED = ["text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.", "legend.label"]
 STYLE: dict[Any, Any] = {
     **{f"{part}color": INK for part in INKED},
     "font.size": 9.5,

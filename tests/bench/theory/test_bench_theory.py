@@ -46,7 +46,7 @@ def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(comm
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
-    assert "expected a folder to write to, got a file at" in capsys.readouterr().err
+    assert "expected a folder to write to, got" in capsys.readouterr().err
 
 
 def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():

@@ -200,14 +200,14 @@ def test_what_is_done_is_not_done_again(benched, monkeypatch):
 
 def test_a_run_that_diverges_is_noted_and_left_out(benched, tmp_path, monkeypatch):
     small, _, _, _ = benched
-    train = processes.Run.train
+    train = processes.Run.train_alone
 
     def diverging(run, *, progress=False):
         if run.folder.name == "batch_ensemble-N8-M2-p0_5-independent-seed0":
             raise Diverged([1], 7)
         train(run, progress=progress)
 
-    monkeypatch.setattr(processes.Run, "train", diverging)
+    monkeypatch.setattr(processes.Run, "train_alone", diverging)
     said, _ = bench_widths(small, out=tmp_path, seeds=1)
     assert said[-1].startswith("1 of 6 ensembles diverged and are left out: batch_ensemble 1×, M = 2, p = 0.5, γ = M")
     assert read_json(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0" / "diverged.json")["step"] == 7
@@ -225,7 +225,7 @@ def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
     _, together = run_all(moons, out=tmp_path / "two", jobs=2, tell=told.append, **chosen)
     assert [each.metrics["nll"] for each in together] == [each.metrics["nll"] for each in alone]
     assert sum("trained already" in text for text in told) == 2
-    with pytest.raises(ValueError, match="expected at least one job, got 0"):
+    with pytest.raises(ValueError, match="expected --jobs of at least 1, got 0"):
         bench(moons, out=tmp_path / "three", jobs=0)
 
 

@@ -131,7 +131,8 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
         for key, value in table.items():
             if section.startswith("method.") and key == "training":
                 continue  # a table of its own, checked as such
-            one_of(f"a key of [{section}]", key, known)
+            if key not in known:  # a section may take any
+                one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
                 known[key](f"{where}: {section}.{key}", value)
     for name, table in settings.get("method", {}).items():
