@@ -159,5 +159,5 @@ def test_reports_show_the_published_numbers_also_from_run_folders(tmp_path):
 def test_a_reference_that_is_wrong_is_one_clear_error(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(TASK.split("[reference]")[0] + text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         load_task(str(path))
