@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rows import read_rows, write_rows
 
-from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
@@ -54,7 +54,9 @@ def measured(asked: Trial) -> Row:
     torch.set_num_threads(1)
     config = asked[0].config
     data = task_data({**config.data, "train": 4000, "validation": 2000})
-    batches = StandardisedBatches(data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True)
+    batches = standardised_batches(
+        data.train, data.standardiser, batch_size=config.training["batch_size"], shuffle=True
+    )
     found: Row = {**facts(asked), "diverged": ""}
     torch.manual_seed(config.seed)
     ensemble = posterior(config, data)
@@ -64,7 +66,7 @@ def measured(asked: Trial) -> Row:
     except Diverged as error:
         return {**found, "diverged": error.step}
     for name, rows in (("", data.validation), ("train_", data.train)):
-        said, y = predict(ensemble, StandardisedBatches(rows, data.standardiser, batch_size=500))
+        said, y = predict(ensemble, standardised_batches(rows, data.standardiser, batch_size=500))
         found[f"{name}accuracy"] = round(float((said.mean.argmax(-1) == y).double().mean()), 5)
         found[f"{name}nll"] = round(float(-said.log_prob(y).mean()), 5)
         found[f"{name}member_accuracy"] = round(float((said.members.argmax(-1) == y).double().mean()), 5)

@@ -1,6 +1,7 @@
 """How heavy the library is: lines with and without docstrings, files, raises and guards, by room, as a Markdown table.
 
     python benchmarks/weight.py [folder ...]
+    python benchmarks/weight.py --write        # into CONTRIBUTING.md
 
 A guard is a line of a `raise`, of an `if` suite or an `except` handler that ends in one, of a function whose name begins
 with `check`, or of a statement that calls such a function.
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LIBRARY = Path(__file__).resolve().parents[1] / "src" / "dissensus"
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY, PAGE = ROOT / "src" / "dissensus", ROOT / "CONTRIBUTING.md"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -103,8 +105,20 @@ def table(library: Path) -> str:
     return "\n".join([*rows, *(weight.row(room) for room, weight in ordered), total.row("all")])
 
 
+def write() -> None:
+    """Puts the library's table between the marks in CONTRIBUTING.md."""
+    head, rest = PAGE.read_text(encoding="utf-8").split("<!-- weight -->")
+    tail = rest.split("<!-- /weight -->")[1]
+    text = f"{head}<!-- weight -->\n{table(LIBRARY)}\n<!-- /weight -->{tail}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, default=[LIBRARY])
-    for folder in parser.parse_args().folders:
+    parser.add_argument("--write", action="store_true", help="write the library's table into CONTRIBUTING.md")
+    given = parser.parse_args()
+    if given.write:
+        write()
+    for folder in given.folders:
         print(table(folder))

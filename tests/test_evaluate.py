@@ -11,9 +11,9 @@ import tiny
 from dissensus import metrics
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
-from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
-from dissensus.evaluation.evaluation import Evaluation, number
+from dissensus.evaluation.evaluate import evaluate
+from dissensus.evaluation.evaluation import Evaluation, metric_text
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -381,7 +381,7 @@ def test_the_table_is_aligned_and_leaves_out_single_corruptions():
     ("value", "text"), [(0.12345, "0.1235"), (0.0, "0.0000"), (12.0, "12"), (2e-5, "2e-05"), (math.inf, "inf")]
 )
 def test_numbers_are_written_short(value, text):
-    assert number(value) == text
+    assert metric_text(value) == text
 
 
 @pytest.mark.parametrize(

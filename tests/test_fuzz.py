@@ -21,6 +21,7 @@ from scipy.io import savemat
 import dissensus as ds
 from dissensus.bench.run import records
 from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.jobs import belonging_together
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.watch import read_distances
 from dissensus.bench.task.config import load_task, run_config
@@ -208,7 +209,7 @@ def reported(folder: Path) -> object:
     """What `dissensus report` makes of run folders, but for the figures."""
     run = Run.open(folder / "run")
     evaluation = run.measure()
-    with records.read_together([run.folder]):
+    with belonging_together([run.folder]):
         return report_content(results_of_runs([run], [evaluation]), with_figures=False)
 
 

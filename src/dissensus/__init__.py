@@ -1,10 +1,11 @@
-"""dissensus: turn any network into a distribution over networks, and say how sure it is."""
+"""dissensus: turn any network into a distribution over networks, and say how sure it is.
+
+The contract (posteriors, likelihoods, predictives) is imported at once, everything else when it is first asked for.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dissensus import data, metrics, nets
-from dissensus.core.empcov import EmpCov
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
@@ -12,47 +13,71 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.recorder import Recorder
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluate import evaluate
-from dissensus.evaluation.corrupted import Corruptions
-from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
-from dissensus.evaluation.evaluation import Evaluation
-from dissensus.methods import (
-    LIT,
-    MAP,
-    METHODS,
-    SVGD,
-    SWA,
-    SWAG,
-    TRADI,
-    BatchEnsemble,
-    DeepEnsemble,
-    DropoutEnsemble,
-    FeatureRDE,
-    FoRDE,
-    FunctionRDE,
-    GaussianPerturbation,
-    Laplace,
-    MCDropout,
-    NodeBNN,
-    SnapshotEnsemble,
-    WeightRDE,
-    branch,
-    track,
-)
-from dissensus.methods.parts.recording import RecordingPosterior
-from dissensus.numerics.annealing import Annealing
-from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.predict import predict, predict_batches, summarise
 from dissensus.report import report
-from dissensus.storage import load, save
-from dissensus.surgery.modulation import Modulation
-from dissensus.temperature import temperature_scale
-from dissensus.train import fit
-from dissensus.training.history import Epoch, History
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import theory
+    from dissensus import data, metrics, nets, theory
+    from dissensus.core.empcov import EmpCov
+    from dissensus.evaluation.corrupted import Corruptions
+    from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+    from dissensus.evaluation.evaluate import evaluate
+    from dissensus.evaluation.evaluation import Evaluation
+    from dissensus.methods import (
+        LIT,
+        MAP,
+        METHODS,
+        SVGD,
+        SWA,
+        SWAG,
+        TRADI,
+        BatchEnsemble,
+        DeepEnsemble,
+        DropoutEnsemble,
+        FeatureRDE,
+        FoRDE,
+        FunctionRDE,
+        GaussianPerturbation,
+        Laplace,
+        MCDropout,
+        NodeBNN,
+        SnapshotEnsemble,
+        WeightRDE,
+        branch,
+        track,
+    )
+    from dissensus.methods.parts.recording import RecordingPosterior
+    from dissensus.numerics.annealing import Annealing
+    from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+    from dissensus.storage import load, save
+    from dissensus.surgery.modulation import Modulation
+    from dissensus.temperature import temperature_scale
+    from dissensus.train import fit
+    from dissensus.training.history import Epoch, History
+
+# Name -> where it is found when it is first asked for. Any other name of `__all__` is a method's, or a function of theirs.
+_HOMES = {
+    "Annealing": "numerics.annealing",
+    "Corruptions": "evaluation.corrupted",
+    "DistancesOverTraining": "evaluation.distances",
+    "EmpCov": "core.empcov",
+    "Epoch": "training.history",
+    "Evaluation": "evaluation.evaluation",
+    "History": "training.history",
+    "Lengthscales": "numerics.lengthscales",
+    "MemberDistances": "evaluation.distances",
+    "Modulation": "surgery.modulation",
+    "RecordingPosterior": "methods.parts.recording",
+    "evaluate": "evaluation.evaluate",
+    "fit": "train",
+    "load": "storage",
+    "member_distances": "evaluation.distances",
+    "pca_lengthscales": "numerics.lengthscales",
+    "save": "storage",
+    "temperature_scale": "temperature",
+}
+_ROOMS = ("data", "metrics", "nets", "theory")
 
 __all__ = [
     "LIT",
@@ -120,7 +145,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`ds.theory`, imported when it is first asked for: few programs do."""
-    if name == "theory":
-        return import_module("dissensus.theory")
-    raise AttributeError(f"module 'dissensus' has no attribute {name!r}")
+    if name in _ROOMS:
+        return import_module(f"dissensus.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'dissensus' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"dissensus.{_HOMES.get(name, 'methods')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

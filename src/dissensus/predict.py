@@ -23,7 +23,6 @@ from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
 from dissensus.numerics.checks import one_of
-from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
 
@@ -35,7 +34,19 @@ def predict(
 ) -> tuple[Predictive, Tensor]:
     """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
 
-    `precision`: "bf16" runs the network in mixed precision. `compiled`: compiles the drawn functions first.
+    One draw of functions predicts all batches, in eval mode and without gradients. Memory grows with M times the number
+    of inputs N: see `summarise` and `predict_batches` for less.
+
+    Args:
+        loader: batches (x, y) or (x, y, weight); weights are not read.
+        precision: "bf16" runs the network in mixed precision.
+        compiled: compiles the drawn functions first (torch.compile); falls back where a network cannot be compiled.
+
+    Returns:
+        A `Predictive` of N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
+
+    Raises:
+        Diverged: a member predicts NaN.
     """
     parts: list[Predictive] = []
     targets: list[Tensor] = []
@@ -59,12 +70,21 @@ def summarise(
 ) -> tuple[SummaryPredictive, Tensor]:
     """(summary of all inputs, targets): mean, aleatoric and epistemic, whose size does not depend on M.
 
-    Members that run one after the other are taken in one at a time; vectorised ones a batch at a time.
+    Members that run in a loop are added one at a time; vectorised ones a batch at a time.
 
-    Given a folder that `save` wrote instead of a posterior, members are read from disk and run one at a time; `network`,
-    `likelihood` and `method` as in `load`. The loader must then give the same batches in the same order each time.
+    Args:
+        posterior: a posterior, or a folder that `save` wrote: members are then read from disk and run one at a time,
+            and the loader must give the same batches in the same order each time.
+        loader: batches (x, y) or (x, y, weight); weights are not read.
+        precision, compiled: as in `predict`; a folder is never compiled.
+        network, likelihood, method: as in `load`; read only with a folder.
+
+    Returns:
+        A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
     """
     if not isinstance(posterior, Posterior):
+        from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
+
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
     parts: list[SummaryPredictive] = []
@@ -83,7 +103,14 @@ def summarise(
 def predict_batches(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
+    """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory.
+
+    Arguments as in `predict`. One draw for all batches; between two of them modes and random streams are as the caller
+    left them.
+
+    Yields:
+        A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
+    """
     for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
         (predictive,) = parts
         yield predictive, y

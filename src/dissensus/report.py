@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dissensus.evaluation.evaluation import Evaluation
+if TYPE_CHECKING:
+    from dissensus.evaluation.evaluation import Evaluation
 
 
 def report(
@@ -19,11 +21,19 @@ def report(
 ) -> list[Path]:
     """The files written: results.csv, report.md and report.html in the folder `path`, or the one its suffix names.
 
-    `evaluations`: name -> Evaluation, or several of them from different seeds. Intervals and p-values count the test
-    examples and, where there are several, the seeds; the i-th evaluations of two methods are compared with each other.
-    `baseline`: the name the others are compared with; None takes the first. `holm`: adjusts the p-values of each table,
-    and its intervals with them, for the number of its comparisons. The page is one file that needs nothing else and asks
-    for nothing from the network.
+    Intervals and p-values count the test examples and, where there are several, the seeds. The page is one
+    self-contained file.
+
+    Args:
+        evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th evaluations of two methods
+            are compared with each other.
+        path: a folder, made if need be, or a file ending in .csv, .md or .html.
+        title: heading of the page.
+        baseline: the name the others are compared with; None takes the first.
+        holm: adjusts the p-values of each table, and its intervals with them, for the number of its comparisons.
+
+    Returns:
+        Paths of the files written.
     """
     from dissensus.reporting.report import write_report  # matplotlib and jinja2 are loaded only by who wants a report
     from dissensus.reporting.results import results_of_evaluations

@@ -25,9 +25,15 @@ SUSPICIOUS = 0.5  # below it members would be more than twice as sure: held-out 
 def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     """The temperature that minimises the mixture's negative log-likelihood on the loader; stored with the posterior.
 
-    Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's standard
-    deviation by it. Use held-out data, not the training or the test set. Weights of examples count as in training.
-    `predict` and `predictor` apply it; `posterior(x)` and `member` do not. A new run of training sets it back to 1.
+    Classification divides every member's logits by it (Guo et al., ICML 2017), regression multiplies the noise's
+    standard deviation by it. `predict` and `predictor` apply it; `posterior(x)` and `member` do not. Further training
+    resets it to 1.
+
+    Args:
+        loader: held-out batches (x, y) or (x, y, weight), neither training nor test data; weights count as in training.
+
+    Returns:
+        The temperature, between 1/50 and 50; above 1 softens predictions, below 1 sharpens them.
     """
     check_loader(loader)
     view = copy.copy(posterior)  # at temperature 1: other threads may predict meanwhile with the one it has
@@ -55,7 +61,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 
 def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None) -> float:
-    """The temperature of the smallest negative log-likelihood of targets y.
+    """The temperature with the smallest negative log-likelihood of targets y.
 
     `weight`: how often each example counts, (N,) or of the shape of the log-probabilities.
     """

@@ -17,11 +17,11 @@ from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior, left_as_found, refresh
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
 from dissensus.core.turns import training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.numerics.checks import one_of
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
 from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
@@ -56,29 +56,51 @@ def fit(
 ) -> History:
     """The history of training the posterior in place.
 
-    `loader`: any iterable of (x, y) or (x, y, weight), gone through once per epoch. `validation`: another; after each
-    epoch the mixture's negative log-likelihood on it decides which state is kept, and with `patience` training stops
-    after that many epochs without a better one. TRADI is judged at ten epochs, by what it would sample; of methods that
-    collect a trajectory (SWAG, SWA, snapshots) nothing is restored. `optimizer`: built on `posterior.parameters()`; None
-    takes the method's default with its schedule. `scheduler`: stepped each epoch. `clip`: largest gradient norm of each member.
-    `accumulate`: batches per step. `precision`: "auto" is bf16 on GPUs that have it, else float32. `engine`: how members
-    run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+". `device`: where to train; None
-    is the GPU if there is one. `progress`: whether it is shown, or the name to show it under. `callback`: called with
-    each Epoch; a true return value stops training. `checkpoint`: a file written after each epoch, or every
-    `checkpoint_seconds` and at the end; if it exists, training goes on from it. `ranks`: "independent" lets every process
-    of a group train a model of its own; else several are refused. `draw`: whether to store a draw at the end (`ds.refresh`).
+    One optimiser over all members; every member trains as it would alone, unless the method couples them. Afterwards
+    the posterior is in eval mode, at its best epoch where there is validation, with a stored draw where the method
+    samples.
+
+    Args:
+        posterior: a method wrapped around a network or networks.
+        loader: any iterable of (x, y) or (x, y, weight), gone through once per epoch. x: a tensor, a tuple or a dict of
+            tensors (B, ...); y: targets (B, ...); weight: (B,), how often each example counts.
+        epochs: passes over the loader in all, those of a resumed checkpoint included.
+        validation: another loader. After each epoch the mixture's negative log-likelihood on it decides which state is
+            kept. TRADI is judged at up to ten epochs, by what it would sample; for methods that collect a trajectory
+            (SWAG, SWA, snapshots) nothing is restored.
+        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None takes the method's
+            default with its schedule.
+        scheduler: a torch scheduler of that optimizer, stepped once per epoch.
+        clip: largest gradient norm of each member; None does not clip.
+        accumulate: batches whose gradients make one optimiser step.
+        patience: epochs without a better validation score after which training stops; None never stops early.
+        precision: "auto" is bf16 on GPUs that have it, else float32.
+        engine: how members run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+".
+        device: where to train; None is the GPU if there is one.
+        callback: called with each `Epoch`; a true return value stops training.
+        progress: whether progress is shown, or the title to show it under.
+        checkpoint: a file written after each epoch; if it exists, training resumes from it.
+        checkpoint_seconds: least time between two writes; the last epoch is always written.
+        ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
+        draw: whether to store a draw at the end (`ds.refresh`).
+
+    Returns:
+        A `History`: one `Epoch` each, the index of the one kept, the engine that ran, and the memory expected.
+
+    Raises:
+        Diverged: a member's loss, gradient or weight is no longer finite; `.members` says whose.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
-    with training(posterior.particles.template.network):  # use of it by another thread is an error meanwhile
+    whole("epochs", epochs)
+    whole("accumulate", accumulate, hint="1 steps after every batch")
+    whole("patience", 0 if patience is None else patience, least=0)
+    number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
+    number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
+    one_of("ranks", ranks, (None, "independent"))
+    # Use of the network by another thread is an error meanwhile.
+    with training(expect_posterior(posterior).particles.template.network):
         check_loader(loader, validation)
-        checks.check_ranks(posterior, ranks)
-        checks.check_extras(optimizer, scheduler, checkpoint_seconds)
-        checks.check_run_settings(
-            posterior, epochs=epochs, accumulate=accumulate, clip=clip, patience=patience, validation=validation
-        )
+        posterior.ranks = ranks or posterior.ranks
+        checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
         default = optimizer is None
         if optimizer is None:
@@ -103,9 +125,9 @@ def fit(
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
-            for number in range(len(history), epochs):
-                judged = best.state is not None and looks(posterior, number - 1, epochs)
-                if patience is not None and judged and number - 1 - best.epoch >= patience:
+            for index in range(len(history), epochs):
+                judged = best.state is not None and looks(posterior, index - 1, epochs)
+                if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
                 start = time.perf_counter()
                 posterior.train()
@@ -115,19 +137,19 @@ def fit(
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation)
-                drawn = None if validation is None else look(posterior, number, epochs, validation)
+                drawn = None if validation is None else look(posterior, index, epochs, validation)
                 sampled = None if validation is None or drawn is None else validation_nll(posterior, validation, drawn)
-                epoch = Epoch(number, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
+                epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
                 if isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                judge = epoch.judge if posterior.goes_back and looks(posterior, number, epochs) else None
+                judge = epoch.judge if posterior.goes_back and looks(posterior, index, epochs) else None
                 if judge is not None and best.better(judge):
-                    best = Best(judge, number, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
-                    history.best = number
-                bar.epoch(number, _line(epoch))
+                    best = Best(judge, index, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
+                    history.best = index
+                bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
                 if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
                     write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
@@ -196,7 +218,7 @@ class _Run:
 
 
 def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all batches, `current()` if none is given."""
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given."""
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn

@@ -78,9 +78,9 @@ def test_the_toy_of_ibnn_runs_with_node_based_networks_of_both_papers(tmp_path):
     runs, evaluations = run_all(load_task("cubic-gap", size="smoke"), seeds=[0], out=tmp_path, methods=methods)
     for evaluation in evaluations:
         assert {"gaussian_nll", "shift/cubic_between/nll", "shift/cubic_beyond/nll"} <= evaluation.metrics.keys()
-    settings = [run.posterior().settings for run in runs]
-    assert [each["divergence"] for each in settings] == ["mixture", "surrogate"]
-    assert [each["mode"] for each in settings] == ["out", "in"]
+    posteriors = [run.posterior() for run in runs]
+    assert [each.divergence for each in posteriors] == ["mixture", "surrogate"]
+    assert [each.mode for each in posteriors] == ["out", "in"]
     assert [run.posterior().data_size for run in runs] == [40, 40]
 
 

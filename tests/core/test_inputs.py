@@ -199,7 +199,7 @@ def test_one_example_without_a_batch_axis_is_a_clear_error(use):
 
 @pytest.mark.parametrize("use", [Uses.fit, Uses.backward, Uses.evaluate, Uses.temperature])
 def test_one_image_into_as_many_classes_as_channels_does_not_fit_its_labels(use):
-    with pytest.raises(ValueError, match=r"expected (targets of shape|logits \(B, C, T\))"):
+    with pytest.raises(ValueError, match=r"expected (integer class indices of shape|logits \(B, C, T\))"):
         use(ds.MAP(convolutions(3)), torch.randn(3, 8, 8), torch.zeros(8, 8).long())
 
 

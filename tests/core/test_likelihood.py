@@ -186,18 +186,22 @@ def test_weights_are_spread_over_pixels_of_their_own_example():
         ((4, 3), torch.tensor([0, 1, 2, 3]), "expected labels in 0…2, got 3"),
         ((4, 3), torch.tensor([0, 1, 2, -1]), "expected labels in 0…2, got -1"),
         ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
-        ((4, 3), torch.tensor([0, 1, 2]), r"expected targets of shape \(4,\), got torch.int64 of shape \(3,\)"),
-        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one index per example"),
+        (
+            (4, 3),
+            torch.tensor([0, 1, 2]),
+            r"expected integer class indices of shape \(4,\).* got torch.int64 of shape \(3,\)",
+        ),
+        ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one class index per example"),
         (
             (4, 2),
             torch.zeros(4, dtype=torch.bool),
-            r"got torch.bool of shape \(4,\); pass one index per example, y.long\(\)",
+            r"got torch.bool of shape \(4,\); pass one class index per example, y.long\(\)",
         ),
         ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
         (
             (4, 3),
             torch.tensor([0.0, 1.0, 2.0, 0.0]),
-            r"got torch.float32 of shape \(4,\); pass class indices with y.long",
+            r"got torch.float32 of shape \(4,\); pass one class index per example, y.long",
         ),
         ((4, 3), torch.ones(4, 3), "expected soft labels ≥ 0 that sum to one"),
         ((4, 3), torch.tensor([[2.0, -1.0, 0.0]]).repeat(4, 1), "expected soft labels ≥ 0 that sum to one"),
@@ -205,8 +209,8 @@ def test_weights_are_spread_over_pixels_of_their_own_example():
         ((4, 3), torch.zeros(4, dtype=torch.bool), "got torch.bool"),
         ((4, 1), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4, 1\)"),
         ((4,), torch.zeros(4, dtype=torch.int64), r"expected logits of shape \(B, C\) with C ≥ 2, got \(4,\)"),
-        ((2, 3, 5, 6), torch.zeros(2, dtype=torch.int64), r"expected targets of shape \(2, 5, 6\)"),
-        ((2, 3, 5, 6), torch.zeros(2, 6, 5, dtype=torch.int64), r"expected targets of shape \(2, 5, 6\)"),
+        ((2, 3, 5, 6), torch.zeros(2, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
+        ((2, 3, 5, 6), torch.zeros(2, 6, 5, dtype=torch.int64), r"expected integer class indices of shape \(2, 5, 6\)"),
     ],
 )
 def test_labels_that_cannot_belong_to_the_logits(shape, y, text):

@@ -273,10 +273,10 @@ def test_parts_make_the_whole(make):
 @pytest.mark.parametrize("level", [0, 1, -0.5, 1.5, math.nan])
 def test_a_level_outside_is_refused(level):
     for predictive in (categorical(), gaussian()):
-        with pytest.raises(ValueError, match="expected a level strictly between 0 and 1"):
+        with pytest.raises(ValueError, match="expected level above 0 and below 1"):
             predictive.interval(level)
     if level != 1:
-        with pytest.raises(ValueError, match=r"expected a level in \(0, 1\]"):
+        with pytest.raises(ValueError, match=r"expected level above 0 and of at most 1"):
             categorical().credible_set(level)
 
 

@@ -178,12 +178,3 @@ def test_nothing_is_trained_where_no_gradient_is_recorded(name):
         )
         > 1e-6
     )
-
-
-def test_an_uncoupled_method_says_so():
-    posterior = tiny.ensemble(tiny.mlp)
-    assert not posterior.coupled
-    with pytest.raises(
-        TypeError, match=r"expected a method that couples its members, got DeepEnsemble, which does not; define couple"
-    ):
-        posterior.couple(())

@@ -180,15 +180,13 @@ def test_networks_of_different_architecture_are_refused(networks, text):
 
 def test_one_module_twice_is_refused():
     network = deep()
-    with pytest.raises(
-        ValueError, match="expected distinct modules, got the same object more than once; build one per"
-    ):
+    with pytest.raises(ValueError, match="expected members that start at different weights, got members 0 and 2 equal"):
         ds.DeepEnsemble([network, deep(), network])
 
 
 def test_deep_copies_are_refused():
     network = deep()
-    with pytest.raises(ValueError, match=r"got members 0 and 2 equal; build each one afresh instead of copying"):
+    with pytest.raises(ValueError, match=r"got members 0 and 2 equal; build each one afresh, .* instead of copying"):
         ds.DeepEnsemble([network, deep(), copy.deepcopy(network)])
 
 

@@ -415,17 +415,20 @@ def test_a_failed_fit_leaves_what_there_was():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"structure": "diag"}, "expected a structure of"),
-        ({"covariance": "diagonal"}, "expected a covariance of"),
-        ({"prior_precision": 0.0}, "expected a prior precision above 0"),
-        ({"prior_precision": math.nan}, "expected a prior precision above 0"),
-        ({"prior_precision": True}, "expected a prior precision above 0"),
-        ({"prior_precision": "marglik"}, "expected a prior precision above 0"),
-        ({"samples": 0}, "expected at least one sample"),
+        ({"structure": "diag"}, "expected structure of full, kron"),
+        ({"covariance": "diagonal"}, "expected covariance of rows, joint"),
+        ({"prior_precision": 0.0}, "expected prior_precision above 0"),
+        ({"prior_precision": math.nan}, "expected prior_precision above 0"),
+        ({"prior_precision": True}, "expected prior_precision as a number"),
+        (
+            {"prior_precision": "marglik"},
+            "expected prior_precision of marginal_likelihood, got 'marglik'; or pass 1/σ²",
+        ),
+        ({"samples": 0}, "expected samples of at least 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(keywords, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         Laplace(tiny.mlp(), **keywords)
 
 

@@ -100,7 +100,7 @@ def test_tied_weights_stay_tied():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"), [({"noise": -0.1}, "noise of at least 0"), ({"samples": 0}, "one sample")]
+    ("keywords", "message"), [({"noise": -0.1}, "noise of at least 0"), ({"samples": 0}, "samples of at least 1")]
 )
 def test_arguments_that_make_no_sense_are_refused(keywords, message):
     with pytest.raises(ValueError, match=message):

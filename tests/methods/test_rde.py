@@ -828,8 +828,8 @@ def test_bad_layers_and_heads_are_clear_errors():
         FeatureRDE(nets, layer="1", head="classifier")
     with pytest.raises(ValueError, match="expected a head with parameters to share, got '1' without"):
         FeatureRDE(nets, layer="0", head="1")
-    with pytest.raises(ValueError, match="expected a layer before the head '2', got '2' in it"):
-        FeatureRDE(nets, layer="2", head="2")
+    with pytest.raises(ValueError, match="expected a layer that runs before the head '2', got '2' after it"):
+        FeatureRDE(nets, layer="2", head="2").backward(*tiny.points())
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
     with pytest.raises(ValueError, match="expected encoders that start at different weights, got some equal"):

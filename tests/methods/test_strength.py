@@ -62,7 +62,7 @@ def test_evaluation_is_not_taken_for_a_batch_of_training(method):
     posterior, (x, y) = REPELLED[method]([tiny.mlp().double() for _ in range(3)]), tiny.points()
     posterior.backward(x[:5], y[:5])
     posterior.steps += 1
-    ds.evaluation.distances.member_distances(posterior, x, y)
+    ds.member_distances(posterior, x, y)
     ds.temperature_scale(posterior, [(x, y)])
     validation_nll(posterior, [(x, y)])
     posterior.check_batch(Batch(x, y))

@@ -270,7 +270,7 @@ def test_parameters_added_after_construction_are_refused():
     ("keywords", "message"),
     [
         ({"rank": 0}, "expected rank of at least 1, got 0"),
-        ({"samples": 0}, "expected at least one sample, got 0"),
+        ({"samples": 0}, "expected samples of at least 1, got 0"),
         ({"scale": -0.5}, "expected scale of at least 0, got -0.5"),
         ({"start": -1}, "expected start of at least 0, got -1"),
         ({"every": 0}, "expected every of at least 1, got 0"),

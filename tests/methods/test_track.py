@@ -40,7 +40,7 @@ def test_a_run_is_unpacked_and_looked_up():
     assert isinstance(tradi, TRADI)
     assert watchers[1] is watchers["gaussian_perturbation"] is noisy
     assert len(watchers) == 2
-    with pytest.raises(ValueError, match="expected one of tradi, gaussian_perturbation, got 'swag'"):
+    with pytest.raises(ValueError, match="expected a watcher of tradi, gaussian_perturbation, got 'swag'"):
         watchers["swag"]
 
 
@@ -128,5 +128,6 @@ def test_an_optimizer_with_other_tensors_cannot_branch():
 
 
 def test_names_are_no_methods():
-    with pytest.raises(TypeError, match="expected methods, got 'swag'; pass a list of classes"):
-        ds.track(tiny.mlp(), {"swag": ds.SWAG})
+    for methods in ({"swag": ds.SWAG}, ["swag"], []):  # without any, the run would be unwatched
+        with pytest.raises(TypeError, match=r"expected methods, got .*; pass classes or functions of the network"):
+            ds.track(tiny.mlp(), methods)

@@ -443,7 +443,7 @@ def test_what_torch_parametrizes_is_one_layer():
 def test_what_is_correlated_is_saved(tmp_path):
     posterior = TRADI(network(), correlation="layer", samples=2)
     ds.save(posterior, tmp_path)
-    assert ds.load(tmp_path, network()).recorder.correlation == "layer"
+    assert ds.load(tmp_path, network()).recorder.settings["correlation"] == "layer"
 
 
 def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
@@ -559,7 +559,7 @@ def test_a_loader_without_data_is_refused():
         ({"correlation": "network"}, "expected correlation of tensor, layer, got 'network'"),
         ({"drift": "step"}, "expected drift of gradient, none, got 'step'"),
         ({"init": "zero"}, "expected init of current, he, got 'zero'"),
-        ({"samples": 0}, "expected at least one sample, got 0"),
+        ({"samples": 0}, "expected samples of at least 1, got 0"),
         ({"features": 0}, "expected features of at least 1, got 0"),
         ({"bandwidth": -1.0}, "expected bandwidth of at least 0, got -1.0"),
         ({"state_noise": (-1e-4, 1e-4)}, "expected state_noise of at least 0, got -0.0001"),

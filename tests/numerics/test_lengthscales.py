@@ -149,7 +149,5 @@ def test_the_input_that_is_not_finite_is_named():
     x = torch.randn(20, 2, 3)
     x[13, 1, 2] = float("nan")
     for inputs in (x, list(x.split(5))):
-        with pytest.raises(
-            ValueError, match="expected finite inputs, got nan in row 13, number 5 of it; clean the data"
-        ):
+        with pytest.raises(ValueError, match="expected finite inputs, got nan in row 13, column 5; remove such rows"):
             pca_lengthscales(inputs)

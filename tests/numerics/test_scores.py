@@ -112,11 +112,6 @@ def test_near_equal_particles_have_finite_scores(name):
     assert float(found.abs().max()) < 1e-6 / kernels.FLOOR * (1 if name == "kde" else 1 / scores.RIDGE)
 
 
-def test_bad_particles_are_a_clear_error():
-    with pytest.raises(ValueError, match="expected score of kde, stein, spectral_stein, got 'sge'"):
-        scores.check_score("sge")
-
-
 # ---------------------------------------------------------------------------------------------------- samplers
 
 MEAN = torch.tensor([-0.68, 0.80], dtype=torch.float64)

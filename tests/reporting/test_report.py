@@ -18,8 +18,8 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.evaluate import evaluate
 from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
 from dissensus.reporting import figures, plots, tables
@@ -280,7 +280,7 @@ def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
     assert "No correction for many comparisons" in first
     assert "Differences to two" in second
     assert "(Holm)" in second
-    with pytest.raises(ValueError, match=r"as baseline of one, three, two, got 'tow'; did you mean 'two'"):
+    with pytest.raises(ValueError, match=r"as baseline of one, two, three, got 'tow'; did you mean 'two'"):
         report(evaluations, tmp_path / "third.md", baseline="tow")
 
 

@@ -7,8 +7,8 @@ from torch import nn
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.surgery.order import follow
-from dissensus.theory.passing import passed
 from dissensus.theory.regime import kind_of
+from dissensus.theory.wide_limit import passed
 
 SIGNS, AROUND = Modulation.sign(), Modulation.normal(1, 0.5)
 

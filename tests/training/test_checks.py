@@ -5,7 +5,7 @@ import torch
 import torch.distributed as distributed
 import torch.multiprocessing as multiprocessing
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
+from torch.optim import SGD, lr_scheduler
 
 import dissensus as ds
 import tiny
@@ -75,8 +75,10 @@ def test_ranks_have_one_word():
         ({"accumulate": "2"}, "expected accumulate as a whole number, got '2'; "),
         ({"patience": 1.5, "validation": []}, r"expected patience as a whole number, got 1\.5; "),
         ({"clip": "1"}, "expected clip as a number, got '1'; "),
-        ({"optimizer": "adam"}, r"expected an optimizer, got 'adam'; build one, as torch\.optim\.Adam\("),
+        ({"optimizer": "adam"}, r"expected an optimizer, got 'adam'; build one on posterior\.parameters\(\)"),
         ({"optimizer": torch.optim.Adam}, r"expected an optimizer, got <class '.*Adam'>; build one"),
+        ({"optimizer": SGD, "scheduler": 0.1}, r"expected a scheduler, got 0\.1; build one on the optimizer"),
+        ({"optimizer": SGD, "scheduler": lr_scheduler.StepLR}, "expected a scheduler, got <class .*StepLR"),
         ({"checkpoint_seconds": "60"}, "expected checkpoint_seconds as a number, got '60'; "),
     ],
 )

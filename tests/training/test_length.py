@@ -5,6 +5,7 @@ import torch
 
 import dissensus as ds
 import tiny
+from dissensus.methods.parts.stacked import annealed
 from dissensus.numerics.annealing import Annealing
 
 STEPS = 3
@@ -33,7 +34,7 @@ def weights(posterior, loader=None, **keywords) -> list[float]:
         loader or batches(),
         epochs=4,
         progress=False,
-        callback=lambda _: found.append(float(posterior.annealed(posterior.annealing))) and None,
+        callback=lambda _: found.append(float(annealed(posterior, posterior.annealing))) and None,
         **keywords,
     )
     return found

@@ -44,8 +44,10 @@ def _types(hint: Any) -> Types | None:
 
 
 @contextmanager
-def fitting(what: str) -> Iterator[None]:
-    """What is raised by constructors and functions that settings are handed to becomes one error about the settings."""
+def fitting(
+    what: str, *, wanted: str = "settings that fit", remedy: str = "correct them in the task or in --set"
+) -> Iterator[None]:
+    """What is raised by constructors and functions that settings or files are handed to becomes one error about those."""
     try:
         yield
     except (OSError, torch.OutOfMemoryError):
@@ -54,6 +56,4 @@ def fitting(what: str) -> Iterator[None]:
         if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
-            f"expected settings that fit {what}, got others ({reason}); correct them in the task or in --set"
-        ) from error
+        raise ValueError(f"expected {wanted} {what}, got others ({reason}); {remedy}") from error

@@ -11,11 +11,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from dissensus.reporting.claims import claims
-from dissensus.reporting.results import Results
+from dissensus.reporting.results import CONTROL, Results
 from dissensus.reporting.sentences import cautions, few, tested
 from dissensus.reporting.tables import Table, draws_of, main_table
-
-CONTROL = dict.fromkeys((*range(32), *range(127, 160)))
 
 
 def as_text(text: str) -> str:

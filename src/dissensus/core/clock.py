@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dissensus.core.optimisation import has_stepped
 from dissensus.core.recorder import Recorder
+from dissensus.numerics.checks import one_of
 
 log = logging.getLogger("dissensus")
 
@@ -20,18 +21,16 @@ class Watchers(nn.ModuleList):
         if not isinstance(which, str):
             return super().__getitem__(which)
         found = {each.name: each for each in reversed(self)}
-        if which not in found:
-            raise ValueError(f"expected one of {', '.join(reversed(found))}, got {which!r}; those watch this run")
-        return found[which]
+        return found[one_of("a watcher", which, reversed(found))]
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
 
 
 class Clock(nn.Module):
-    """Base class of `TrainingRules`. `fit`, or a loop of one's own, calls `begin` once and `observe` after every step.
+    """Base class of `TrainingRules`. `fit`, or a loop of your own, calls `begin` once and `observe` after every step.
 
-    Both are passed on to the method's recorders, the attributes of that kind, and to the posteriors that watch it train.
+    Both are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
     """
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
@@ -72,7 +71,15 @@ class Clock(nn.Module):
 
     @final
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        """Sets the length of the whole run, and how many of its steps are `done` already (a resumed run), for schedules."""
+        """Sets the length of the whole run, for schedules and recorders; resets the temperature to 1.
+
+        Only a loop of your own calls this: `fit` does by itself.
+
+        Args:
+            steps_per_epoch: optimiser steps in an epoch.
+            epochs: of the whole run.
+            done: steps of it that are behind already, in a resumed run.
+        """
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
         self.began = int(self.steps) - done
         self.reset_temperature("training")
@@ -83,7 +90,7 @@ class Clock(nn.Module):
 
     @final
     def begin_unmeasured(self, epochs: int) -> None:
-        """Begins a run of unknown length. `begin` follows once the first epoch has been counted."""
+        """Begins a run of unknown length, of so many epochs. `begin` follows once the first epoch has been counted."""
         if self.began != int(self.steps):  # the length known so far is another run's
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
@@ -105,7 +112,13 @@ class Clock(nn.Module):
     @final
     @torch.no_grad()
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimiser has stepped since the last call; if so, counts it, and recorders look at the weights."""
+        """Whether the optimiser has stepped since the last call; if so, counts it, and recorders look at the weights.
+
+        Call it after every `optimizer.step()` of a loop of your own; `fit` does by itself.
+
+        Args:
+            optimizer: the one that trains this posterior.
+        """
         recorders = self.recorders
         for recorder in recorders:
             recorder.renew()  # first: a step that it refuses is not counted

@@ -4,8 +4,6 @@ Directions in which the training inputs do not vary leave the weights along them
 those weights at random values, and inputs that vary there at test time are met by noise; this one draws them to zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,9 +21,14 @@ from dissensus.numerics.tree import Tensors
 class EmpCov(Prior):
     """First-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
 
-    `network`: the architecture; `layer`: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d
-    (C over the patches it sees). `inputs`: (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
-    `rest`: the prior on all other tensors, or a Gaussian's deviation; None leaves them to the optimiser's weight decay.
+    Args:
+        inputs: training inputs (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
+        network: the architecture; the values of its weights do not matter.
+        layer: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d (C over the patches it
+            sees).
+        alpha: factor of C: weights are free along directions in which inputs vary.
+        epsilon: variance left along directions in which inputs do not vary.
+        rest: the prior on all other tensors, or a Gaussian's standard deviation; None leaves them to weight decay.
     """
 
     root: Tensor
@@ -44,10 +47,6 @@ class EmpCov(Prior):
         super().__init__()
         known = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
         first = known[one_of("layer", layer, known)]
-        if isinstance(first, nn.Conv2d) and (first.groups > 1 or isinstance(first.padding, str)):
-            raise ValueError(
-                f"expected a convolution without groups and with padding in numbers, got '{layer}' {first}; write it so"
-            )
         self.parameter = f"{layer}.weight" if layer else "weight"
         self.alpha, self.epsilon = number("alpha", alpha, above=0), number("epsilon", epsilon, above=0)
         self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)

@@ -4,9 +4,10 @@ PLURALS = {"loss": "losses"}
 
 
 class Diverged(ValueError):
-    """Numbers of a member are no longer finite; `.members` lists whose, `.step` says at which optimiser step it was seen.
+    """Numbers of a member are no longer finite: a ValueError that `fit` and `predict` raise.
 
-    `.what` is not finite: a "loss", "gradient", "weight", "buffer", "moment" (of the optimiser's) or "prediction".
+    Attributes: `.members`, a list of their indices; `.step`, the optimiser step at which it was seen; `.what` is not
+    finite: a "loss", "gradient", "weight", "buffer", "moment" (of the optimiser) or "prediction".
     """
 
     def __init__(self, members: list[int], step: int, what: str = "loss") -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dissensus.core.errors import Diverged
-
 
 @torch.no_grad()
 def suspicious(tensors: Sequence[Tensor]) -> bool:
@@ -49,15 +47,14 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
-def check_predictions(described: Sequence[Tensor], steps: Tensor, *, first: int = 0) -> None:
-    """Raises Diverged where members' descriptions, each (M, B, ...), hold NaN or +∞; −∞ is the log of a probability 0.
+def diverged_members(described: Sequence[Tensor]) -> list[int]:
+    """Indices of members whose descriptions, each (M, B, ...), hold NaN or +∞; −∞ is the log of a probability 0.
 
-    `first`: the index of the first of these members, for the error. Waits for the device.
+    Waits for the device.
     """
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
     largest = [tensor.amax(tuple(range(1, tensor.ndim))) for tensor in given]  # (M,) NaN where there is one
     if not given:
-        return
-    bad = ~(torch.stack(largest) < math.inf).all(0)
-    if bad.any():
-        raise Diverged([first + i for i in bad.nonzero().flatten().tolist()], int(steps), "prediction")
+        return []
+    found: list[int] = (~(torch.stack(largest) < math.inf).all(0)).nonzero().flatten().tolist()
+    return found

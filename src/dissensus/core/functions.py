@@ -1,7 +1,5 @@
 """Drawn functions: what a posterior gives where M functions are drawn from it."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +17,10 @@ from dissensus.core.predictive import Predictive
 
 
 class DrawnFunctions(nn.Module, ABC):
-    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
+    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out).
+
+    Attributes: `members` is M, `networks` how many networks these are functions of (M / networks of each, in order).
+    """
 
     members: int
     networks: int = 1  # of which these are functions, network by network, as many of each
@@ -44,7 +45,7 @@ class DrawnFunctions(nn.Module, ABC):
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
-        """The mixture of the functions."""
+        """The `Predictive` of the functions' mixture at inputs x (B, ...), without the posterior's temperature."""
         with batches.unchanged(x):
             return self.likelihood.predictive(*self.describe(x))
 
@@ -54,7 +55,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(_description, x)
+        described: tuple[Tensor, ...] = self.each(_described_outputs, x)
         return described
 
 
@@ -78,7 +79,7 @@ class MemberFunctions(DrawnFunctions):
             return
         for i in range(self.members):
             with batches.unchanged(x):
-                described, _ = self.particles.call(_description, *self.particles.at(i), x)
+                described, _ = self.particles.call(_described_outputs, *self.particles.at(i), x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def member(self, index: int) -> nn.Module:
@@ -152,5 +153,5 @@ def _outputs(member: Member, x: Inputs) -> Tensor:
     return batches.call(member.network, x)
 
 
-def _description(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+def _described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
     return member.likelihood.describe(batches.call(member.network, x))

@@ -84,6 +84,7 @@ Strategy = Callable[[Objective, Batch], Gradients]
 def vectorised(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients with all members at once by vmap, of their sum: shared tensors need no copy per member."""
     state = state_of(posterior)
+    # Detached tensors made leaves, not the parameters themselves: `.grad` and the parameters' own graphs stay untouched.
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     with posterior.particles.vectorising(), torch.enable_grad():
         total, losses, after = all_members(posterior, state, batch)
@@ -134,11 +135,12 @@ def looped(
     if posterior.coupled:
         seen = []
         for i, mine in enumerate(members):
+            # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have another z than v was found for.
             streams.append(random_state())
             with lane(i), torch.no_grad():
                 seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
         join()
-        streams.append(random_state())
+        streams.append(random_state())  # after one run of each member, which is where generators stand in the end
         pulls = _cotangents_of_each(posterior, seen)
 
     found = []
@@ -199,7 +201,7 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
-    if targets:
+    if targets:  # one call for the rows of all tensors and members, not one each
         torch._foreach_copy_(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)

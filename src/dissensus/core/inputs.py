@@ -1,7 +1,5 @@
 """Inputs that a network can take: of its dtype, with a batch axis. Tried once per shape, on the host."""
 
-from __future__ import annotations
-
 import logging
 import re
 import traceback

@@ -18,7 +18,11 @@ from dissensus.numerics.checks import number, one_of
 
 
 class Likelihood(nn.Module, ABC):
-    """p(y | outputs) of one member. Subclasses give `log_prob`, `describe` and `predictive`; the rest follows."""
+    """p(y | outputs) of one member. Subclasses give `log_prob`, `describe` and `predictive`; the rest follows.
+
+    Outputs are one member's, (B, ...), without a member axis: the library repeats the likelihood over members. Its
+    parameters (a learned noise) are trained with the network, each member's its own.
+    """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -31,11 +35,14 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that describe one member's predictive distribution, each (B, ...)."""
+        """The tensors that describe one member's predictive distribution, each (B, ...).
+
+        Classification gives log-probabilities, regressions give mean and variance.
+        """
 
     @abstractmethod
     def predictive(self, *described: Tensor) -> Predictive:
-        """The mixture over members, from what `describe` gave, each tensor with the member axis in front."""
+        """The mixture over members, from what `describe` gave, stacked: each tensor (M, B, ...)."""
 
     def counted(self, y: Tensor) -> Tensor | None:
         """(B, ...) which entries of log_prob count, or None where all do."""
@@ -92,10 +99,13 @@ class Likelihood(nn.Module, ABC):
 
 
 class Classification(Likelihood):
-    """Logits (B, C), (B, C, T) or (B, C, H, W); y: class indices of their shape without C, or soft labels of their shape.
+    """Logits (B, C), (B, C, T) or (B, C, H, W); y: class indices of that shape without C, or soft labels of it.
 
-    Classes are axis 1, as in torch's cross_entropy: transpose token logits (B, T, C). As (B, C, T) with T = C could be those,
-    it is refused: return (B, C, T, 1), with targets (B, T, 1). `ignore_index`: the label of positions that do not count.
+    Classes are axis 1, as in torch's cross_entropy: transpose token logits (B, T, C). Logits (B, C, T) with T = C are
+    ambiguous and refused: return (B, C, T, 1), with targets (B, T, 1).
+
+    Args:
+        ignore_index: the label of positions that do not count, in training and in evaluation; None counts all.
     """
 
     def __init__(self, ignore_index: int | None = None) -> None:
@@ -148,26 +158,24 @@ class Classification(Likelihood):
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
         batch, classes, *space = output_shape
-        if y.is_floating_point():
-            if y.shape != output_shape:
-                raise ValueError(
-                    f"expected integer class indices of shape {(batch, *space)} or soft labels of shape "
-                    f"{tuple(output_shape)}, got {y.dtype} of shape {tuple(y.shape)}; pass class indices with y.long()"
-                )
+        soft = y.is_floating_point()
+        if y.dtype == torch.bool or y.shape != (output_shape if soft else torch.Size((batch, *space))):
+            hint = "pass one class index per example, y.long()"
+            if y.shape == output_shape:
+                hint = "pass class indices, not one-hot rows"
+            elif space and y.shape == output_shape[:-1]:
+                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
+            raise ValueError(
+                f"expected integer class indices of shape {(batch, *space)} or soft labels of shape {tuple(output_shape)}, "
+                f"got {y.dtype} of shape {tuple(y.shape)}; {hint}"
+            )
+        if soft:
             ones = torch.ones((), dtype=y.dtype)
             if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
                 raise ValueError(
                     "expected soft labels ≥ 0 that sum to one over classes, axis 1, got others; normalise them (y.softmax(1))"
                 )
             return
-        if y.dtype == torch.bool or tuple(y.shape) != (batch, *space):
-            one_hot = y.shape == output_shape
-            hint = "pass class indices, not one-hot rows" if one_hot else "pass one index per example, y.long()"
-            if space and y.shape == output_shape[:-1]:
-                hint = "classes are axis 1 of the logits: let the network return outputs.movedim(-1, 1)"
-            raise ValueError(
-                f"expected targets of shape {(batch, *space)}, got {y.dtype} of shape {tuple(y.shape)}; {hint}"
-            )
         self._clear |= space != [classes]
         if not self._clear:
             raise ValueError(
@@ -188,8 +196,10 @@ class Classification(Likelihood):
 class Regression(Likelihood):
     """Outputs are the mean, (B, D) or (B,); y ~ N(mean, noise²) with a noise that is fixed or learned.
 
-    `noise`: a standard deviation, or "learned": one noise per member, trained with it and started at `initial`. None: at 1,
-    or at the network's error on the first training batch where that is above 3, as for targets that are not standardised.
+    Args:
+        noise: a standard deviation in the units of y, or "learned": one noise per member, trained with it.
+        initial: where a learned noise starts. None: at 1, or at the network's error on the first training batch if that
+            is above 3, as for targets that are not standardised.
     """
 
     def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float | None = None) -> None:
@@ -234,7 +244,10 @@ class Regression(Likelihood):
 
 
 class HeteroscedasticRegression(Likelihood):
-    """Outputs (B, 2D): D means, then D raw variances v with variance softplus(v) + 1e-6 (Lakshminarayanan et al. 2017)."""
+    """Outputs (B, 2D): D means, then D raw variances v with variance softplus(v) + 1e-6 (Lakshminarayanan et al. 2017).
+
+    Targets y are (B, D): give the network twice as many outputs as y has columns.
+    """
 
     def _moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, raw = outputs.chunk(2, dim=1)  # (B, D) each

@@ -24,6 +24,9 @@ class Member(nn.Module):
 
     def __init__(self, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> None:
         super().__init__()
+        if not isinstance(likelihood, Likelihood):
+            what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
+            raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
@@ -67,15 +70,8 @@ def check_initialised(network: nn.Module) -> None:
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"expected initialised tensors, got lazy '{name}'; run the network on one batch first")
-        if tensor.is_meta:
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
-                f"expected tensors with values, got '{name}' on the meta device; use network.to_empty(device=…)"
+                f"expected initialised tensors, got '{name}' that is lazy or on the meta device; run the network on one batch "
+                "first, or use network.to_empty(device=…)"
             )
-
-
-def check_likelihood(likelihood: object) -> None:
-    if not isinstance(likelihood, Likelihood):
-        what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
-        raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")

@@ -1,7 +1,5 @@
 """What optimisers are given: parameters in groups, and the schedule of the learning rate."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -110,8 +108,7 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
     """Raises where the posterior does not accept this kind of optimiser, or the optimiser holds none of its parameters."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"expected an optimizer, got {optimizer!r}; build one, as torch.optim.Adam(posterior.parameters(), lr=1e-3), or "
-            "leave it out"
+            f"expected an optimizer, got {optimizer!r}; build one on posterior.parameters(), or leave it out"
         )
     if (refused := refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or take posterior.default_optimizer()")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, check_likelihood, emptied, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, emptied, member_index
 from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -62,7 +62,6 @@ class Particles(nn.Module):
         """One member that is the caller's module itself, with these latents: nothing is copied. Particles stay as they are."""
         if isinstance(network, Particles):
             return network
-        check_likelihood(likelihood)
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
@@ -83,10 +82,10 @@ class Particles(nn.Module):
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
         None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
         """
-        check_likelihood(likelihood)
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
+        # A buffer, because rows of tensors are all that reaches `call`: it reads there whose template to take.
         for number, member in enumerate(members if apart else ()):
             where = next((tensor.device for tensor in tensors_of(member).values()), None)
             member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
@@ -235,6 +234,7 @@ class Particles(nn.Module):
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
+        # Each member has moved its copy of a shared buffer by its own activations: the mean counts all of them alike.
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             mine = [name for name in buffers if name in own]

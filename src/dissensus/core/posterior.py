@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.finite import check_predictions
+from dissensus.core.errors import Diverged
+from dissensus.core.finite import diverged_members
 from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
@@ -32,7 +33,20 @@ from dissensus.numerics.tree import Tensors
 
 
 class Posterior(TrainingRules, ABC):
-    """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever."""
+    """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever.
+
+    Base class of all methods. Their constructors take what is said in their own docstrings, and these keywords:
+
+    Args:
+        likelihood: what the network's outputs mean; None is `Classification()`.
+        prior: a `Prior`, or a function of one member's tensors by name that returns log p(θ), (); needs `data_size`.
+            The loss then carries −log p(θ) / N, and weight decay leaves the covered tensors alone. None: no prior.
+        weight_prior_std: σ, short for `prior=GaussianPrior(σ)`.
+        data_size: N, the number of training examples, by which priors, KL terms and repulsions are divided.
+
+    Public attributes: `particles` (the members' tensors), `likelihood`, `prior`, `data_size`, `temperature` () (1
+    unless `temperature_scale` set it), `steps` () (optimiser steps so far), `watchers` (what `track` added), `device`.
+    """
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
     untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
@@ -55,17 +69,30 @@ class Posterior(TrainingRules, ABC):
     # ------------------------------------------------------------------ what a method declares
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in."""
+        """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in.
+
+        Args:
+            params, buffers: the member's tensors by name ("network.0.weight"), without a member axis.
+            batch: x, y and weight, on the posterior's device.
+
+        Returns:
+            The batch-mean loss (), prior included; z, a tensor or a tree of tensors that `couple` reads, () for none;
+            and the buffers by name as the forward pass left them.
+        """
         value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
         return value + penalty if isinstance(penalty, Tensor) else value, (), buffers
 
     @abstractmethod
     def draw(self) -> DrawnFunctions:
-        """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw."""
+        """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw.
+
+        Methods that store members draw those; methods that sample draw anew each time, until `ds.refresh` has stored a
+        draw.
+        """
 
     def current(self) -> DrawnFunctions:
-        """The functions as trained so far, which validation during `fit` looks at."""
+        """The functions as trained so far, (B, *in) -> (M, B, *out): what validation during `fit` judges."""
         return self.draw()
 
     @abstractmethod
@@ -83,12 +110,18 @@ class Posterior(TrainingRules, ABC):
     @classmethod
     @abstractmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
-        """A posterior with this network and config, whose tensors a file will overwrite."""
+        """A posterior with this network and config, whose tensors a file will overwrite.
+
+        Args:
+            network: a module of the architecture that `given` returned.
+            config: what `config` returned.
+        """
 
     def given(self) -> nn.Module:
         """A network of the architecture that the caller passed, with some member's tensors, copied.
 
-        What saved files describe, and what `load` takes. Methods that cut layers put the plain ones back here.
+        This is the architecture that saved files describe and `load` takes. Methods that cut layers put the plain ones
+        back here.
         """
         return self.particles.member(0) if self.base is None else self.base[0].given()
 
@@ -101,7 +134,7 @@ class Posterior(TrainingRules, ABC):
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Draws once and stores the draw with the posterior, its batch statistics refreshed from the loader.
 
-        Nothing to do where the members are stored anyway. Use it as `ds.refresh(posterior, loader)`.
+        Does nothing where members are stored anyway. Call it as `ds.refresh(posterior, loader)`.
         """
         return None
 
@@ -110,13 +143,20 @@ class Posterior(TrainingRules, ABC):
     @property
     @final
     def likelihood(self) -> Likelihood:
+        """What the outputs of the members mean; a learned noise in it is each member's own."""
         return self.particles.likelihood
 
     @final
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
 
-        Coupling terms are linearised (v has no graph): gradients are right, but values are not to be compared over steps.
+        Coupling terms are linearised (v has no graph): gradients are right, but values are not to be compared over
+        steps. Batch statistics are updated. `backward` gives the same gradients faster.
+
+        Args:
+            x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
+            y: targets, as the likelihood takes them.
+            weight: (B,), how often each example counts; None counts each once.
         """
         batch = self.take(Batch.of((x, y, weight)))
         self.before_step(batch)
@@ -124,7 +164,11 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses; adds to `.grad` what `loss(x, y).backward()` would."""
+        """(M,) losses; adds to `.grad` what `loss(x, y).backward()` would.
+
+        The fast path of a loop of your own: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
+        `loss`.
+        """
         batch = self.take(Batch.of((x, y, weight)))
         self.before_step(batch)
         return seam.backward(self, batch)
@@ -137,7 +181,19 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def predict(self, x: Inputs) -> Predictive:
-        """The prediction of the mixture of drawn functions; eval mode, no gradients, modes and random streams left as found."""
+        """The prediction of the mixture of drawn functions, in eval mode and without gradients.
+
+        Modes and torch's random streams are left as found.
+
+        Args:
+            x: one batch (B, ...), a tensor, a tuple or a dict of tensors; moved to the posterior's device.
+
+        Returns:
+            A `Predictive` of B inputs with every member, at the posterior's temperature.
+
+        Raises:
+            Diverged: a member predicts NaN.
+        """
         batches.size(x)  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
@@ -162,7 +218,8 @@ class Posterior(TrainingRules, ABC):
 
         `first`: the index of its first member.
         """
-        check_predictions(predictive.described(), self.steps, first=first)
+        if bad := diverged_members(predictive.described()):
+            raise Diverged([first + i for i in bad], int(self.steps), "prediction")
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
@@ -171,12 +228,18 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def member(self, index: int) -> nn.Module:
-        """One drawn function as an ordinary module that shares nothing with the posterior: its temperature neither."""
+        """One drawn function as an ordinary module (B, *in) -> (B, *out) that shares nothing with the posterior.
+
+        The posterior's temperature does not act on it.
+
+        Args:
+            index: 0 to M − 1; negative ones count from the end.
+        """
         return self.draw().member(index)
 
     @final
     def predictor(self) -> Predictor:
-        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, with the temperature inside: for `torch.export`.
+        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, at the temperature: for `torch.export`.
 
         A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
         """
@@ -189,6 +252,7 @@ class Posterior(TrainingRules, ABC):
     @property
     @final
     def device(self) -> torch.device:
+        """Where the posterior's tensors are."""
         return self.temperature.device
 
     @final
@@ -209,7 +273,7 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
-        """Shape of one member's outputs for x; found by running it once per shape of x."""
+        """Shape (B, *out) of one member's outputs for x; found by running it once per shape of x."""
         return self._known.output_shape(x, self._first_member, self.temperature.dtype)
 
     @final
@@ -229,9 +293,12 @@ class Posterior(TrainingRules, ABC):
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Draws the functions of a sampling method, refreshes their batch statistics from the loader and stores both.
 
-    `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods whose members
-    are stored anyway are left alone. What watches the posterior is refreshed, too, where it has something to draw from.
-    `fit` calls this at its end.
+    `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods that store
+    their members anyway are left alone. Watchers are refreshed, too, where they have something to draw from. `fit`
+    calls this at its end; after a loop of your own, call it yourself.
+
+    Args:
+        loader: training batches (x, y), as the networks saw them.
     """
     inputs.check_loader(loader)
     posterior.store_draw(loader)
@@ -240,15 +307,18 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
             watcher.store_draw(loader)
 
 
+def expect_posterior(given: object) -> Posterior:
+    """What was given, where that is a posterior: a network in its place is an ordinary mistake."""
+    if not isinstance(given, Posterior):
+        raise TypeError(f"expected a posterior, got {type(given).__name__}; wrap the network, for example in MAP(...)")
+    return given
+
+
 @contextmanager
 def left_as_found(posterior: Posterior) -> Iterator[None]:
     """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
-    if not isinstance(posterior, Posterior):
-        raise TypeError(
-            f"expected a posterior, got {type(posterior).__name__}; wrap the network, for example in MAP(...)"
-        )
     with (
-        posterior.particles.turn(),
+        expect_posterior(posterior).particles.turn(),
         eval_mode(posterior, *posterior.particles.templates),
         torch.no_grad(),
         looking_ahead(),

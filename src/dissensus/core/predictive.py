@@ -10,9 +10,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dissensus.numerics.checks import number, share
+
 
 class Predictive(ABC):
-    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always."""
+    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always.
+
+    `len(predictive)` is B, `predictive[i]` the predictive of some inputs, `Predictive.cat` joins batches. Base class of
+    `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
+    """
 
     @property
     @abstractmethod
@@ -41,15 +47,15 @@ class Predictive(ABC):
 
     @abstractmethod
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B, ...) log-probability or log-density of y under the mixture."""
+        """(B, ...) log-probability or log-density of y under the mixture; y as the likelihood takes it."""
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper), each of the mean's shape."""
+        """(lower, upper), each of the mean's shape: a central interval with the share `level`, between 0 and 1."""
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y from the mixture, the draws' axis first."""
+        """n draws of y from the mixture, the draws' axis first, (n, B, ...); `generator` on the predictive's device."""
 
     @abstractmethod
     def described(self) -> tuple[Tensor, ...]:
@@ -95,17 +101,56 @@ class Predictive(ABC):
         return f"{type(self).__name__}(members={shape[0]}, inputs={shape[1]}, outputs={shape[2:]})"
 
 
-class ClassificationPredictive(Predictive):
-    """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W)."""
+class CategoricalPredictive(Predictive):
+    """Base class: what the mixture's log-probabilities say without its members."""
 
-    def __init__(self, log_probabilities: Tensor) -> None:
-        self._members = log_probabilities
-        # log p̄ = log (1/M) Σ_m p_m
-        self.log_mean = log_probabilities.logsumexp(0) - math.log(log_probabilities.shape[0])  # (B, C, ...)
+    log_mean: Tensor  # (B, C, ...) log p̄
 
     @property
     def mean(self) -> Tensor:
         return self.log_mean.exp()
+
+    @property
+    def confidence(self) -> Tensor:
+        return self.mean.amax(1)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        soft = y.is_floating_point()
+        expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
+        if y.shape != expected:  # gather would take a shorter y
+            raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
+        if soft:  # (B, C, ...)
+            return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
+        return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
+
+    def credible_set(self, level: float = 0.9) -> Tensor:
+        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
+        number("level", level, above=0, most=1, hint="pass for example 0.9")
+        ordered, order = self.mean.sort(dim=1, descending=True)
+        before = ordered.cumsum(1) - ordered  # mass of the likelier classes
+        return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """(n, B, ...) class indices."""
+        rows = self.mean.movedim(1, -1)  # (B, ..., C)
+        flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
+        return flat.T.reshape(n, *rows.shape[:-1])
+
+
+class ClassificationPredictive(CategoricalPredictive):
+    """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W).
+
+    `mean` (B, C, ...) are probabilities, `log_mean` their logarithms, `confidence` (B, ...) the largest one;
+    `aleatoric` is the members' mean entropy and `epistemic` their mutual information with the label, (B, ...) in nats.
+
+    Args:
+        log_probabilities: normalised over axis 2.
+    """
+
+    def __init__(self, log_probabilities: Tensor) -> None:
+        self._members = log_probabilities
+        # log p̄ = log (1/M) Σ_m p_m
+        self.log_mean = log_probabilities.logsumexp(0) - math.log(log_probabilities.shape[0])
 
     @property
     def members(self) -> Tensor:
@@ -123,36 +168,11 @@ class ClassificationPredictive(Predictive):
         ratio = torch.where(self._members == -math.inf, 0.0, self._members - self.log_mean)
         return (self._members.exp() * ratio).sum(2).mean(0).clamp(min=0)
 
-    @property
-    def confidence(self) -> Tensor:
-        return self.mean.amax(1)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        soft = y.is_floating_point()
-        expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
-        if y.shape != expected:
-            raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
-        classes = self.log_mean.shape[1]
-        if not soft and y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) < classes:
-            bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-            raise ValueError(f"expected labels in 0…{classes - 1}, got {bad}; leave out positions that do not count")
-        if soft:  # (B, C, ...)
-            return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
-        return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
-
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability."""
         tail = tail_probability(level)
         ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
         return _between(ordered, tail), _between(ordered, 1 - tail)
-
-    def credible_set(self, level: float = 0.9) -> Tensor:
-        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
-        return credible_set(self.mean, level)
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """(n, B, ...) class indices."""
-        return sample_classes(self.mean, n, generator)
 
     def described(self) -> tuple[Tensor, ...]:
         return (self._members,)
@@ -162,7 +182,14 @@ class ClassificationPredictive(Predictive):
 
 
 class RegressionPredictive(Predictive):
-    """A mixture of Gaussians from members' means and variances (M, B, D)."""
+    """A mixture of Gaussians from members' means and variances (M, B, D).
+
+    `mean` (B, D); `aleatoric` is the mean of the variances and `epistemic` the variance of the means, (B, D).
+    `interval`, `quantile` and `cdf` are those of the mixture, output by output.
+
+    Args:
+        means, variances: (M, B, D) or (M, B), in the units of y and their squares.
+    """
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
         self._means = means
@@ -197,7 +224,7 @@ class RegressionPredictive(Predictive):
         return below.mean(0)
 
     def quantile(self, q: float) -> Tensor:
-        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding."""
+        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
         reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
         spread = self.variances.sqrt() * float(reach)
         # Every member's own quantile lies inside this bracket, so the mixture's does.
@@ -229,22 +256,6 @@ class RegressionPredictive(Predictive):
         return RegressionPredictive(self._means, self.variances * temperature**2)
 
 
-def credible_set(mean: Tensor, level: float) -> Tensor:
-    """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
-    if not 0 < level <= 1:
-        raise ValueError(f"expected a level in (0, 1], got {level}; pass for example 0.9")
-    ordered, order = mean.sort(dim=1, descending=True)
-    before = ordered.cumsum(1) - ordered  # mass of the likelier classes
-    return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
-
-
-def sample_classes(mean: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """(n, B, ...) class indices drawn from probabilities (B, C, ...)."""
-    rows = mean.movedim(1, -1)  # (B, ..., C)
-    flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
-    return flat.T.reshape(n, *rows.shape[:-1])
-
-
 def _between(ordered: Tensor, q: float) -> Tensor:
     """The q-quantile along the sorted first axis, linear between order statistics."""
     position = q * (len(ordered) - 1)
@@ -255,6 +266,4 @@ def _between(ordered: Tensor, q: float) -> Tensor:
 
 def tail_probability(level: float) -> float:
     """Probability on either side of a central interval."""
-    if not 0 < level < 1:
-        raise ValueError(f"expected a level strictly between 0 and 1, got {level}; pass for example 0.9")
-    return (1 - level) / 2
+    return (1 - share("level", level, hint="pass for example 0.9")) / 2

@@ -23,15 +23,16 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
 class Prior(nn.Module, ABC):
     """Base class: a density of one member's trained tensors, by their names in the network.
 
-    A file notes its class and its attributes that are numbers or text, and does not hold it: predictions need no prior, and
-    training on asks for it again. Tensors that it needs are buffers; they move with the posterior and are not saved.
+    Subclasses define `log_prob`. Files note a prior's class and its attributes that are numbers or text, not the prior
+    itself: predictions need none, and further training asks for it again (`posterior.use_prior`). Tensors that a prior
+    needs are buffers; they move with the posterior and are not saved.
     """
 
     norm_layers: bool = True  # whether parameters of norm layers are among the tensors
 
     @abstractmethod
     def log_prob(self, params: Tensors) -> Tensor:
-        """() log p(θ) up to a constant: a pure function. Tensors are float32 or wider."""
+        """() log p(θ) up to a constant: a pure function of name -> tensor, one member's, in float32 or wider."""
 
     def covers(self, name: str) -> bool:
         """Whether it is a prior on this tensor too; weight decay acts on the others."""
@@ -55,7 +56,11 @@ class Prior(nn.Module, ABC):
 
 
 class GaussianPrior(Prior):
-    """N(0, std²) on weights and biases, not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant."""
+    """N(0, std²) on weights and biases, not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant.
+
+    Args:
+        std: standard deviation of every weight.
+    """
 
     norm_layers = False
 
@@ -93,7 +98,7 @@ class FunctionPrior(Prior):
 
 
 class PriorKeywords(TypedDict, total=False):
-    """Keywords of every method: the prior (`weight_prior_std=σ` is short for `prior=GaussianPrior(σ)`), and N."""
+    """Keywords of every method, explained in `Posterior`: the prior, its short form for a Gaussian, and N."""
 
     prior: Prior | LogDensity | None
     weight_prior_std: float | None

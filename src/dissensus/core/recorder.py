@@ -12,10 +12,15 @@ from dissensus.numerics.tree import Tensors
 
 
 class Recorder(nn.Module, ABC):
-    """Base class. `source()`: what is watched, of one network or many; `weights.rows()` is name -> (M, ...) as it is now.
+    """Base class of what watches weights in training and samples weights around them: `observe`, `ready`, `sample`.
 
     The source is asked again before every step that is recorded: it may have other tensors by then, or refuse the step.
-    What is recorded is kept in buffers, so that it moves, is saved and is resumed with the posterior.
+    Keep what is recorded in buffers, so that it moves, is saved and is resumed with the posterior. `docs/composing.md`
+    has one.
+
+    Args:
+        source: gives the `Weights` to watch, of one network or many; `self.weights.rows()` is name -> (M, ...) as it is
+            now. `RecordingPosterior` passes its `recorded`.
     """
 
     def __init__(self, source: Callable[[], Weights]) -> None:
@@ -41,7 +46,7 @@ class Recorder(nn.Module, ABC):
 
     @abstractmethod
     def observe(self, optimizer: Optimizer) -> None:
-        """Called after every optimiser step, without gradients."""
+        """Called after every optimiser step, without gradients; reads `self.weights`."""
 
     @property
     @abstractmethod
@@ -50,4 +55,7 @@ class Recorder(nn.Module, ABC):
 
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        """Name -> (M, S, ...): S samples of each network's weights."""
+        """Name -> (M, S, ...): S samples of each network's weights.
+
+        Random numbers come from the generator; None is torch's own stream.
+        """

@@ -8,8 +8,6 @@ A method declares `member_loss(params, buffers, batch) -> (loss, z, buffers)` an
 with i over members. `loss` and `backward` of every posterior are derived from it here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ Weight space: its trainable tensors. Function space: its outputs on a set of inp
 with the loss's slope there. Input-gradient space: the derivative of its outputs with respect to the inputs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 
 from dissensus.core.predictive import (
+    CategoricalPredictive,
     ClassificationPredictive,
     Predictive,
     RegressionPredictive,
-    credible_set,
-    sample_classes,
 )
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, each with a member axis of length one.
+    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise`.
 
-    Gives all that a `Predictive` gives but what needs single members.
+    Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
+    classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
+
+    Args:
+        centre: (1, B, ...), log of the mean probabilities, or the mean.
+        aleatoric, epistemic: (1, B, ...).
     """
 
     def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
@@ -47,33 +51,15 @@ class SummaryPredictive(Predictive):
         return f"{type(self).__name__}(inputs={len(self)}, outputs={tuple(self._described[0].shape[2:])})"
 
 
-class ClassificationSummary(SummaryPredictive):
+class ClassificationSummary(SummaryPredictive, CategoricalPredictive):
     """log p̄ (1, B, C, ...), aleatoric and epistemic (1, B, ...) in nats."""
 
-    @property
-    def log_mean(self) -> Tensor:
-        return self._described[0][0]
-
-    @property
-    def mean(self) -> Tensor:
-        return self.log_mean.exp()
-
-    @property
-    def confidence(self) -> Tensor:
-        return self.mean.amax(1)
-
-    def log_prob(self, y: Tensor) -> Tensor:
-        return ClassificationPredictive(self._described[0]).log_prob(y)
+    def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
+        super().__init__(centre, aleatoric, epistemic)
+        self.log_mean = centre[0]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         return ClassificationPredictive(self.members).interval(level)
-
-    def credible_set(self, level: float = 0.9) -> Tensor:
-        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
-        return credible_set(self.mean, level)
-
-    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return sample_classes(self.mean, n, generator)
 
     def tempered(self, temperature: float) -> Predictive:
         return ClassificationPredictive(self.members).tempered(temperature)

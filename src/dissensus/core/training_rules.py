@@ -1,7 +1,5 @@
 """Training rules: what a method may say of its training. Its optimisers, groups of parameters, priors, what precedes a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack, final
 
@@ -20,7 +18,7 @@ from dissensus.numerics.tree import Tensors
 
 
 class TrainingRules(Clock):
-    """Base class of `Posterior`: what optimisers and `fit` ask of a method. What is not final may be overridden by one."""
+    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Methods override what is not final."""
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
@@ -65,9 +63,7 @@ class TrainingRules(Clock):
 
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
-        raise TypeError(
-            f"expected a method that couples its members, got {type(self).__name__}, which does not; define couple(z)"
-        )
+        raise NotImplementedError
 
     def mix(self, gradients: Tensors) -> Tensors:
         """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
@@ -75,9 +71,7 @@ class TrainingRules(Clock):
         For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
         added up, or added up and then mixed.
         """
-        raise TypeError(
-            f"expected a method that mixes gradients, got {type(self).__name__}, which does not; define mix(gradients)"
-        )
+        raise NotImplementedError
 
     @property
     @final
@@ -144,10 +138,13 @@ class TrainingRules(Clock):
 
     @final
     def use_prior(self, prior: Prior | Callable[[Tensors], Tensor] | None, data_size: int | None = None) -> None:
-        """Puts this prior in place of the one there is, from the next step on; None trains without.
+        """Puts this prior in place of the present one, from the next step on; None trains without.
 
-        `data_size`: N, where the posterior does not know it. Optimisers made afterwards do not decay the weights that the
-        prior covers.
+        Optimisers made afterwards do not decay the weights that the prior covers.
+
+        Args:
+            prior: a `Prior`, or a function of one member's tensors by name that returns log p(θ), ().
+            data_size: N, where the posterior does not know it yet.
         """
         size = self.data_size if data_size is None else data_size
         if (made := prior_of(prior, data_size=size)) is not None:
@@ -170,8 +167,12 @@ class TrainingRules(Clock):
     ) -> list[dict[str, Any]]:
         """Parameter groups for an optimiser, from `groups`; empty ones are left out.
 
-        Weight decay acts on groups that take it: not on weights under a prior, nor on a learned noise. `likelihood_lr`: the
-        noise's rate, `lr` where None.
+            torch.optim.SGD(posterior.parameter_groups(0.1, 5e-4), lr=0.1, momentum=0.9)
+
+        Args:
+            lr: rate of the weights; groups with a rate of their own (modulations, latents) keep theirs.
+            weight_decay: acts on groups that take it: not on weights under a prior, nor on a learned noise.
+            likelihood_lr: rate of a learned noise; None is `lr`.
         """
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
@@ -179,7 +180,7 @@ class TrainingRules(Clock):
     def default_optimizer(self) -> Optimizer:
         """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
 
-        The noise starts far off, at 1, and has one number to find. Weight decay is 1e-4, none on weights under a prior.
+        The noise starts far off, at 1, and is a single number. Weight decay is 1e-4, none on weights under a prior.
         """
         if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
             return choosy.default_optimizer()  # type: ignore[no-any-return]
@@ -188,7 +189,8 @@ class TrainingRules(Clock):
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again.
 
-        Of a run that recorders watch, the first one's: weights that have come to rest have nothing to tell.
+        A run watched by recorders takes the first one's schedule, which keeps the weights moving while they are
+        recorded.
         """
         for watcher in self.watchers:
             if watcher.recorders:

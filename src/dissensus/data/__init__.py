@@ -3,6 +3,7 @@
 What reads files is imported when it is first asked for: `import dissensus` should be quick.
 """
 
+# ruff: noqa: F403, F405 - the names of __all__ are those of the files below
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +13,10 @@ from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
 if TYPE_CHECKING:
-    from dissensus.data.images import ImageSet, cifar10, cifar100, fashion_mnist, image_set, mnist, notmnist, svhn
-    from dissensus.data.shipped import digits, fashion
-    from dissensus.data.tabular import (
-        CLASSIFICATION_SETS,
-        REGRESSION_SETS,
-        RegressionSplit,
-        TabularSet,
-        regression_split,
-        uci_classification,
-        uci_regression,
-    )
-    from dissensus.data.toy import (
-        cubic,
-        cubic_gap,
-        donuts,
-        far_ring,
-        five_blobs,
-        gaussian_process,
-        quadratic_features,
-        three_clusters,
-        two_moons,
-        x_sin_x,
-    )
+    from dissensus.data.images import *
+    from dissensus.data.shipped import *
+    from dissensus.data.tabular import *
+    from dissensus.data.toy import *
 
 __all__ = [
     "CLASSIFICATION_SETS",

@@ -10,9 +10,12 @@ from dissensus.numerics.checks import whole
 class Augmentation:
     """(B, C, H, W) -> the same shape: each image cropped from a zero-padded copy, flipped with probability ½, cut out.
 
-    `padding`: pixels added on each side before a crop of the old size; `flip`: left–right; `cutout`: side of a square set
-    to zero at a random place, its centre anywhere in the image (DeVries & Taylor 2017). `seed`: a stream of its own;
-    None takes the device's global generator.
+    Args:
+        padding: pixels added on each side before a crop of the old size.
+        flip: whether images are flipped left–right.
+        cutout: side of a square set to zero at a random place, its centre anywhere in the image (DeVries & Taylor
+            2017).
+        seed: of a stream of its own; None takes the device's global generator.
     """
 
     def __init__(self, *, padding: int = 4, flip: bool = True, cutout: int = 0, seed: int | None = None) -> None:

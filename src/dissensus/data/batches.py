@@ -16,11 +16,18 @@ BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 class Batches:
     """Iterable of (x, y) or (x, y, weight) batches, started anew by every loop; len() is the number of batches.
 
-    x: a tensor, a tuple or a dict of tensors with one row per example. weight: of each example. shuffle: a new order
-    every epoch. With a seed the orders come from a generator of this object that goes on from epoch to epoch, so a run
-    repeats exactly; without one every epoch draws its seed from the global generator, as a DataLoader does. Batches lie
-    where x and y lie; unshuffled ones are views of them. augment: a function of a batch of inputs, applied where they
-    lie (`dissensus.data.Augmentation`); put small image sets on the GPU as a whole.
+    Batches lie where x and y lie; unshuffled ones are views of them. Put small image sets on the GPU as a whole.
+
+    Args:
+        x: a tensor (N, ...), or a tuple or dict of such tensors, one row per example.
+        y: targets (N, ...).
+        batch_size: B.
+        weight: (N,), how often each example counts.
+        shuffle: a new order every epoch.
+        seed: of the orders, from a generator of this object that goes on from epoch to epoch, so a run repeats exactly;
+            None draws a seed from the global generator every epoch, as a DataLoader does.
+        drop_last: leaves out a last batch smaller than B.
+        augment: a function of a batch of inputs, applied where they lie (`dissensus.data.Augmentation`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The public image sets this library knows by name: their class names, files, sizes, checksums and licences."""
+"""The public image sets this library knows by name: their class names, files, sizes and checksums."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Source:
-    """One image set: its class names, its licence and, for each split, the variants in order of preference."""
+    """One image set: its class names and, for each split, the variants in order of preference."""
 
     classes: tuple[str, ...]
-    licence: str
     splits: dict[str, tuple[Variant, ...]]
 
 
@@ -128,12 +127,10 @@ def _file(name: str, size: str, digest: str) -> SourceFile:
 
 
 CATALOGUE = {
-    "mnist": Source(DIGITS, "CC BY-SA 3.0 (LeCun, Cortes, Burges)", _splits("mnist")),
-    "fashion_mnist": Source(FASHION, "MIT (Zalando SE)", _splits("fashion_mnist")),
-    "notmnist": Source(
-        tuple("ABCDEFGHIJ"), "by Yaroslav Bulatov; IDX sample by David Flanagan, MIT", _splits("notmnist")
-    ),
-    "cifar10": Source(CIFAR10, "none stated (Krizhevsky 2009)", _splits("cifar10")),
-    "cifar100": Source(tuple(CIFAR100.split()), "none stated (Krizhevsky 2009)", _splits("cifar100")),
-    "svhn": Source(DIGITS, "non-commercial use only (Netzer et al. 2011)", _splits("svhn")),
+    "mnist": Source(DIGITS, _splits("mnist")),
+    "fashion_mnist": Source(FASHION, _splits("fashion_mnist")),
+    "notmnist": Source(tuple("ABCDEFGHIJ"), _splits("notmnist")),
+    "cifar10": Source(CIFAR10, _splits("cifar10")),
+    "cifar100": Source(tuple(CIFAR100.split()), _splits("cifar100")),
+    "svhn": Source(DIGITS, _splits("svhn")),
 }

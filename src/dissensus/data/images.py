@@ -17,7 +17,14 @@ from dissensus.data.locate import locate
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images with their labels: pixels 0 to 255, class indices, and what they are called."""
+    """Images with their labels: pixels 0 to 255, class indices, and what they are called.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64, from 0.
+        name: of the set.
+        classes: their names, in the order of the labels.
+    """
 
     images: Tensor  # (N, C, H, W) uint8
     labels: Tensor  # (N,) int64
@@ -49,8 +56,14 @@ class ImageSet:
 def image_set(name: str, split: str, *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
     """ImageSet of one split of a catalogued set; images (N, C, H, W) uint8, labels (N,) int64.
 
-    folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded: a set
-    that is not there raises FileNotFoundError with the files to put there. verify: compare checksums before reading.
+    Args:
+        name: "mnist", "fashion_mnist", "notmnist", "cifar10", "cifar100" or "svhn".
+        split: "train" or "test", where the set has both.
+        folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded.
+        verify: compares checksums before reading.
+
+    Raises:
+        FileNotFoundError: the set is not there; the message names the files to put there.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
     images, labels = READERS[variant.reader](paths)
@@ -58,32 +71,47 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
 
 
 def mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28)."""
+    """ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("mnist", split, folder=folder, verify=verify)
 
 
 def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28)."""
+    """ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28).
+
+    Arguments as in `image_set`.
+    """
     return image_set("fashion_mnist", split, folder=folder, verify=verify)
 
 
 def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28); there is only a test split."""
+    """ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28); there is only a test split.
+
+    Arguments as in `image_set`.
+    """
     return image_set("notmnist", split, folder=folder, verify=verify)
 
 
 def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order."""
+    """ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order.
+
+    Arguments as in `image_set`.
+    """
     return image_set("cifar10", split, folder=folder, verify=verify)
 
 
 def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32)."""
+    """ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32).
+
+    Arguments as in `image_set`.
+    """
     return image_set("cifar100", split, folder=folder, verify=verify)
 
 
 def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of cropped house-number digits, (N, 3, 32, 32); SVHN's label 10 is the digit 0."""
+    """ImageSet of cropped house-number digits, (N, 3, 32, 32); SVHN's label 10 is the digit 0.
+
+    Arguments as in `image_set`.
+    """
     return image_set("svhn", split, folder=folder, verify=verify)
 
 

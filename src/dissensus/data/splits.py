@@ -19,9 +19,12 @@ def split_indices(
 ) -> tuple[Tensor, Tensor]:
     """Train rows (N − V,) and validation rows (V,), int64, ascending, disjoint, together 0 … count − 1.
 
-    validation: how many rows, or which share of them when it is a float. labels (count,): every class then gives its
-    proportional share, rounded by largest remainder so that the sum is exact. The same seed gives the same rows; the
-    global generator is not touched.
+    Args:
+        count: N.
+        validation: V, how many rows, or which share of them when it is a float.
+        seed: the same seed gives the same rows; the global generator is not touched.
+        labels: (count,); every class then gives its proportional share, rounded by largest remainder so that the sum is
+            exact.
     """
     held = _held_out(count, validation)
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +49,12 @@ def split_indices(
 def train_validation(
     images: ImageSet, *, validation: int | float, seed: int = 0, stratified: bool = True
 ) -> tuple[ImageSet, ImageSet]:
-    """Train and validation ImageSet cut from a training set; stratified keeps the class shares, see split_indices."""
+    """Train and validation ImageSet cut from a training set.
+
+    Args:
+        validation, seed: as in `split_indices`.
+        stratified: whether both keep the shares of the classes.
+    """
     labels = images.labels if stratified else None
     train, held = split_indices(len(images), validation=validation, seed=seed, labels=labels)
     return images.subset(train), images.subset(held)

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dissensus.numerics.lengthscales import check_finite_rows
+
 
 @dataclass(frozen=True, eq=False)
 class Standardiser:
     """z = (x − mean) / std, with mean and std measured on training data; uint8 values are pixels and read as x / 255.
 
-    Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged.
+    Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged. Made by
+    `Standardiser.of_rows(x)` or `Standardiser.of_channels(images)`; `standardiser(x)` applies it, `.inverse(z)` undoes
+    it.
     """
 
     mean: Tensor  # (D,) of rows, (C, 1, 1) of images; float64
@@ -24,7 +28,7 @@ class Standardiser:
         if x.ndim != 2 or len(x) == 0:
             raise ValueError(f"expected rows of shape (N, D), got {tuple(x.shape)}; reshape to a matrix first")
         values = _float(x, torch.float64)
-        check_finite_rows(values)  # one NaN would become the mean, and with it the whole column
+        check_finite_rows(values, what="rows")  # one NaN would become the mean, and with it the whole column
         # by the extremes: the deviation of a constant column is not exactly 0 in floating point
         varies = values.amax(0) > values.amin(0)
         return Standardiser(values.mean(0), torch.where(varies, values.std(0, correction=0), 1.0))
@@ -55,17 +59,6 @@ class Standardiser:
     def inverse(self, z: Tensor) -> Tensor:
         """x = z · std + mean, same shape and dtype as z, in the units of the training data."""
         return z * self.std.to(z) + self.mean.to(z)
-
-
-def check_finite_rows(x: Tensor, what: str = "rows", where: str = "") -> None:
-    """Raises where rows (N, D) hold NaN or infinity, with the place of the first one."""
-    if not bool((finite := x.isfinite()).all()):
-        row, column = (~finite).nonzero()[0].tolist()
-        more = int((~finite).sum()) - 1
-        raise ValueError(
-            f"expected finite {what}, got {float(x[row, column])} in row {row}, column {column}{where}"
-            f"{f' and {more} more' if more else ''}; remove such rows, or fill in what is missing"
-        )
 
 
 def _float(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dissensus.data.locate import FOLDER_VARIABLE, data_folder
 from dissensus.data.npy import npz_arrays
-from dissensus.data.standardise import Standardiser, check_finite_rows
+from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
+from dissensus.numerics.lengthscales import check_finite_rows
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),
@@ -47,7 +48,7 @@ CLASSIFICATION_SETS = {  # rows, features, classes; first rows that are the usua
 
 @dataclass(frozen=True, eq=False)
 class RegressionSplit:
-    """One split of a regression set, standardised by its own train rows."""
+    """One split of a regression set, standardised by its own train rows; `.targets.inverse` brings predictions back."""
 
     x_train: Tensor  # (N, D)
     y_train: Tensor  # (N, 1)
@@ -59,7 +60,7 @@ class RegressionSplit:
 
 @dataclass(frozen=True, eq=False)
 class TabularSet:
-    """Rows with class labels, in original units."""
+    """Rows with class labels, in original units: x (N, D), y (N,) int64."""
 
     x: Tensor  # (N, D)
     y: Tensor  # (N,) int64
@@ -72,8 +73,14 @@ def uci_regression(
 ) -> RegressionSplit:
     """RegressionSplit of one of the standard splits of a UCI set (20 of them, 5 for the protein set).
 
-    folder: holds UCI_Datasets/NAME/data, NAME/data, NAME or the files themselves; None means the environment variable
-    DISSENSUS_DATA.
+    Args:
+        name: one of REGRESSION_SETS.
+        split: its number, from 0.
+        folder: holds UCI_Datasets/NAME/data, NAME/data, NAME or the files themselves; None means the environment
+            variable DISSENSUS_DATA.
+
+    Raises:
+        FileNotFoundError: the set is not there; nothing is downloaded.
     """
     one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
     path = regression_folder(name, folder)
@@ -94,10 +101,16 @@ def regression_folder(name: str, folder: str | Path | None = None) -> Path:
 def regression_split(
     x: Tensor, y: Tensor, train: Tensor, test: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
-    """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone."""
+    """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone.
+
+    Args:
+        train, test: int64 indices of rows, (n,) and (T,).
+        dtype: of the standardised tensors.
+    """
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"expected x (N, D) and y (N,), got {tuple(x.shape)} and {tuple(y.shape)}; reshape them")
-    check_finite_rows(torch.cat([x.double(), y.double()[:, None]], dim=1), "inputs and targets (the last column)")
+    x, y = x.double(), y.double()[:, None]
+    check_finite_rows(torch.cat([x, y], dim=1), what="inputs and targets (the last column)")
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
             raise ValueError(
@@ -105,7 +118,6 @@ def regression_split(
             )
     if both := int(torch.isin(train, test).sum()):
         raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
-    x, y = x.double(), y.double()[:, None]
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
     # standardise in float64, then round once
     return RegressionSplit(
@@ -123,7 +135,12 @@ def uci_classification(
 ) -> TabularSet:
     """TabularSet of a small classification set; CLASSIFICATION_SETS says which first rows are the usual train set.
 
-    folder: holds uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
+    Args:
+        name: one of CLASSIFICATION_SETS.
+        folder: holds uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
+
+    Raises:
+        FileNotFoundError: the set is not there; nothing is downloaded.
     """
     one_of("name", name, CLASSIFICATION_SETS, hint="read other files with read_tabular_npz")
     path = _found(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "with the arrays x, y and class_names")
@@ -150,7 +167,8 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
             raise ValueError(f"y from {y.min()} to {y.max()}, and {len(classes)} names")
     plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
     inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
-    check_finite_rows(inputs, f"inputs in {dtype}", f" of {path}")  # what the file holds may be too large for the dtype
+    # What the file holds may be too large for the dtype.
+    check_finite_rows(inputs, what=f"inputs in {dtype}", where=f" of {path}")
     return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
 

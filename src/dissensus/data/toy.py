@@ -60,7 +60,10 @@ def donuts(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin."""
+    """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin.
+
+    `radii`: of the inner and the outer ring.
+    """
     whole("count", count)
     y = _classes(count // 2, count - count // 2)
     generator = _generator(seed)

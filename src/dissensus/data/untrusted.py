@@ -114,7 +114,10 @@ PLAIN = {
     "BINBYTES8",
 }  # fmt: skip
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-SHORT_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+# How many values an instruction takes off the stack; those of MARKED take all above the last mark.
+TAKEN = {**TUPLES, "APPEND": 1, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 2, "BUILD": 1}
+MARKED = {"TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS"}
 
 
 @dataclass(eq=False, slots=True)
@@ -136,6 +139,10 @@ def plain_pickle(raw: bytes, names: set[str]) -> Any:
     argument: Any
     for opcode, argument, _ in pickletools.genops(raw):
         name = opcode.name
+        if name in MARKED:
+            taken, stack = stack, below.pop()
+        else:
+            taken = [stack.pop() for _ in range(TAKEN.get(name, 0))][::-1]
         if name in PLAIN:
             stack.append(argument.encode("latin1") if "STRING" in name else argument)
         elif name in CONSTANTS:
@@ -143,25 +150,16 @@ def plain_pickle(raw: bytes, names: set[str]) -> Any:
         elif name == "MARK":
             below.append(stack)
             stack = []
-        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-            stack.append([] if name == "EMPTY_LIST" else {})
-        elif name in SHORT_TUPLES:
-            stack.append(tuple(_taken(stack, SHORT_TUPLES[name])))
-        elif name in ("TUPLE", "LIST", "DICT"):
-            above, stack = stack, below.pop()
-            stack.append(tuple(above) if name == "TUPLE" else above if name == "LIST" else _pairs(above))
-        elif name == "APPEND":
-            (value,) = _taken(stack, 1)
-            stack[-1].append(value)
-        elif name == "APPENDS":
-            above, stack = stack, below.pop()
-            stack[-1].extend(above)
-        elif name == "SETITEM":
-            above = _taken(stack, 2)
-            stack[-1].update(_pairs(above))
-        elif name == "SETITEMS":
-            above, stack = stack, below.pop()
-            stack[-1].update(_pairs(above))
+        elif name in ("EMPTY_LIST", "LIST"):
+            stack.append(taken)
+        elif name in ("EMPTY_DICT", "DICT"):
+            stack.append(_pairs(taken))
+        elif name in (*TUPLES, "TUPLE"):
+            stack.append(tuple(taken))
+        elif name in ("APPEND", "APPENDS"):
+            stack[-1].extend(taken)
+        elif name in ("SETITEM", "SETITEMS"):
+            stack[-1].update(_pairs(taken))
         elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
         elif name == "MEMOIZE":
@@ -169,26 +167,19 @@ def plain_pickle(raw: bytes, names: set[str]) -> Any:
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name in ("GLOBAL", "STACK_GLOBAL"):
-            asked = argument if name == "GLOBAL" else " ".join(_taken(stack, 2))
+            asked = argument if name == "GLOBAL" else " ".join(taken)
             if asked not in names:
                 raise ValueError(f"the pickle asks for {asked[:80].replace(' ', '.')}, which no CIFAR batch contains")
             stack.append(Record())
         elif name == "REDUCE":
-            _, arguments = _taken(stack, 2)
-            stack.append(Record(arguments))
+            stack.append(Record(taken[1]))
         elif name == "BUILD":
-            (state,) = _taken(stack, 1)
-            stack[-1].state = state
+            stack[-1].state = taken[0]
         elif name == "STOP":
             (result,) = stack
             return result
         elif name not in ("PROTO", "FRAME"):
             raise ValueError(f"an instruction {name}, which plain data do not need")
-
-
-def _taken(stack: list[Any], count: int) -> list[Any]:
-    """The last values, off the stack; an IndexError where there are fewer."""
-    return [stack.pop() for _ in range(count)][::-1]
 
 
 def _pairs(values: list[Any]) -> dict[Any, Any]:

@@ -83,6 +83,7 @@ class CapturedStep(Captured):
         return losses
 
     def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
+        # Every replay reads its batch from these tensors, into which it is copied: the loader's own may be gone by then.
         steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
         self.posterior.zero_grad(set_to_none=True)  # all of them: what is there would be added to at every replay
         graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors())

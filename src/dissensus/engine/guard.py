@@ -54,6 +54,8 @@ class Guard:
     def begin(self, *, several: bool) -> None:
         """To be called before a step's first batch. `several`: the step has more batches, each of which changes statistics."""
         self.reads = self.host or not self.taken or not can_skip(self.optimizer)
+        # One batch's statistics are held back until it is known to be good; of several the first are written before the last
+        # is seen, so that a copy is needed to go back to.
         self._kept = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 
@@ -85,6 +87,7 @@ class Guard:
         of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
+        # By torch.where, not by `if`: a branch on the host would wait for the device, and a graph could not hold it.
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
     def join(self) -> None:

@@ -109,7 +109,7 @@ def _best(
             return timed(run, posterior, batch, captured=captured)
 
     was_training = posterior.training
-    posterior.train()
+    posterior.train()  # dropout and batch statistics are part of what a step costs, and of what can fail
     try:
         possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
         if captured and not possible:  # no graph can hold it: which is the fastest without one?
@@ -145,6 +145,7 @@ def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) 
         with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
             if not captured:
                 return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+            # Warmed up beside the default stream first, as torch asks before a capture: libraries set themselves up here.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

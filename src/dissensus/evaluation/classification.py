@@ -1,7 +1,5 @@
 """The numbers of a classification: accuracy, proper scores, calibration, selective and OOD metrics, members."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

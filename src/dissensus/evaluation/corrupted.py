@@ -5,8 +5,6 @@ pooled, and the severities are averaged (Hendrycks and Dietterich, ICLR 2019, as
 NeurIPS 2019): cA, cNLL and cECE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,10 +28,13 @@ BINS = 15
 class Corruptions:
     """Which corruptions to apply, how hard, and how to get from the loader's inputs to images and back.
 
-    `names`: "all" (19 types), "benchmark" (the 15 main ones) or names of `dissensus.data.corruptions.CORRUPTIONS`.
-    `severities`: 1 … 5. `seed`: of the random ones; image number i gets the same noise whatever its batch.
-    `standardiser`: corruptions act on pixels, uint8 or in [0, 1]. Where the loader gives standardised images, pass the
-    standardiser: images are brought back to pixels, corrupted and standardised again.
+    Args:
+        names: "all" (19 types), "benchmark" (the 15 main ones) or a list of names of
+            `dissensus.data.corruptions.CORRUPTIONS`.
+        severities: from 1 to 5.
+        seed: of the random ones; image number i gets the same noise whatever its batch.
+        standardiser: corruptions act on pixels, uint8 or in [0, 1]. Where the loader gives standardised images, pass
+            the standardiser: images are brought back to pixels, corrupted and standardised again.
     """
 
     names: str | Sequence[str] = "all"
@@ -56,13 +57,20 @@ class Corruptions:
 
     @property
     def types(self) -> tuple[str, ...]:
+        """The names of the corruptions, T of them, in order."""
         if not isinstance(self.names, str):
             return tuple(self.names)
         known: dict[str, tuple[str, ...]] = {"all": _known().CORRUPTIONS, "benchmark": _known().BENCHMARK}
         return known[self.names]
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
-        """x (B, C, H, W) corrupted, in x's own units."""
+        """x (B, C, H, W) corrupted, in x's own units.
+
+        Args:
+            x: images as the loader gives them.
+            name, severity: which corruption, from 1 to 5.
+            index: (B,), numbers of the images, which seed their noise.
+        """
         if self.standardiser is None:
             found: Tensor = _known().corrupt(x, name, severity, seed=self.seed, index=index)
             return found

@@ -1,7 +1,5 @@
 """How members differ: by their weights, by what they say, by what they look at. For one moment, and over training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +10,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.core.spaces import input_gradient, selected_output
 from dissensus.numerics.checks import whole
@@ -20,7 +18,14 @@ from dissensus.numerics.kernels import directions, squared_distances, working
 
 
 class MemberDistances(NamedTuple):
-    """Means over pairs of members, and how many independent ones they are worth."""
+    """Means over pairs of members, and how many independent members they are worth; made by `member_distances`.
+
+    Args:
+        weight: ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own.
+        function: root mean square of fᵢ − fⱼ over inputs and all outputs of the network.
+        gradient: angle in radians between input gradients, mean over inputs; NaN where all vanish.
+        effective: effective members, 1 to M (`metrics.effective_members`).
+    """
 
     weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
     function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
@@ -34,9 +39,16 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as FoRDE
     compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
     Tensors that all members share add nothing to the distance of weights.
+
+    Args:
+        posterior: with at least two stored members; functions that a method samples are not compared.
+        x, y: one batch, as the loader gives it; y as the likelihood takes it.
+
+    Returns:
+        `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
+        members.
     """
-    with left_as_found(posterior):  # an error where it is a network
-        particles = posterior.particles
+    particles = expect_posterior(posterior).particles
     if particles.members < 2:
         raise ValueError(
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
@@ -108,12 +120,18 @@ class Numbered(Protocol):
 
 
 class DistancesOverTraining:
-    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs, and from the start if asked.
-
-    `.epochs` are numbers of epochs done, `.distances` what was found after them. `tell` is called with both each time.
+    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs.
 
         record = DistancesOverTraining(posterior, x, y, every=10)
+        record.look(0)  # before training
         fit(posterior, loader, epochs=100, callback=record)
+
+    Attributes: `.epochs` are numbers of epochs done, `.distances` the `MemberDistances` found after them.
+
+    Args:
+        posterior, x, y: as in `member_distances`.
+        every: k, epochs between two measurements.
+        tell: called with (epochs done, distances) each time; None tells nobody.
     """
 
     def __init__(
@@ -138,7 +156,7 @@ class DistancesOverTraining:
             self.look(epoch.epoch + 1)
 
     def look(self, epochs_done: int) -> MemberDistances:
-        """The distances now, kept as those after so many epochs: 0 before training."""
+        """The distances now, stored under the number of epochs done: 0 before training."""
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)
         self.distances.append(found)

@@ -1,7 +1,5 @@
 """Evaluation: what `evaluate` returns, every number of a posterior and what intervals, tests and figures are made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,11 +12,21 @@ ABOUT = ("classes",)  # notes on what was evaluated
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What `evaluate` returns. `.metrics` is flat; `.arrays` holds what intervals, tests and figures are made of.
+    """What `evaluate` returns: every number of a posterior, and what intervals, tests and figures are made of.
 
-    arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions: squared_error,
-    nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more foreign),
-    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
+    `print(evaluation.table())` shows the metrics.
+
+    Args:
+        kind: "classification", "regression" or "segmentation".
+        metrics: flat name ("nll", "ood/SET/auroc", "corrupt/accuracy", "members/…", "cost/…") -> number.
+        arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions:
+            squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more
+            foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
+            `examples/GROUP/…`.
+        score: what the ood/… metrics rank by.
+        ood, shift: names of the foreign and the shifted sets.
+        corruptions, severities: what was applied, in the order of the arrays' axes.
+        notes: names of classes, and warnings of the method about its numbers (`.cautions`).
     """
 
     kind: PredictionKind
@@ -32,11 +40,11 @@ class Evaluation:
     notes: dict[str, str] = field(default_factory=dict)  # names of classes, and what a method says against its numbers
 
     def table(self) -> str:
-        """The metrics as aligned text, one a line; the corruptions one by one are left to `.metrics`."""
+        """The metrics as aligned text, one a line; single corruptions are left out and stay in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
         width = max(map(len, shown), default=0)
-        return "\n".join(f"{name:<{width}}  {number(value)}" for name, value in shown.items())
+        return "\n".join(f"{name:<{width}}  {metric_text(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
         return "\n".join(
@@ -45,11 +53,11 @@ class Evaluation:
 
     @property
     def cautions(self) -> dict[str, str]:
-        """What the method says against these numbers, such as that its members count as one."""
+        """The method's warnings about these numbers by name, such as that its members count as one."""
         return {name: text for name, text in self.notes.items() if name not in ABOUT}
 
 
-def number(value: float) -> str:
+def metric_text(value: float) -> str:
     """A metric as text, four digits behind the point where that says something."""
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"

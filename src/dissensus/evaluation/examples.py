@@ -1,7 +1,5 @@
 """The inputs worth looking at: those the posterior is surest and least sure of, and its surest mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """One draw of a posterior, asked batch by batch: every number of an evaluation belongs to the same functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

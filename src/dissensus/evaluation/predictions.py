@@ -1,7 +1,5 @@
 """Predictions of a whole loader: what the members said, the targets, and a few inputs to look at."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The numbers of a regression: errors, densities, interval coverage, members."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -4,8 +4,6 @@ Pixels are never stored. Accuracy, likelihood, calibration and intersection over
 ranking is binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width), ranking within an image is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,24 +1,26 @@
 """The methods, one file each. METHODS is what the command line, saved files and the contract test go by."""
 
 from dissensus.core.posterior import Posterior
-from dissensus.methods.batch_ensemble import BatchEnsemble
-from dissensus.methods.deep_ensemble import DeepEnsemble
-from dissensus.methods.dropout import MCDropout
-from dissensus.methods.dropout_ensemble import DropoutEnsemble
-from dissensus.methods.feature_rde import FeatureRDE
-from dissensus.methods.forde import FoRDE
-from dissensus.methods.function_rde import FunctionRDE
-from dissensus.methods.laplace import Laplace
-from dissensus.methods.lit import LIT
-from dissensus.methods.map import MAP
-from dissensus.methods.node_bnn import NodeBNN
-from dissensus.methods.perturbation import GaussianPerturbation
-from dissensus.methods.snapshots import SnapshotEnsemble
-from dissensus.methods.svgd import SVGD
-from dissensus.methods.swag import SWA, SWAG
-from dissensus.methods.track import branch, track
-from dissensus.methods.tradi import TRADI
-from dissensus.methods.weight_rde import WeightRDE
+from dissensus.methods.batch_ensemble import BatchEnsemble as BatchEnsemble
+from dissensus.methods.deep_ensemble import DeepEnsemble as DeepEnsemble
+from dissensus.methods.dropout import MCDropout as MCDropout
+from dissensus.methods.dropout_ensemble import DropoutEnsemble as DropoutEnsemble
+from dissensus.methods.feature_rde import FeatureRDE as FeatureRDE
+from dissensus.methods.forde import FoRDE as FoRDE
+from dissensus.methods.function_rde import FunctionRDE as FunctionRDE
+from dissensus.methods.laplace import Laplace as Laplace
+from dissensus.methods.lit import LIT as LIT
+from dissensus.methods.map import MAP as MAP
+from dissensus.methods.node_bnn import NodeBNN as NodeBNN
+from dissensus.methods.perturbation import GaussianPerturbation as GaussianPerturbation
+from dissensus.methods.snapshots import SnapshotEnsemble as SnapshotEnsemble
+from dissensus.methods.svgd import SVGD as SVGD
+from dissensus.methods.swag import SWA as SWA
+from dissensus.methods.swag import SWAG as SWAG
+from dissensus.methods.track import branch as branch
+from dissensus.methods.track import track as track
+from dissensus.methods.tradi import TRADI as TRADI
+from dissensus.methods.weight_rde import WeightRDE as WeightRDE
 
 METHODS: dict[str, type[Posterior]] = {
     method.name: method
@@ -44,26 +46,4 @@ METHODS: dict[str, type[Posterior]] = {
     )
 }
 
-__all__ = [
-    "LIT",
-    "MAP",
-    "METHODS",
-    "SVGD",
-    "SWA",
-    "SWAG",
-    "TRADI",
-    "BatchEnsemble",
-    "DeepEnsemble",
-    "DropoutEnsemble",
-    "FeatureRDE",
-    "FoRDE",
-    "FunctionRDE",
-    "GaussianPerturbation",
-    "Laplace",
-    "MCDropout",
-    "NodeBNN",
-    "SnapshotEnsemble",
-    "WeightRDE",
-    "branch",
-    "track",
-]
+__all__ = ["METHODS", "branch", "track", *(method.__name__ for method in METHODS.values())]

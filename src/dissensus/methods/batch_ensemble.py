@@ -28,13 +28,20 @@ from dissensus.surgery.order import ends, follow
 class BatchEnsemble(EmbeddedPosterior):
     """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
 
-    `modulation`: the law of r and s, which decides whether members are M networks or one: `Modulation.sign()` makes
-    independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows. `regime`: γ,
-    "independent" (M), "collective" (1), a number, or "auto" by the modulation's collectivity and M. `form`: "wen", or "talk".
-    `modulation_lr`: the modulations' learning rate in `parameter_groups`, that of the weights where it is None. `layers`:
-    patterns of names of the layers to be cut, None for all. Norm layers (affine and statistics) and the
-    output bias are each member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the
-    sign of s to act.
+    y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Norm layers (affine and statistics) and the output bias are each
+    member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the sign of s to act.
+
+    Args:
+        module: one network.
+        members: M.
+        modulation: the law of r and s, required. It decides whether members are M networks or one: `Modulation.sign()`
+            makes independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
+            "auto" by the modulation's collectivity and M.
+        form: "wen", r and s at every layer; "talk", without the first r and the last s.
+        modulation_lr: the modulations' learning rate in `parameter_groups`; None is that of the weights.
+        layers: patterns of names of the layers to be cut ("encoder.*"); None is all.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "batch_ensemble"
@@ -63,14 +70,13 @@ class BatchEnsemble(EmbeddedPosterior):
         if modulation_lr is not None:
             number("modulation_lr", modulation_lr, least=0, hint="None takes the weights' rate")
         gamma = gamma_of(regime, members, modulation.collectivity)
-        network, account = modulated_network(module, form=form, layers=layers)
+        network, account, last = modulated_network(module, form=form, layers=layers)
         sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
         factors = {
             name: modulation.sample((members, len(one)), dtype=one.dtype, device=one.device)
             for name, one in sizes.items()
         }
-        own = own_tensors(network, account)
-        particles = embed(network, factors, own, likelihood, members)
+        particles = embed(network, factors, own_tensors(network, account, last), likelihood, members)
         super().__init__(particles, factors=list(factors), account=account, **prior)
         self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form
         self.modulation_lr = modulation_lr
@@ -94,20 +100,25 @@ class BatchEnsemble(EmbeddedPosterior):
 
 def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
-) -> tuple[nn.Module, Account]:
-    """(a copy of the module with neutral r and s, the account); in the talk's form without the first r and the last s."""
+) -> tuple[nn.Module, Account, list[str]]:
+    """(a copy of the module with neutral r and s, the account, the output layers).
+
+    In the talk's form without the first r and the last s. Ends are linear and convolutional layers, cut or not, but for those
+    that others read and do not call.
+    """
     network, found, account = convertible_copy(module, layers=layers)
-    names = _called_layers(network, account)
+    names = [name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)]
+    names = [name for name in names if "reads its weight" not in account.left.get(name, "")]
     followed = follow(network, names)
     first, last = ends(names, followed)
     for name, layer in found.items():
         wen = form == "wen"
         cut_layer = modulated(layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True)
         account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
-    return network, account
+    return network, account, last
 
 
-def own_tensors(network: nn.Module, account: Account) -> set[int]:
+def own_tensors(network: nn.Module, account: Account, output_layers: Sequence[str]) -> set[int]:
     """The ids of tensors that are each member's own beside r and s: norm layers and the output bias; told the account."""
     norms = norm_parameters(network)
     statistics = set(statistics_names(network))
@@ -117,23 +128,13 @@ def own_tensors(network: nn.Module, account: Account) -> set[int]:
         parts = {"affine": norms, "statistics": statistics}
         held = [part for part, names in parts.items() if any(each.rpartition(".")[0] == layer for each in names)]
         account.converted[layer] = f"own {' and '.join(held)}"
-    names = _called_layers(network, account)
     own = {id(tensors[name]) for name in {*norms, *statistics}}
-    for last in ends(names, follow(network, names))[1]:
+    for last in output_layers:
         bias = network.get_submodule(last).bias
         if isinstance(bias, Tensor):
             account.converted[last] = "; ".join([*filter(None, [account.converted.get(last)]), "own bias"])
             own.add(id(bias))
     return own
-
-
-def _called_layers(network: nn.Module, account: Account) -> list[str]:
-    """Linear and convolutional layers, cut or not, but for those that others read and do not call."""
-    return [
-        name
-        for name, part in network.named_modules()
-        if isinstance(part, CONVERTIBLE) and "reads its weight" not in account.left.get(name, "")
-    ]
 
 
 def _is_factor(network: nn.Module, name: str) -> bool:

@@ -23,12 +23,18 @@ from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites
 
 
 class MCDropout(NetworksPosterior):
-    """Functions of one network that differ by the units dropped; one mask per drawn function, the same for a whole batch.
+    """Functions of one network that differ by the units dropped; one mask per function, the same for a whole batch.
 
-    `rate=None` switches the network's own dropout modules on. A rate inserts dropout before every linear and
-    convolutional layer but the first, in training and in prediction, without changing the caller's module; whole channels
-    are dropped before convolutions, so that a drawn function is the network with rows of its weights removed.
-    Batch norm stays in eval mode in prediction. Holds the caller's module itself.
+    In training every example has units of its own dropped. Batch norm stays in eval mode in prediction.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, of which each gives `samples` functions.
+        rate: None leaves the network's own dropout modules on. A rate inserts dropout before every linear and
+            convolutional layer but the first, in training and in prediction, without changing the caller's module;
+            whole channels are dropped before convolutions, so that a drawn function is the network with rows of its
+            weights removed.
+        samples: functions per network and draw.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "mc_dropout"

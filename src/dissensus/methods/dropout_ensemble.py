@@ -19,12 +19,20 @@ from dissensus.surgery.order import call_order, ends, follow
 
 
 class DropoutEnsemble(EmbeddedPosterior):
-    """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps, not trained.
+    """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps.
 
-    `keep`: the probability that a unit is kept. Masks are on what linear and convolutional layers take in, whole channels
-    before convolutions, but for those that take in the network's inputs: inputs and outputs are not dropped. Units that are
-    kept are scaled by 1/keep, as dropout in training does; collectivity is `keep` with or without it, so members are
-    always a collective and "auto" is γ = 1. Batch statistics are each member's own, everything else is shared.
+    Masks are not trained. They are on what linear and convolutional layers take in, whole channels before convolutions;
+    the network's inputs and outputs are not dropped. Kept units are scaled by 1/keep, as dropout in training does.
+    Batch statistics are each member's own, everything else is shared. The network is copied; `.account` says which
+    layers were converted.
+
+    Args:
+        module: one network.
+        members: M.
+        keep: the probability that a unit is kept; also the collectivity, so members are always a collective.
+        regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
+            "auto", which is 1 here.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "dropout_ensemble"

@@ -17,7 +17,7 @@ from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import added_at, carried, differentiate
 from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
@@ -25,23 +25,31 @@ from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
 from dissensus.numerics.tree import Tensors
 
 
-class FeatureRDE(StackedPosterior):
+class FeatureRDE(RepellingPosterior, StackedPosterior):
     """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
 
-    With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection` principal
-    directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
+    With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection`
+    principal directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
 
         gradient at F_i = ∂ mean nll + ∂ mean prior(F_i) + c V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i).
 
-    `layer`: name of the submodule whose output is the feature. `head`: name of the submodule that all members share (the
-    first one's); its gradient is the mean over members, so it learns as fast as one network's would. `feature_prior`:
-    "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none", with a = `prior_scale`; the mean is over examples, as the
-    loss's. `repulsion`, c: "1/B" (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch
-    repels no more than others), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+    The defaults of `order` and `bandwidth` differ from the authors' code.
 
-    Two things differ from the authors' code unless asked for. `order`: the directions kept are the "largest" ones; the code
-    keeps the "smallest". `bandwidth`: h_i = median_j ‖p_i − p_j‖² / log M ("median"); the code squares that median again,
-    which does not have the unit of a squared distance ("squared").
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        layer: name of the submodule whose output is the feature.
+        head: name of the submodule that all members share (the first one's); its gradient is the mean over members, so
+            it learns as fast as one network's would.
+        projection: directions kept, at most M.
+        feature_prior: "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none"; a mean over examples, as the loss is.
+        prior_scale: a.
+        order: the directions kept are the "largest" ones; the authors' code keeps the "smallest".
+        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; the authors' code squares that median again, which
+            does not have the unit of a squared distance ("squared").
+        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch repels no more than
+            others.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "feature_rde"
@@ -70,8 +78,7 @@ class FeatureRDE(StackedPosterior):
         self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" leaves it out')
         self.order = one_of("order", order, ("largest", "smallest"))
         self.bandwidth = one_of("bandwidth", bandwidth, ("median", "squared"))
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
@@ -115,10 +122,6 @@ class FeatureRDE(StackedPosterior):
         v = w * self._prior_slope(features) / w.sum().clamp(min=torch.finfo(w.dtype).tiny) + c * root * force
         zeros = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         return zeros | {"features": v.reshape(shape).to(z["features"].dtype)}
-
-    def before_step(self, batch: Batch) -> None:
-        super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def _repulsion(self, points: Tensor, slopes: Tensor) -> Tensor:
         """(M, P) V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i), p = Vᵀ points, V from the slopes."""
@@ -187,10 +190,6 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
     if tied:
         raise ValueError(
             f"expected a head with parameters of its own, got '{tied[0]}' tied to one of '{head}'; untie them first"
-        )
-    if layer == head or layer.startswith(f"{head}."):
-        raise ValueError(
-            f"expected a layer before the head '{head}', got '{layer}' in it; name the layer that feeds it"
         )
     stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
     encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]

@@ -13,26 +13,34 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import Gradient, input_dimension
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales
 
 
-class FoRDE(InputGradientPosterior):
+class FoRDE(RepellingPosterior, InputGradientPosterior):
     """Members that repel each other by the direction of their input gradients: they agree on labels for other reasons.
 
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
 
     with g_ib the derivative of member i's true-class logit at input b (`numerics.kernels.input_gradient_log_density`).
+    Inputs must be floating point with at least two features.
 
-    `lengthscales`: of the kernel, None (the identity) or what `pca_lengthscales` gives. `bandwidth`: "reference" (the
-    authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1). `gradient`: of the "logit" (the authors' code; the mean
-    for regression) or of the "log_prob", which does not change when a function is added to all logits. `repulsion`, c: "1/B"
-    (the paper's; B the largest batch seen in training, or `batch_size`, so that a partial batch counts no more than others),
-    "1/N" (what the posterior asks for; needs `data_size`) or a number. `every`: repels at each such optimiser step only,
-    with the same c; the training step is then not captured in a CUDA graph. `examples`: repels on so many examples of each
-    batch, in a second forward pass over them; None is all of them.
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        lengthscales: of the kernel: None (the identity) or what `pca_lengthscales` gives.
+        bandwidth: "reference" (the authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1).
+        gradient: of the "logit" (the authors' code; the mean for regression) or of the "log_prob", which does not
+            change when a function is added to all logits.
+        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
+        every: k: members repel at every k-th optimiser step only, with the same c; the training step is then not
+            captured in a CUDA graph.
+        examples: how many examples of each batch members repel on, in a second forward pass over them; None is all of
+            them.
+        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch counts no more than
+            others.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "forde"
@@ -60,8 +68,7 @@ class FoRDE(InputGradientPosterior):
             )
         super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self.every = whole("every", every)
         self.capturable = every == 1
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
@@ -71,6 +78,7 @@ class FoRDE(InputGradientPosterior):
 
     @property
     def lengthscales(self) -> Lengthscales | None:
+        """The kernel's lengthscales, on the posterior's device; None is the identity."""
         if self.eigenvectors is None or self.precision is None or self.remainder is None:
             return None
         return Lengthscales(self.eigenvectors, self.precision, self.remainder)
@@ -91,7 +99,6 @@ class FoRDE(InputGradientPosterior):
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)

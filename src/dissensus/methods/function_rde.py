@@ -15,8 +15,8 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
 from dissensus.numerics.checks import number, one_of
@@ -24,22 +24,32 @@ from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class FunctionRDE(StackedPosterior):
+class FunctionRDE(RepellingPosterior, StackedPosterior):
     """Members that repel each other by their outputs, so that together they approach the posterior over functions.
 
     With F_i the outputs of member i on the batch,
 
         F_i ← F_i + η [a_t (∇ log p(D | F_i) + ∇ log p(F_i)) − ∇ log q(F_i)],
 
-    pulled back to the weights, both terms divided by N = `data_size`. `score`: "kde", "stein" or "spectral_stein".
+    pulled back to the weights, both terms divided by N = `data_size`.
 
-    `repel_at`: where members are compared: "batch", the training batch; "noise", the batch plus normal noise of standard
-    deviation `noise`; or inputs of one's own, as the network takes them. `outputs`: compare "logits" (any likelihood's
-    outputs as they are) or, for classification, "probabilities". The authors' code defaults to the latter; on logits the
-    flow is that of the functions themselves and holds for every likelihood. `functional_prior`:
-    ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein; otherwise the prior or the
-    optimiser's decay acts on the weights, as everywhere. `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the
-    largest batch or `batch_size`; what FeatureRDE and FoRDE have) or a number in its place.
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
+        repel_at: where members are compared: "batch", the training batch; "noise", the batch plus normal noise; or
+            inputs of your own, as the network takes them.
+        noise: standard deviation for "noise".
+        outputs: compare "logits" (any likelihood's outputs as they are) or, for classification, "probabilities". The
+            authors' code defaults to the latter; on logits the flow is that of the functions themselves and holds for
+            every likelihood.
+        functional_prior: ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein;
+            otherwise the prior or the optimiser's decay acts on the weights, as everywhere.
+        annealing: a_t; None is constant 1.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B; what FeatureRDE and FoRDE have) or a
+            number.
+        batch_size: B of "1/B"; None is the largest batch seen in training.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 
     name = "function_rde"
@@ -68,8 +78,7 @@ class FunctionRDE(StackedPosterior):
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior, got none; prior networks are drawn from it")
         self.score = one_of("score", score, scores.MATRICES)
-        self.repulsion, self.batch_size = repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.repel(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
             self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass inputs of your own")
@@ -99,7 +108,7 @@ class FunctionRDE(StackedPosterior):
             prior = self._outputs(self._prior_draw(params), buffers, batch.x)
             z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
         loss = nll if self.functional_prior else nll + self.penalty(params)
-        return with_gradient_times(loss, self.annealed(self.annealing)), z, after
+        return with_gradient_times(loss, annealed(self, self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
@@ -111,17 +120,13 @@ class FunctionRDE(StackedPosterior):
         v[where] = scores.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
-            v["outputs"] = v["outputs"] - slope * self.annealed(self.annealing) / (self.data_size or 1)
+            v["outputs"] = v["outputs"] - slope * annealed(self, self.annealing) / (self.data_size or 1)
         return v
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         if self.coupled and isinstance(self.repel_at, InputBuffers):
             self.output_shape(self.repel_at.inputs())  # raises where the network does not take them
-
-    def before_step(self, batch: Batch) -> None:
-        super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
 
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)

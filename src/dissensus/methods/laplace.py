@@ -8,7 +8,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.methods.parts.curvature import STRUCTURES, Curvature, Gathered, Structure
+from dissensus.methods.parts.curvature import Curvature, CurvatureSums, Structure
 from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.methods.parts.stored_draw import Families
-from dissensus.numerics.checks import is_finite
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 
@@ -39,13 +39,20 @@ Precision = float | Literal["marginal_likelihood"]
 class Laplace(SamplingPosterior):
     """W ~ N(W*, (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
 
-    `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at its
-    end. `structure`: G whole ("full") or as a Kronecker product ("kron"), for wide layers. `covariance`: "rows" samples the
-    weights of each output by themselves, from their own block of the covariance, "joint" all together. Softmax does not
-    see what all outputs have in common, and a sharp network stays nearly as sure as it was in "joint"; "rows" is what the
-    usual probit formula, which reads the variances of outputs alone, stands for. `prior_precision`: δ, or
-    "marginal_likelihood": the δ of the largest evidence. `layer`: the name of the last layer, a linear one or a 1×1
-    convolution, where it should not be found by running. The rest of the network runs once for all samples.
+    `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at
+    its end. The rest of the network runs once for all samples.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, each with a Gaussian of its own.
+        structure: G whole ("full") or as a Kronecker product ("kron"), for wide layers.
+        covariance: "rows" samples the weights of each output by themselves, from their own block of the covariance,
+            "joint" all together. Softmax ignores what all outputs have in common, so a sharp network stays nearly as
+            sure as it was under "joint"; "rows" corresponds to the usual probit formula, which reads only the outputs'
+            variances.
+        prior_precision: δ, or "marginal_likelihood": the δ of the largest evidence.
+        layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
+        samples: functions per network and draw.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
 
     name = "laplace"
@@ -68,23 +75,21 @@ class Laplace(SamplingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        if structure not in STRUCTURES:
-            raise ValueError(f'expected a structure of "full" or "kron", got {structure!r}; name one of them')
-        if covariance not in ("rows", "joint"):
-            raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
-        check_precision(prior_precision)
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.structure: Structure = structure
-        self.covariance = covariance
-        self.prior_precision: Precision = prior_precision
+        self.structure: Structure = one_of("structure", structure, get_args(Structure))
+        self.covariance = one_of("covariance", covariance, ("rows", "joint"))
+        self.prior_precision = precision_or_name(prior_precision)
         self.layer = layer
         self.curvature = None
 
     def fit_posthoc(self, loader: Iterable[Any], *, data_size: int | None = None) -> Self:
-        """This, fitted: curvature of the data in the loader at the network as it is, a prior precision, and a stored draw.
+        """This, fitted: curvature of the loader's data at the network as it is, a prior precision, and a stored draw.
 
-        The data are those that the network was trained on; weights of examples count. `data_size`: how many there are, where
-        the loader gives a part of them: sums are scaled to it. None: the posterior's own, or each example of the loader once.
+        Args:
+            loader: batches (x, y) or (x, y, weight) of the data that the network was trained on; weights of examples
+                count.
+            data_size: how many there are, where the loader gives a part of them: sums are scaled to it. None: the
+                posterior's own, or each example of the loader once.
         """
         check_loader(loader)
         prior_of(data_size=data_size)
@@ -107,16 +112,17 @@ class Laplace(SamplingPosterior):
         self.fit_posthoc(loader)
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Draws anew with another prior precision; no data are needed."""
-        check_precision(prior_precision)
-        curvatures, stored = self._fitted()
+        """Draws anew with another prior precision, a number above 0 or "marginal_likelihood"; no data are needed."""
+        precision_or_name(prior_precision)
+        curvatures = self._fitted()
+        assert self.stored is not None  # it comes and goes with the curvature
         for curvature in curvatures:
             curvature.precision.fill_(chosen(prior_precision, curvature))
         self.prior_precision = prior_precision
         # The network may have been trained since: around the new last layers is what was around the old ones. Functions
         # that were drawn from those stay as they are.
         families, samples = [], self.sample(self.samples, own_generator(self.device))
-        for m, family in enumerate(stored):
+        for m, family in enumerate(self.stored.each):
             own = copy.deepcopy(family.own)
             for name, sampled in samples.items():
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
@@ -127,17 +133,19 @@ class Laplace(SamplingPosterior):
     @property
     def precision(self) -> float:
         """δ in use: the one that was given, or found by the evidence; of several networks the mean."""
-        return fmean(float(curvature.precision) for curvature in self._fitted()[0])
+        return fmean(float(curvature.precision) for curvature in self._fitted())
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
-        """() log evidence of the data that this was fitted to, in nats, at its prior precision or at another.
+        """() log evidence of the data that this was fitted to, in nats; of several networks (M,), each one's.
 
-        Differentiable where that is a tensor. For a linear network with fixed noise at its mode it is exact. Of several
-        networks (M,): each one's.
+        For a linear network with fixed noise at its mode it is exact.
+
+        Args:
+            prior_precision: at which δ; a tensor makes the result differentiable by it. None is the one in use.
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
-            check_precision(prior_precision)
-        curvatures = self._fitted()[0]
+            number("prior_precision", prior_precision, above=0)
+        curvatures = self._fitted()
         given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
         each = [
             c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
@@ -148,20 +156,20 @@ class Laplace(SamplingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> the mean of the last layer's weights and biases; of a list of networks (M, ...)."""
-        means = torch.stack([curvature.mean for curvature in self._fitted()[0]])
+        means = torch.stack([curvature.mean for curvature in self._fitted()])
         return self.plain(self._last().tensors(means))
 
     @property
     def variance(self) -> Tensors:
         """Name -> their marginal variances; of a list of networks (M, ...)."""
-        variances = torch.stack([curvature.variance() for curvature in self._fitted()[0]])
+        variances = torch.stack([curvature.variance() for curvature in self._fitted()])
         return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
         return [] if self.curvature is None else list(self._last().parameters)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        curvatures, last = self._fitted(stored=False)[0], self._last()
+        curvatures, last = self._fitted(), self._last()
 
         def around(m: int) -> Tensors:
             mean = curvatures[m].mean
@@ -180,7 +188,7 @@ class Laplace(SamplingPosterior):
             if held
             else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
         )
-        gathered: list[tuple[Gathered, LastLayer, Tensor]] = []
+        gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen = 0.0
         for given in batches.each(loader, anywhere=True):
             if given.size == 0:
@@ -189,7 +197,7 @@ class Laplace(SamplingPosterior):
             for network, _ in members[len(gathered) :]:
                 last = last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
-                gathered.append((Gathered(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
+                gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
                 gather(sums, network, likelihood, last, batch)
@@ -204,7 +212,7 @@ class Laplace(SamplingPosterior):
         ]
 
     def _last(self) -> LastLayer:
-        return self._layer(int(self._fitted(stored=False)[0][0].layer))
+        return self._layer(int(self._fitted()[0].layer))
 
     def _layer(self, number: int) -> LastLayer:
         """The layer of this number, with one network's parameters: those of a stack's template are empty."""
@@ -215,40 +223,29 @@ class Laplace(SamplingPosterior):
             name, layer, {f"{under}{k}": one[f"{under}{k}"] for k, _ in layer.named_parameters(recurse=False)}
         )
 
-    def _fitted(self, *, stored: bool = True) -> tuple[list[Curvature], list[Particles]]:
-        if self.curvature is None or (stored and self.stored is None):
+    def _fitted(self) -> list[Curvature]:
+        if self.curvature is None:
             raise ValueError(
                 "expected a Laplace that was fitted, got one that has seen no data; call fit_posthoc(loader) with the "
                 "training data of the network"
             )
-        return list(self.curvature), [] if self.stored is None else self.stored.each  # type: ignore[arg-type]
+        return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         return {
             **super().config(),
-            "structure": self.structure,
-            "covariance": self.covariance,
-            "prior_precision": self.prior_precision,
-            "layer": self.layer,
-            "fitted": None if self.curvature is None else int(self._fitted(stored=False)[0][0].layer),
+            "fitted": None if self.curvature is None else int(self._fitted()[0].layer),
         }
 
     @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> "Laplace":
-        number = config.get("fitted")
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        fitted = config["fitted"]
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
-        assert isinstance(posterior, Laplace)
-        if (number is not None) != bool(config.get("stored")):
-            raise ValueError(
-                f"expected fitted and stored together, got {number!r} and {config.get('stored')!r}; save it again"
-            )
-        if number is not None:
-            last = posterior._layer(number)
+        if fitted is not None:
+            last, members = posterior._layer(fitted), posterior.particles.members
             shape = last.matrix(last.parameters).shape
-            blanks = [
-                Curvature.blank(posterior.structure, *shape, layer=number) for _ in range(posterior.particles.members)
-            ]
+            blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
             posterior.curvature = nn.ModuleList(blanks)
             posterior.stored = posterior._blank(config["stored"])
         return posterior
@@ -264,11 +261,11 @@ class Laplace(SamplingPosterior):
         return super().blank_draw(state)
 
 
-def check_precision(prior_precision: object) -> None:
-    if prior_precision != "marginal_likelihood" and not (is_finite(prior_precision) and prior_precision > 0):
-        raise ValueError(
-            f'expected a prior precision above 0 or "marginal_likelihood", got {prior_precision!r}; pass 1/σ² of N(0, σ²)'
-        )
+def precision_or_name(prior_precision: Precision) -> Precision:
+    """The prior precision, above 0 where it is a number."""
+    if isinstance(prior_precision, str):
+        return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
+    return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
 
 
 def chosen(prior_precision: Precision, curvature: Curvature) -> float:

@@ -21,9 +21,16 @@ class LIT(InputGradientPosterior):
 
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
 
-    g_ib is the input gradient of the true-class logit, as in FoRDE (`gradient="log_prob"`: of the log-probability).
-    `strength` weighs each of a member's M − 1 pairs, (M − 1) · strength in all; FoRDE's c is divided over members, at most c
-    in all. At strength = c the pairs count at least M − 1 times as much as FoRDE's.
+    g_ib is the input gradient of the true-class logit, as in FoRDE.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        strength: weighs each of a member's M − 1 pairs, (M − 1) · strength in all; 0 is a deep ensemble. FoRDE's c is
+            divided over members, at most c in all: at strength = c pairs count at least M − 1 times as much as FoRDE's.
+        gradient: of the true-class "logit" (for a regression, of the mean) or of the "log_prob".
+        examples: how many examples of each batch are penalised, in a second forward pass over them; None is all of
+            them.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "lit"

@@ -7,7 +7,10 @@ from dissensus.methods.parts.networks import NetworksPosterior
 class MAP(NetworksPosterior):
     """One network. With a prior the loss is nll − log p(θ) / N: maximum a posteriori, not likelihood.
 
-    Holds the caller's module itself, so the caller's optimiser and loop go on working.
+    Args:
+        networks: one module, the caller's own and not a copy, so that the caller's optimiser and loop go on working; or
+            a list of M of one architecture, copied into a stack.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "map"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, Unpack
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,56 +20,62 @@ from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.networks import placeholders
-from dissensus.methods.parts.node_checks import (
-    check_component,
-    check_layers,
-    warn_of_old_draw,
-    warn_of_start,
-)
+from dissensus.methods.parts import node_batches
+from dissensus.methods.parts.networks import own_settings, placeholders
 from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
-from dissensus.methods.parts.node_inputs import check_repeatable, of_another_length, repeated, repeated_inputs
 from dissensus.methods.parts.node_latents import (
     Bound,
     Complexity,
     Divergence,
-    check_settings,
     for_examples,
     for_functions,
-    kept,
     with_latents,
 )
-from dissensus.methods.parts.node_posterior import LatentPosterior
+from dissensus.methods.parts.stacked import annealed
+from dissensus.methods.parts.stored_draw import StoringPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors, TensorTree
 from dissensus.surgery.conversion import uncut
 from dissensus.surgery.frozen_norm import freeze_norms
 from dissensus.surgery.nodes import Mode, by_layer, standing
 
+log = logging.getLogger("dissensus")
 
-class NodeBNN(LatentPosterior):
+
+class NodeBNN(StoringPosterior):
     """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
 
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
         loss = mean over examples and samples of −log p(y | x, z) + β [KL(q ‖ p) − γ H(q)] / N
 
-    `mode`: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or both, a channel being one node of a
-    convolution. In training each of `train_samples` copies of each example has a component and noise of its own, all in one
-    pass of B · train_samples examples; a drawn function has one z. `samples`: functions of a draw, rounded up to a multiple of
-    `components`, of which each gives as many.
+    The network is copied; `.account` says which layers were converted and which were not. In training each copy of each
+    example has a component and noise of its own; a drawn function has one z.
 
-    `init_std`: σ at the start, None is `prior_std`; 0.1 suits a pretrained network. `init_spread`: of μ around 1 there.
-    `gamma` > 0: a hot posterior. `annealing`: β. `layers`: patterns of names; None is every linear and convolutional layer.
-    `bias_latent`: iBNN's scalar on each bias. `batch_norm`: "frozen" keeps the running statistics, as suits a pretrained
-    network, "trained" lets them follow. `bound`: on the entropy: "joint" over layers; "per_layer", each layer a mixture of
-    its own; "released", that with the 1/16 of the authors' code. `divergence`: "mixture", or iBNN's "surrogate".
-
-    `latent_lr`: rate of the latents for one component; the group's is K times that, since each component gets 1/K of the
-    gradient. None: the weights' rate. `latent_momentum`: theirs, 0 in the paper; None: the optimiser's.
-
-    The network is copied; `account` says which layers were converted and which were not. A list of networks gives each
-    its own latents and `samples` functions.
+    Args:
+        networks: one module, or a list of M, of which each has latents of its own and gives `samples` functions.
+        components: K.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; a channel is one node of
+            a convolution.
+        prior_std: standard deviation of the prior of z.
+        init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
+        train_samples: copies of each example, all in one pass of B · train_samples examples.
+        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
+        gamma: γ; above 0 a hot posterior.
+        init_spread: standard deviation of μ around 1 at the start.
+        annealing: β; None is constant 1.
+        bias_latent: iBNN's scalar latent on each bias.
+        layers: patterns of names of layers with latents; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
+        bound: on the entropy: "joint" over layers; "per_layer", each layer a mixture of its own; "released", that with
+            the 1/16 of the authors' code.
+        divergence: "mixture", or iBNN's "surrogate".
+        latent_lr: rate of the latents for one component; the group's is K times that, since each component gets 1/K of
+            the gradient. None: the weights' rate.
+        latent_momentum: momentum of the latents, 0 in the paper; None: the optimiser's.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
 
     name = "node_bnn"
@@ -101,31 +108,29 @@ class NodeBNN(LatentPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        settings: dict[str, Any] = {
-            "components": components,
-            "mode": mode,
-            "prior_std": prior_std,
-            "init_std": init_std,
-            "train_samples": train_samples,
-            "gamma": gamma,
-            "init_spread": init_spread,
-            "bias_latent": bias_latent,
-            "layers": layers if layers is None or isinstance(layers, str) else list(layers),
-            "batch_norm": batch_norm,
-            "bound": bound,
-            "divergence": divergence,
-            "latent_lr": latent_lr,
-            "latent_momentum": latent_momentum,
-        }
-        check_settings(settings, samples=samples)
-        particles, made = with_latents(networks, settings, likelihood)
+        std = number("prior_std", prior_std, above=0)
+        if init_std is not None:
+            std = number("init_std", init_std, above=0)
+        spread = number("init_spread", init_spread, least=0)
+        where: dict[str, Any] = {"mode": mode, "bias": bias_latent, "layers": layers}
+        particles, made = with_latents(
+            networks, likelihood, components=whole("components", components), std=std, spread=spread, **where
+        )
         super().__init__(particles, **prior)
-        self.settings = settings
         self.sites, self.account, self.latents = made.sites, made.account, made.latents
-        self.complexity = Complexity(prior_std, gamma, bound, divergence, made.widths)
-        self.components = components
-        self.copies = train_samples  # of each example in a batch
-        self.samples = -(-samples // components) * components
+        self.mode, self.bias_latent, self.layers = mode, bias_latent, None if layers is None else list(layers)
+        self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
+        self.components, self.train_samples = components, whole("train_samples", train_samples)
+        self.samples = -(-whole("samples", samples) // components) * components
+        self.gamma = number("gamma", gamma, least=0)
+        self.bound = one_of("bound", bound, get_args(Bound))
+        self.divergence = one_of("divergence", divergence, get_args(Divergence))
+        self.complexity = Complexity(prior_std, bound, divergence, made.widths)
+        self.batch_norm = one_of("batch_norm", batch_norm, ("frozen", "trained"))
+        self.latent_lr = latent_lr if latent_lr is None else number("latent_lr", latent_lr, above=0)
+        self.latent_momentum = latent_momentum
+        if latent_momentum is not None:
+            number("latent_momentum", latent_momentum, least=0, below=1, hint="0.9 is usual, 0 the paper's")
         self.annealing = annealing_or_constant(annealing)
         self.stored = None
         # μ when the draw was stored, or when training went on after it was read from a file
@@ -139,12 +144,12 @@ class NodeBNN(LatentPosterior):
     # ------------------------------------------------------------------ the objective
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        size = batches.size(batch.x)
-        weight = None if batch.weight is None else repeated(batch.weight, self.copies)
-        x = repeated_inputs(batch.x, self.copies, whole=self._whole)
-        several = Batch(x, repeated(batch.y, self.copies), weight)
+        size, copies, repeated = batches.size(batch.x), self.train_samples, node_batches.repeated
+        weight = None if batch.weight is None else repeated(batch.weight, copies)
+        x = node_batches.repeated_inputs(batch.x, copies, whole=self._whole)
+        several = Batch(x, repeated(batch.y, copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
-        nodes = by_layer(self.sites, for_examples(mean, std, size * self.copies))
+        nodes = by_layer(self.sites, for_examples(mean, std, size * copies))
 
         def nll(member: Member) -> Tensor:
             with standing(member.network, nodes):
@@ -152,22 +157,49 @@ class NodeBNN(LatentPosterior):
 
         value, buffers = self.particles.call(nll, params, buffers)
         assert self.data_size is not None  # looked at when this was built
-        complexity = self._beta() * self.complexity(mean, std) / self.data_size
+        complexity = annealed(self, self.annealing) * self.complexity.kl(mean, std, self.gamma) / self.data_size
         return value + self.penalty(params) + complexity, (), buffers
-
-    def _beta(self) -> Tensor | float:
-        step = self.steps - self.began if self.annealing.steps is None else self.steps
-        return self.annealing(step, self.run_length)
 
     # ------------------------------------------------------------------ the posterior over latents
 
+    @property
+    def mean(self) -> Tensor:
+        """(K, D) μ; of a list of networks (M, K, D)."""
+        return self._latent_parameters()["latents.mean"]
+
+    @property
+    def std(self) -> Tensor:
+        """(K, D) σ; of a list of networks (M, K, D)."""
+        return F.softplus(self._latent_parameters()["latents.raw_std"])
+
+    def kl(self) -> Tensor:
+        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; of a list of networks (M,)."""
+        return self._of_each(self.complexity.kl)
+
+    def entropy(self) -> Tensor:
+        """() the bound on H(q) in nats; of a list of networks (M,)."""
+        return self._of_each(self.complexity.entropy)
+
+    def _of_each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        found = torch.stack([function(mean, std) for mean, std in zip(*self._latents(), strict=True)])
+        return found[0] if self.mean.ndim == 2 else found
+
+    def _latents(self) -> tuple[Tensor, Tensor]:
+        """(M, K, D) μ, σ."""
+        mean, std = self.mean, self.std
+        return (mean[None], std[None]) if mean.ndim == 2 else (mean, std)
+
+    def _latent_parameters(self) -> Tensors:
+        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        return {name: parameter for name, parameter in stored.items() if name.startswith("latents.")}
+
     def groups(self) -> list[Group]:
-        rate = self.settings["latent_lr"]
+        rate = self.latent_lr
         latents = Group(
             "latents",
             self._latent_parameters(),
             rate=None if rate is None else rate * self.components,
-            momentum=self.settings["latent_momentum"],
+            momentum=self.latent_momentum,
             decay=False,
             decayed="draws the means of latents to 0 and their deviations to log 2 (the prior: to 1 and prior_std)",
             prior=False,
@@ -179,7 +211,10 @@ class NodeBNN(LatentPosterior):
     def draw(self) -> DrawnFunctions:
         stored = self.stored
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
-            warn_of_old_draw()
+            log.warning(
+                "the draw that is stored has latents from before the last steps and would run with the weights of now; call "
+                "ds.refresh(posterior, loader) after training on"
+            )
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return mixture(
             NodeFunctions.fixed(self._network(m), self.sites, mine)
@@ -196,7 +231,9 @@ class NodeBNN(LatentPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
-        self.stored, self.stored_at = kept(self._sample()), self.mean.detach().clone()
+        latents = self._sample()
+        self.stored, self.stored_at = self.blank_draw({}), self.mean.detach().clone()
+        self.stored.get_buffer("own.latents").copy_(latents)
 
     @torch.no_grad()
     def _sample(self) -> Tensor:
@@ -208,13 +245,15 @@ class NodeBNN(LatentPosterior):
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
         """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all.
 
-        `network`: which of a list of networks.
+        Args:
+            component: 0 to K − 1, or None.
+            network: which of a list of networks.
         """
         network = member_index(network, self.particles.members)
         particles, mean = self._network(network), self._latents()[0][network]
         if component is None:
             return collapsed(particles, self.sites, mean.mean(0))
-        check_component(component, self.components)
+        whole("component", component, least=-self.components, hint=f"this posterior has {self.components}")
         return collapsed(particles, self.sites, mean[component])
 
     def before_step(self, batch: Batch) -> None:
@@ -223,17 +262,20 @@ class NodeBNN(LatentPosterior):
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
-        if not self._checked and self.settings["batch_norm"] == "frozen":
+        particles, again = self.particles, bool(self._checked)
+        if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
-            warn_of_start(self.particles.template.network, started_at)
-        self._whole |= of_another_length(x)
+            node_batches.warn_of_start(particles.template.network, started_at)
+        self._whole |= node_batches.of_another_length(x)
         if shapes not in self._checked and batches.size(x):
             with left_as_found(self):
-                if not self.draws_itself:
-                    check_repeatable(self.particles, x, self._whole)
-                check_layers(
-                    self.particles, self.sites, x, whole=self._whole, like=self.mean, again=bool(self._checked)
-                )
+                if not self.draws_itself and (tables := node_batches.tables_beside(particles, x, self._whole)):
+                    raise ValueError(
+                        f"expected inputs with a row for each example, got {tables} beside {batches.size(x)} examples, of "
+                        "which the network reads one whole; NodeBNN repeats examples: keep a table in the network as a "
+                        "buffer, compute what belongs to pairs of examples in forward, or let batches have another size"
+                    )
+                node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
             self._checked.add(shapes)
 
     # ------------------------------------------------------------------ state and files
@@ -244,10 +286,8 @@ class NodeBNN(LatentPosterior):
     def config(self) -> dict[str, Any]:
         held = self.mean.ndim == 2
         return {
-            **self.settings,
             "networks": None if held else self.particles.members,
-            "samples": self.samples,
-            "annealing": self.annealing.config(),
+            **own_settings(self),
             **self.prior_config(),
             "stored": self.stored is not None,
             "frozen": [n for n, p in weights.parameters(self.particles).stored.items() if not p.requires_grad],
@@ -268,4 +308,6 @@ class NodeBNN(LatentPosterior):
         return posterior
 
     def blank_draw(self, state: Tensors) -> TensorTree:
-        return kept(self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents))
+        tree = TensorTree()
+        tree.plant("own.latents", self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents))
+        return tree

@@ -17,6 +17,12 @@ class GaussianPerturbation(SamplingPosterior):
 
     Relative, because an absolute deviation that one network hardly notices ruins the next. Normalisation layers keep
     their parameters; tensors that are all zero stay so.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, each of which gets its own samples.
+        noise: standard deviation relative to each tensor's root mean square.
+        samples: functions per network and draw.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "gaussian_perturbation"
@@ -53,6 +59,3 @@ class GaussianPerturbation(SamplingPosterior):
             return found
 
         return by_network(around, self.particles.members)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), "noise": self.noise}

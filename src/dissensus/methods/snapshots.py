@@ -40,11 +40,16 @@ class LastSnapshots(SnapshotRecorder):
 
 
 class SnapshotEnsemble(RecordingPosterior):
-    """The last `members` snapshots of a run, each with the batch statistics it had; of a list of networks those of each.
+    """The last `members` snapshots of a run, each with its batch statistics; of a list of networks those of each.
 
-    `start`, `every`: which observe calls are snapshots, counted from 0. None: `begin` (which `fit` calls) puts one at the
-    end of each of `members` equal parts of the run, and `fit`'s schedule for this method takes the learning rate down a
-    cosine in each part.
+    `fit`'s schedule for this method takes the learning rate down a cosine in each of `members` equal parts of the run.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, of which each gives `members` functions.
+        members: snapshots kept of each network.
+        start, every: which observe calls (optimiser steps) are snapshots, counted from 0; None puts one at the end of
+            each part of the run, whose length `fit` or `begin` gives.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "snapshot_ensemble"
@@ -62,6 +67,7 @@ class SnapshotEnsemble(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=whole("members", members), likelihood=likelihood, **prior)
+        self.start, self.every = start, every
         snapshots = Snapshots(start, every, wanted=members, tail=0.0)
         self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
 
@@ -78,5 +84,4 @@ class SnapshotEnsemble(RecordingPosterior):
         return lambda epoch: cosine_cycles(epoch / max(epochs, 1), cycles=self.samples)
 
     def config(self) -> dict[str, Any]:
-        shared = {key: value for key, value in super().config().items() if key not in ("samples", "stored")}
-        return {"members": self.samples, **shared, **self.recorder.snapshots.given}
+        return {"members" if key == "samples" else key: value for key, value in super().config().items()}

@@ -14,7 +14,7 @@ from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.parts.stacked import StackedPosterior
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.checks import one_of
@@ -27,10 +27,16 @@ class SVGD(StackedPosterior):
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
-    `space`: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a weight
-    prior acts on each member's own weights, as strongly as the likelihood does). The loss is a mean over data, so φ is divided
-    by N = `data_size`; the 1/M is the paper's, and makes plain SGD M times slower than for an ensemble where members are far
-    apart. `annealing`: a_t.
+    The loss is a mean over data, so φ is divided by N = `data_size`; the 1/M is the paper's, and makes plain SGD M
+    times slower than for an ensemble where members are far apart.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        space: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a
+            weight prior acts on each member's own weights, as strongly as the likelihood does).
+        annealing: a_t; None is constant 1.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`.
     """
 
     name = "svgd"
@@ -59,7 +65,7 @@ class SVGD(StackedPosterior):
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         kernel, h = scores.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = scores.apply_matrix(kernel * (self.annealed(self.annealing) / count), gradients)
+        driving = scores.apply_matrix(kernel * (annealed(self, self.annealing) / count), gradients)
         slopes = scores.slopes(kernel, h) / (count * size)
         repulsion = scores.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
@@ -92,7 +98,7 @@ class SVGD(StackedPosterior):
         u, points = z["slopes"], z["points"]
         kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
-        driving = kernel * (self.annealed(self.annealing) / count)
+        driving = kernel * (annealed(self, self.annealing) / count)
         repulsion = scores.apply_matrix(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
         v = {"outputs": scores.apply_matrix(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

@@ -96,10 +96,18 @@ class GaussianRecorder(MeanRecorder):
 class SWAG(RecordingPosterior):
     """w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))), with mean, variance and D of snapshots of the weights.
 
-    `rank`: deviations held, the last ones. `start`, `every`: which observe calls are snapshots, counted from 0; None lets
-    `begin` (which `fit` calls) spread 2·rank of them over the last quarter of the run. All trained parameters take part,
-    those of normalisation layers too. The network should go on moving while snapshots are taken: `fit`'s schedule for
-    this method ends in a constant rate. A list of networks gives a mixture of such Gaussians, one around each (MultiSWAG).
+    All trained parameters take part, those of normalisation layers too. The network should go on moving while snapshots
+    are taken: `fit`'s schedule for this method ends in a constant rate.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, which gives a mixture of such Gaussians, one around
+            each (MultiSWAG).
+        rank: rows of D: how many of the last deviations from the mean are held.
+        samples: functions per network and draw.
+        start, every: which observe calls (optimiser steps) are snapshots, counted from 0; None spreads 2·rank of them
+            over the last quarter of the run, whose length `fit` or `begin` gives.
+        scale: of the covariance: 0.5 is the paper's, 0 leaves the mean alone.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "swag"
@@ -118,9 +126,9 @@ class SWAG(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        whole("rank", rank)
-        number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        self.rank, self.start, self.every = whole("rank", rank), start, every
+        self.scale = number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
         snapshots = Snapshots(start, every, wanted=2 * rank)
         self.recorder = GaussianRecorder(self.recorded, snapshots, rank=rank, scale=scale)
 
@@ -134,15 +142,14 @@ class SWAG(RecordingPosterior):
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
         return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
 
-    def config(self) -> dict[str, Any]:
-        rank, scale = len(self.recorder.deviations), self.recorder.scale
-        return {**super().config(), **self.recorder.snapshots.given, "rank": rank, "scale": scale}
-
 
 class SWA(RecordingPosterior):
-    """The mean of the weights that training passes through: SWAG without its noise. A draw has one function per network.
+    """The mean of the weights that training passes through: SWAG without its noise. One function per network.
 
-    `start`, `every` as in SWAG; None spreads 40 snapshots over the last quarter of the run.
+    Args:
+        networks: one module, held and not copied, or a list of M.
+        start, every: as in SWAG; None spreads 40 snapshots over the last quarter of the run.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "swa"
@@ -159,6 +166,7 @@ class SWA(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=1, likelihood=likelihood, **prior)
+        self.start, self.every = start, every
         self.recorder = MeanRecorder(self.recorded, Snapshots(start, every, wanted=40))
 
     @property
@@ -167,4 +175,4 @@ class SWA(RecordingPosterior):
         return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
 
     def config(self) -> dict[str, Any]:
-        return {**{k: v for k, v in super().config().items() if k != "samples"}, **self.recorder.snapshots.given}
+        return {key: value for key, value in super().config().items() if key != "samples"}

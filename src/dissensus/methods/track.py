@@ -21,21 +21,27 @@ def track(
     likelihood: Likelihood | None = None,
     **prior: Unpack[PriorKeywords],
 ) -> Posterior:
-    """The posterior that trains, with the methods as its `watchers`, in their order: they see its weights after every step.
+    """The posterior that trains, with the methods, in order, as its `watchers`: they see its weights after every step.
 
-    `base`: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), which trains as it would
-    unwatched; or a network or a list of them, which train as MAP does, with this likelihood and prior. `methods`: classes
-    that sample around trained weights (TRADI, SWAG, …), or functions that build one, such as `functools.partial(SWAG,
-    rank=5)`. All see the same weights and have the run's likelihood and prior. Train the run, use the watchers:
+    All methods see the same weights and have the run's likelihood and prior. Train the run, use the watchers:
 
         run = track(network, [TRADI, SWAG])
         fit(run, loader, epochs=10)
-        tradi, swag = run.watchers
+        tradi, swag = run.watchers  # or run.watchers["swag"]
+
+    Args:
+        base: a posterior with stored members (a deep ensemble, a repulsive one, a BatchEnsemble, …), which trains as it
+            would unwatched; or a network or a list of them, which train as MAP does.
+        methods: classes that sample around trained weights (TRADI, SWAG, …), or functions that build one, such as
+            `functools.partial(SWAG, rank=5)`.
+        likelihood: of a network or list; a posterior has its own. None is `Classification()`.
+        prior, weight_prior_std, data_size: as in `Posterior`; not beside a posterior, which has its own.
+
+    Returns:
+        `base` itself if it is a posterior, else a MAP around it.
     """
-    if odd := [each for each in methods if not callable(each)]:
-        raise TypeError(
-            f"expected methods, got {odd[0]!r}; pass a list of classes or of functions of the network, [TRADI, SWAG]"
-        )
+    if not methods or not all(map(callable, methods)):
+        raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")
     if isinstance(base, Posterior) and (likelihood is not None or prior):
         raise ValueError("expected no likelihood or prior beside a posterior, got one; it has its own")
     run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)
@@ -63,9 +69,13 @@ def track(
 
 
 def branch(posterior: Posterior, optimizer: Optimizer) -> tuple[Posterior, Optimizer]:
-    """(a copy of the posterior, a copy of the optimiser over its parameters), to go on with in another way.
+    """(a copy of the posterior, a copy of the optimiser over its parameters), to train on in another way.
 
     Weights, what was observed and the optimiser's moments are copied; a scheduler is not: build one for the copy.
+
+    Args:
+        posterior: left as it is; so is its optimiser.
+        optimizer: over the posterior's parameters alone.
     """
     held = {id(parameter) for parameter in posterior.parameters()}
     if not all(id(p) in held for group in optimizer.param_groups for p in group["params"]):

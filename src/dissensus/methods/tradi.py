@@ -34,13 +34,22 @@ Init = Literal["current", "he"]
 class TRADI(RecordingPosterior):
     """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
 
-    `covariance`: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
-    shared by the weights, which the paper means; "diagonal"; or "released", the authors' program, whose phases differ
-    from weight to weight, so that its covariance is diagonal too. `correlation`: what shares phases, each "tensor", as in
-    that program, or each "layer", weight and bias together, as in the authors' talk. `state_noise`, `measurement_noise`:
-    variances of the filters' noises, (mean, variance). `drift`: "gradient" predicts the next mean by a step of plain
-    gradient descent, "none" by the last one. `init`: "current" starts at the weights there are, with variance 0, "he" at
-    mean 0 and variance 2/fan_in. Parameters of normalisation layers keep their trained values.
+    Parameters of normalisation layers keep their trained values.
+
+    Args:
+        networks: one module, held and not copied, or a list of M, each tracked by itself.
+        samples: functions per network and draw.
+        covariance: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
+            shared by the weights, which the paper means; "diagonal"; or "released", the authors' program, whose phases
+            differ from weight to weight, so that its covariance is diagonal too.
+        correlation: what shares phases: each "tensor", as in that program, or each "layer", weight and bias together,
+            as in the authors' talk.
+        state_noise, measurement_noise: variances of the filters' noises, (mean's filter, variance's filter).
+        drift: "gradient" predicts the next mean by a step of plain gradient descent, "none" by the last one.
+        init: "current" starts at the present weights with variance 0, "he" at mean 0 and variance 2/fan_in.
+        features: random Fourier features per group of weights.
+        bandwidth: of the kernel between weights; larger correlates fewer of them.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "tradi"
@@ -83,7 +92,7 @@ class TRADI(RecordingPosterior):
             raise ValueError(
                 "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
             )
-        self.recorder = KalmanRecorder(self.recorded, **self.settings)
+        self.recorder = KalmanRecorder(self.recorded, self.settings)
 
     def recorded(self) -> Weights:
         """Trained parameters but those of normalisation layers."""
@@ -120,25 +129,15 @@ class TRADI(RecordingPosterior):
 
 
 class KalmanRecorder(Recorder):
-    """Mean μ and variance s of every weight by Kalman filters, elementwise, and samples around μ network by network."""
+    """Mean μ and variance s of every weight by Kalman filters, elementwise, and samples around μ network by network.
 
-    def __init__(
-        self,
-        source: Callable[[], Weights],
-        *,
-        covariance: Covariance,
-        correlation: Correlation,
-        init: Init,
-        features: int,
-        bandwidth: float,
-        **filters: Any,
-    ) -> None:
+    `settings`: those of TRADI.
+    """
+
+    def __init__(self, source: Callable[[], Weights], settings: Mapping[str, Any]) -> None:
         super().__init__(source)
-        self.covariance = covariance
-        self.correlation = correlation
-        self.init = init
-        self.features = features
-        self.bandwidth = bandwidth
+        self.settings = settings
+        filters = {key: settings[key] for key in ("state_noise", "measurement_noise", "drift")}
         self.filters = WeightFilters(self.weights.stored, **filters)
         self._start()
 
@@ -154,7 +153,7 @@ class KalmanRecorder(Recorder):
 
     def _start(self) -> None:
         stored = self.weights.stored
-        if self.init == "current":
+        if self.settings["init"] == "current":
             # Not the paper's start, mean 0 and variance 2/fan_in: the filters take about a thousand steps to forget it.
             self.filters.start(stored, dict.fromkeys(stored, 0.0))
         else:
@@ -194,22 +193,23 @@ class KalmanRecorder(Recorder):
         """Names of the tensors whose weights are correlated with each other, group by group."""
         groups: dict[str, list[str]] = {}
         for name in self.weights.stored:
-            groups.setdefault(name if self.correlation == "tensor" else layer_of(name), []).append(name)
+            groups.setdefault(name if self.settings["correlation"] == "tensor" else layer_of(name), []).append(name)
         return list(groups.values())
 
     def _noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
         """(K,) noise of variance 1 with the correlations of these K weights."""
         like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
-        if self.covariance == "diagonal":
+        covariance, count = self.settings["covariance"], self.settings["features"]
+        if covariance == "diagonal":
             return torch.randn(len(weights), **like)
         # √(2/D) Σ_d cos(w Ω_d + φ_d) m_d with Ω ~ N(0, bandwidth²), φ ~ U[0, 2π), m ~ N(0, 1): over all three its
         # covariance is exp(−bandwidth² (w_k − w_l)² / 2) where φ is shared by the weights, else the identity.
-        frequencies = self.bandwidth * torch.randn(self.features, **like)
-        rows = len(weights) if self.covariance == "released" else 1
-        phases = 2 * torch.pi * torch.rand(rows, self.features, **like)
-        m = torch.randn(self.features, **like)
+        frequencies = self.settings["bandwidth"] * torch.randn(count, **like)
+        rows = len(weights) if covariance == "released" else 1
+        phases = 2 * torch.pi * torch.rand(rows, count, **like)
+        m = torch.randn(count, **like)
         features = torch.cos(weights.to(like["dtype"])[:, None] * frequencies + phases)  # (K, D)
-        noise: Tensor = (2 / self.features) ** 0.5 * (features @ m)
+        noise: Tensor = (2 / count) ** 0.5 * (features @ m)
         return noise
 
 

@@ -7,12 +7,11 @@ from typing import Unpack
 
 from torch import nn
 
-from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.spaces import weights
-from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import Repulsion, Strength
+from dissensus.methods.parts.stacked import StackedPosterior, annealed
+from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics import scores
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.checks import one_of
@@ -20,16 +19,23 @@ from dissensus.numerics.kernels import squared_distances
 from dissensus.numerics.tree import Tensors
 
 
-class WeightRDE(StackedPosterior):
+class WeightRDE(RepellingPosterior, StackedPosterior):
     """Members that repel each other in weight space, so that together they approach the posterior over weights.
 
     The Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:
 
         θ_i ← θ_i + η [a_t ∇ log p(θ_i | D) − ∇ log q(θ_i)]
 
-    The loss here is a mean over data, so both terms are divided by N = `data_size`. `score`: "kde", "stein" or
-    "spectral_stein". `annealing`: a_t, constant by default. The prior is `prior`, or the optimiser's decay.
-    `repulsion`: "1/N" as above, "1/B" (stronger by N/B, B the largest batch or `batch_size`) or a number in its place.
+    The loss here is a mean over data, so both terms are divided by N = `data_size`.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
+        annealing: a_t; None is constant 1.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
+        batch_size: B of "1/B"; None is the largest batch seen in training.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`; without a prior, the optimiser's weight decay is it.
     """
 
     name = "weight_rde"
@@ -46,10 +52,9 @@ class WeightRDE(StackedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        one_of("score", score, scores.MATRICES)
         super().__init__(modules, likelihood=likelihood, **prior)
-        self.score, self.repulsion, self.batch_size = score, repulsion, batch_size
-        self.strength = Strength(repulsion, self.data_size, batch_size)
+        self.score = one_of("score", score, scores.MATRICES)
+        self.repel(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
@@ -58,11 +63,7 @@ class WeightRDE(StackedPosterior):
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
         repulsion = scores.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
-        weight = self.annealed(self.annealing)
+        weight = annealed(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}
-
-    def before_step(self, batch: Batch) -> None:
-        super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)

@@ -88,20 +88,7 @@ from dissensus.metrics.streaming import ConfusionCounts as ConfusionCounts
 from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
 
 if TYPE_CHECKING:
-    from dissensus.metrics.modular import AUPR as AUPR
-    from dissensus.metrics.modular import AUROC as AUROC
-    from dissensus.metrics.modular import CRPS as CRPS
-    from dissensus.metrics.modular import ECE as ECE
-    from dissensus.metrics.modular import FPR95 as FPR95
-    from dissensus.metrics.modular import NLL as NLL
-    from dissensus.metrics.modular import RMSE as RMSE
-    from dissensus.metrics.modular import Accuracy as Accuracy
-    from dissensus.metrics.modular import Brier as Brier
-    from dissensus.metrics.modular import Gathered as Gathered
-    from dissensus.metrics.modular import GaussianNLL as GaussianNLL
-    from dissensus.metrics.modular import IntervalCoverage as IntervalCoverage
-    from dissensus.metrics.modular import MIoU as MIoU
-    from dissensus.metrics.modular import MixtureNLL as MixtureNLL
+    from dissensus.metrics.modular import *  # noqa: F403
 
 CLASSES = [  # of torchmetrics: imported on first use
     "AUPR",

@@ -40,6 +40,12 @@ def bootstrap_interval(
     """Interval of metric(*tensors), whose first axes are the examples; all tensors are resampled together.
 
     For a metric that is a mean of per-example values, `bootstrap_mean` gives the same much faster.
+
+    Args:
+        metric: a function of these tensors that gives ().
+        level: coverage of the interval.
+        resamples: of the examples, with replacement.
+        seed: of a generator of its own; the global one is not touched.
     """
     draws = _draws(metric, tensors, resamples, seed)
     return _interval(metric(*tensors), draws, level)
@@ -54,7 +60,10 @@ def bootstrap_two_samples(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """Interval of metric(first, second) for two separate samples, each resampled by itself: `auroc` and its like."""
+    """Interval of metric(first, second) for two separate samples, each resampled by itself: `auroc` and its like.
+
+    Keywords as in `bootstrap_interval`.
+    """
     generator = torch.Generator().manual_seed(seed)
     draws = []
     for _ in range(whole("resamples", resamples)):
@@ -64,7 +73,7 @@ def bootstrap_two_samples(
 
 
 def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Interval of the mean of per-example values (N,)."""
+    """Interval of the mean of per-example values (N,); keywords as in `bootstrap_interval`."""
     (values,) = same_shape(values=values)
     return _interval(values.mean(), _resampled_means(values, resamples, seed), level)
 
@@ -89,8 +98,9 @@ def paired_bootstrap(
 ) -> Comparison:
     """Comparison of metric(*first) − metric(*second); both methods are resampled with the same examples.
 
-    With v the variance of the resampled differences d*, d / √(v n/(n − 1)) is taken for Student's t with n − 1 degrees of
-    freedom: for a mean that is the paired t-test, but for the error of so many resamples.
+    With v the variance of the resampled differences d*, d / √(v n/(n − 1)) is taken for Student's t with n − 1 degrees
+    of freedom: for a mean that is the paired t-test, but for the error of so many resamples. Keywords as in
+    `bootstrap_interval`.
     """
 
     def difference(*tensors: Tensor) -> Tensor:
@@ -104,7 +114,10 @@ def paired_bootstrap(
 def paired_test(
     first: Tensor, second: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Comparison of the means of two methods' per-example values (N,), by the same bootstrap, vectorised."""
+    """Comparison of the means of two methods' per-example values (N,), by the same bootstrap, vectorised.
+
+    Keywords as in `bootstrap_interval`.
+    """
     first, second = same_shape(first=first, second=second)
     difference = first - second
     return comparison(difference.mean(), _resampled_means(difference, resamples, seed), level, examples=len(first))

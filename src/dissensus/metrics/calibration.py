@@ -17,7 +17,14 @@ from dissensus.numerics.checks import share, whole
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() Σ_k n_k/n |accuracy_k − confidence_k| over the bins that hold something; confidence = largest probability."""
+    """() Σ_k n_k/n |accuracy_k − confidence_k| over the bins that hold something; confidence = largest probability.
+
+    Args:
+        probabilities: (N, C), or (N, C, H, W) for pixels.
+        y: class indices (N,) or (N, H, W).
+        bins: K, of equal width.
+        ignore_index: the label of void places, which are left out; None counts all.
+    """
     return confidence_ece(*_top_class(probabilities, y, ignore_index), bins=bins)
 
 
@@ -27,10 +34,10 @@ def confidence_ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, weigh
 
 
 def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() the same sum over bins of equal mass (Nguyen and O'Connor, 2015): sizes differ by at most one example.
+    """() `ece` over bins of equal mass (Nguyen and O'Connor, 2015): sizes differ by at most one example.
 
     Examples of equal confidence that fall on both sides of a bin's end count with their common accuracy, so the order
-    of the examples does not matter.
+    of the examples does not matter. Arguments as in `ece`.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     distinct, group, count = torch.unique(confidence, return_inverse=True, return_counts=True)
@@ -42,7 +49,10 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
 
 
 def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() mean over classes of the binned error between p_c and the frequency of class c (Kull et al., 2019)."""
+    """() mean over classes of the binned error between p_c and the frequency of class c (Kull et al., 2019).
+
+    Arguments as in `ece`.
+    """
     rows, labels = labelled(probabilities, y, ignore_index)
     not_empty(labels)
     n, classes = rows.shape
@@ -107,7 +117,10 @@ class ReliabilityBins(NamedTuple):
 def reliability_bins(
     probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None
 ) -> ReliabilityBins:
-    """ReliabilityBins: counts, mean confidence and accuracy (K,) of every bin, and the edges (K + 1,)."""
+    """ReliabilityBins: counts, mean confidence and accuracy (K,) of every bin, and the edges (K + 1,).
+
+    Arguments as in `ece`.
+    """
     counts, confidence, correct = bin_sums(*_top_class(probabilities, y, ignore_index), bins)
     edges = torch.arange(bins + 1, dtype=torch.float64, device=counts.device) / bins
     return ReliabilityBins(counts, confidence / counts, correct / counts, edges)

@@ -46,7 +46,11 @@ def ensemble_gain_of(log_likelihood: Tensor) -> EnsembleGain:
 
 
 def disagreement(members: Tensor) -> Tensor:
-    """() share of (example, pair of members) whose most probable classes differ; 0 for a single member."""
+    """() share of (example, pair of members) whose most probable classes differ; 0 for a single member.
+
+    Args:
+        members: (M, N, C, …) log-probabilities.
+    """
     votes = distributions(members, class_axis=2, log=True).argmax(2)  # (M, n)
     m, classes = votes.shape[0], members.shape[2]
     count = torch.zeros(votes.shape[1], classes, dtype=torch.float64, device=votes.device)

@@ -16,7 +16,13 @@ from dissensus.metrics.checks import class_indices, labelled, mean, not_empty
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() share of examples whose most probable class is y; of equally probable classes the first counts."""
+    """() share of examples whose most probable class is y; of equally probable classes the first counts.
+
+    Args:
+        probabilities: (N, C), or (N, C, H, W) for pixels; rows that do not sum to one are refused.
+        y: class indices (N,) or (N, H, W).
+        ignore_index: the label of void places, which are left out; None counts all.
+    """
     return mean(accuracy_values(probabilities, y, ignore_index=ignore_index))
 
 
@@ -29,8 +35,12 @@ def accuracy_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | Non
 def nll(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """() mean of −log p(y), in nats.
 
-    Give the mixture's log-probabilities, log (1/M) Σₘ pₘ (`mixture_log_probabilities`), not averaged logits.
     Infinite when a class of probability zero occurs: nothing is clamped.
+
+    Args:
+        log_probabilities: (N, C) or (N, C, H, W), the mixture's, log (1/M) Σₘ pₘ (`mixture_log_probabilities`), not
+            averaged logits.
+        y, ignore_index: as in `accuracy`.
     """
     return mean(nll_values(log_probabilities, y, ignore_index=ignore_index))
 
@@ -42,7 +52,7 @@ def nll_values(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None
 
 
 def brier(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean of Σ_c (p_c − 1[c = y])², between 0 and 2.
+    """() mean of Σ_c (p_c − 1[c = y])², between 0 and 2; arguments as in `accuracy`.
 
     Brier's own definition sums over classes, as here. Some papers (Deep Ensembles among them) divide by C.
     """
@@ -102,7 +112,10 @@ def brier_decomposition(
 
 
 def miou(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean over classes of intersection over union, pooled over all places; absent classes are skipped."""
+    """() mean over classes of intersection over union, pooled over all places; absent classes are skipped.
+
+    Arguments as in `accuracy`.
+    """
     rows, labels = labelled(probabilities, y, ignore_index)
     not_empty(labels)
     return mean_of_present(intersection_over_union(_confusion(rows.argmax(1), labels, rows.shape[1])))

@@ -20,17 +20,26 @@ from dissensus.metrics.ranked_counts import PairOfWeights, RankedCounts, Rule, r
 
 
 def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
-    """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal)."""
+    """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal).
+
+    Args:
+        score_in, score_ood: of in-distribution and OOD inputs, any shapes, higher = more OOD.
+        weights: (of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a bootstrap;
+            the result then has the axes in front. None counts each once.
+    """
     return _counts(score_in, score_ood, weights).auroc()
 
 
 def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
-    """() or (...) average precision with OOD positive; chance level is the share of OOD in the data."""
+    """() or (...) average precision with OOD positive; chance level is the share of OOD in the data.
+
+    Arguments as in `auroc`.
+    """
     return _counts(score_in, score_ood, weights).aupr()
 
 
 def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
-    """() or (...) average precision with in-distribution positive, found by low scores."""
+    """() or (...) average precision with in-distribution positive, found by low scores; arguments as in `auroc`."""
     return _counts(score_in, score_ood, weights).swapped().aupr()
 
 
@@ -40,6 +49,7 @@ def aupr_adjusted(
     """() or (...) average precision with OOD positive as it would be if OOD were a share `prevalence` of the data.
 
     precision = π·TPR / (π·TPR + (1 − π)·FPR). Comparable between sets of different sizes; chance level is `prevalence`.
+    Other arguments as in `auroc`.
     """
     return _counts(score_in, score_ood, weights).aupr(prevalence)
 
@@ -54,8 +64,12 @@ def fpr95(
 ) -> Tensor:
     """() or (...) share of in-distribution inputs flagged when 95 % of OOD inputs are.
 
-    rule="at_least": the highest threshold that flags at least 95 % of OOD. rule="nearest": the threshold whose recall
-    is nearest to 95 %, above or below, as in the released anomaly-segmentation code (Hendrycks et al., 2019).
+    Args:
+        score_in, score_ood, weights: as in `auroc`.
+        recall: another share than 0.95.
+        rule: "at_least": the highest threshold that flags at least that share of OOD; "nearest": the threshold whose
+            recall is nearest to it, above or below, as in the released anomaly-segmentation code (Hendrycks et al.,
+            2019).
     """
     return _counts(score_in, score_ood, weights).fpr(recall, rule)
 
@@ -68,7 +82,7 @@ def fpr95_in(
     rule: Rule = "at_least",
     weights: PairOfWeights | None = None,
 ) -> Tensor:
-    """() or (...) share of OOD inputs accepted when 95 % of in-distribution inputs are; rules as in `fpr95`."""
+    """() or (...) share of OOD inputs accepted when 95 % of in-distribution inputs are; arguments as in `fpr95`."""
     return _counts(score_in, score_ood, weights).swapped().fpr(recall, rule)
 
 

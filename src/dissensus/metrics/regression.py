@@ -56,7 +56,12 @@ def gaussian_nll_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def mixture_nll(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """() mean over examples of −log (1/M) Σₘ N(y; meanₘ, varianceₘ), the density being joint over dimensions."""
+    """() mean over examples of −log (1/M) Σₘ N(y; meanₘ, varianceₘ), the density being joint over dimensions.
+
+    Args:
+        means, variances: of the members, (M, N, D) or (M, N).
+        y: (N, D) or (N,).
+    """
     return mixture_nll_values(means, variances, y).mean()
 
 
@@ -73,7 +78,10 @@ def crps_gaussian(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def crps_mixture(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """() mean over all entries of the CRPS of the mixture of Gaussians, in the units of y."""
+    """() mean over all entries of the CRPS of the mixture of Gaussians, in the units of y.
+
+    Arguments as in `mixture_nll`.
+    """
     return crps_mixture_values(means, variances, y).mean()
 
 

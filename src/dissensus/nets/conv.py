@@ -4,7 +4,15 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs): two 3×3 convolutions with pooling, then one hidden linear layer."""
+    """(B, C, H, W) -> (B, outputs): two 3×3 convolutions with pooling, then one hidden linear layer.
+
+    Args:
+        channels, outputs: C, and logits or means.
+        size: H = W.
+        width: channels of the first convolution; the second has twice as many.
+        hidden: units of the linear layer.
+        dropout: rate before both linear layers; 0 has no dropout modules.
+    """
 
     def __init__(
         self, channels: int, outputs: int, *, size: int = 28, width: int = 16, hidden: int = 64, dropout: float = 0.0

@@ -15,11 +15,15 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "ge
 class MLP(nn.Module):
     """(B, ...) -> (B, outputs): inputs flattened, then Linear [+ BatchNorm] + activation [+ Dropout] per hidden width.
 
-    `dropout`: one rate for all hidden layers, or one for each. `init`: "torch", its default; "he", weights
-    N(0, 2/fan_in) and biases 0; "normal", all of them N(0, 1), a draw from the prior that is often taken.
-
-    `parameterization`: "standard", or "ntk", where layers are Wx/√fan_in + b with W ~ N(0, `weight_variance`) and b ~
-    N(0, `bias_variance`), 2 and 0 where they are None; `init` is of the standard one.
+    Args:
+        inputs, outputs: numbers per example.
+        hidden: widths of the hidden layers.
+        batch_norm: whether each hidden layer has one.
+        dropout: one rate for all hidden layers, or one for each.
+        init: "torch", its default; "he", weights N(0, 2/fan_in) and biases 0; "normal", all of them N(0, 1), a draw
+            from the prior that is often taken.
+        parameterization: "standard", or "ntk", where layers are Wx/√fan_in + b; `init` is of the standard one.
+        weight_variance, bias_variance: of W and b in the "ntk" one; None is 2 and 0.
     """
 
     def __init__(

@@ -15,7 +15,13 @@ WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
 
 class ResNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs). Parameter names of the thin family are those of widely used CIFAR checkpoints."""
+    """(B, C, H, W) -> (B, outputs). Parameter names of the thin family are those of widely used CIFAR checkpoints.
+
+    Args:
+        depth: 20, 32, 44, 56 or 110 (16-32-64 channels), or 18 or 34 (64 to 512 channels).
+        outputs: logits or means.
+        channels: C.
+    """
 
     def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3) -> None:
         super().__init__()

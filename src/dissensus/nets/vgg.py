@@ -10,8 +10,11 @@ STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512
 class VGG16(nn.Module):
     """(B, C, H, W) -> (B, outputs); H and W are at least 32, and what is left of larger images is averaged.
 
-    `batch_norm`: after every convolution; papers on weight averaging and on node noise train it without. `dropout`: before
-    the two hidden linear layers.
+    Args:
+        outputs: logits or means.
+        channels: C.
+        batch_norm: after every convolution; papers on weight averaging and on node noise train it without.
+        dropout: rate before the two hidden linear layers; 0 has no dropout modules.
     """
 
     def __init__(self, outputs: int = 10, *, channels: int = 3, batch_norm: bool = True, dropout: float = 0.0) -> None:

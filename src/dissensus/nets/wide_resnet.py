@@ -10,7 +10,12 @@ from dissensus.numerics.checks import whole
 class WideResNet(nn.Module):
     """(B, C, H, W) -> (B, outputs): three stages of 16, 32, 64 times `width` channels, (depth − 4)/6 blocks in each.
 
-    `dropout`: between the two convolutions of every block.
+    Args:
+        depth: 6n + 4: 10, 16, 22, 28, 40.
+        width: factor of the channels; 10 is the paper's, 1 a thin network.
+        outputs: logits or means.
+        channels: C.
+        dropout: rate between the two convolutions of every block.
     """
 
     def __init__(

@@ -25,7 +25,11 @@ class Annealing:
         hyper      weight · tanh((1.3 t / T)¹⁰)
         cyclic     weight · (τ / T_c)¹⁰, τ = t mod T_c, T_c = T / cycles
 
-    `steps`: T; None is the whole run, which `fit` (or `posterior.begin`) tells.
+    Args:
+        schedule: one of these four.
+        steps: T; None is the whole run, whose length `fit` (or `posterior.begin`) gives.
+        weight: the largest a_t; 1 leaves the driving force as it is.
+        cycles: of "cyclic"; 5 is the paper's.
     """
 
     schedule: Literal["constant", "linear", "hyper", "cyclic"] = "constant"

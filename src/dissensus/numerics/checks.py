@@ -6,8 +6,8 @@
 import difflib
 import math
 from collections.abc import Iterable
-from numbers import Integral, Real
-from typing import Any, SupportsFloat, TypeGuard, TypeVar
+from numbers import Integral
+from typing import Any, SupportsFloat, TypeVar
 
 Value = TypeVar("Value")
 
@@ -68,8 +68,3 @@ def one_of(
         listed = ", ".join(map(str, names if shown is None else shown))
         raise ValueError(f"expected {name} of {listed}, got {value!r}; {advice}")
     return value
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Whether this is a finite number, which True is not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -75,11 +75,6 @@ def input_gradient_log_density(
     "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
     `weight`: (B,) weights of the examples in the mean over b.
     """
-    if lengthscales is not None and lengthscales.dimension != gradients.shape[2]:
-        raise ValueError(
-            f"expected lengthscales of {gradients.shape[2]} dimensions, got {lengthscales.dimension}; "
-            "make them from inputs of the same shape"
-        )
     unit = directions(working(gradients))
     if lengthscales is None:
         density = batch_log_density(unit, bandwidth, weight)

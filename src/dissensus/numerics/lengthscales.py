@@ -22,9 +22,14 @@ EXTRA = 10  # directions beyond the rank that the randomised range finder carrie
 
 @dataclass(frozen=True, eq=False)
 class Lengthscales:
-    """Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors.
+    """Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors; made by `pca_lengthscales`.
 
-    With as many eigenvectors as dimensions nothing remains, and `remainder` does not matter.
+    The metric of FoRDE's kernel on unit input gradients: members are pushed apart most where the precision is large.
+
+    Args:
+        eigenvectors: (D, R), orthonormal columns, in the D flattened input features.
+        precision: (R,) ≥ 0, one per column.
+        remainder: precision ≥ 0 of the D − R other directions; without effect where R = D.
     """
 
     eigenvectors: Tensor  # (D, R), orthonormal columns
@@ -81,13 +86,20 @@ def pca_lengthscales(
         "poster":  precision = (1 − α) + α λ            (Σ_α⁻¹ = (1 − α) I + α Λ)
         "paper":   precision = 1 / (α/λ + (1 − α))      (Σ_α = α Λ⁻¹ + (1 − α) I, appendix D.4)
 
-    Both agree at the end points; in between the paper's form weakens directions of small variance already at a small
-    α. The poster is the later one, hence the default. `inputs`: (N, ...) or an iterable of batches (x or (x, ...)),
-    un-augmented and scaled as the network sees them: for 0 < α < 1 the scale of λ matters, α = 1 is free of it.
+    Both agree at the end points; in between the paper's form weakens directions of small variance already at a small α.
 
-    `rank`: eigenvectors kept; None keeps all up to 4,096 dimensions and 512 beyond. Truncated ones are found by
-    randomised subspace iteration without a D × D matrix, in `passes` over the data (one where it can be read once
-    only), and the variance that is left over is spread evenly over the remaining D − R directions.
+    Args:
+        inputs: (N, ...) or an iterable of batches (x or (x, ...)), un-augmented and scaled as the network sees them:
+            for 0 < α < 1 the scale of λ matters, α = 1 is free of it.
+        alpha: α in [0, 1].
+        form: "poster", the later of the two, or "paper".
+        rank: R, eigenvectors kept; None keeps all up to 4,096 dimensions and 512 beyond. The variance left over is
+            spread evenly over the remaining D − R directions.
+        passes: over the data, beyond 4,096 dimensions, where eigenvectors are found by randomised subspace iteration
+            without a D × D matrix; one where the data can be read only once.
+
+    Returns:
+        `Lengthscales` with eigenvectors (D, R), largest eigenvalue first.
     """
     number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 takes the principal components")
     one_of("form", form, ("poster", "paper"))
@@ -201,13 +213,14 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         yield rows
 
 
-def check_finite_rows(rows: Tensor, before: int = 0) -> None:
-    """Raises where inputs (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a covariance."""
+def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where: str = "") -> None:
+    """Raises where rows (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a mean."""
     if not bool((finite := rows.isfinite()).all()):
         row, column = (~finite).nonzero()[0].tolist()
+        more = int((~finite).sum()) - 1
         raise ValueError(
-            f"expected finite inputs, got {float(rows[row, column])} in row {before + row}, number {column} of it; "
-            "clean the data"
+            f"expected finite {what}, got {float(rows[row, column])} in row {before + row}, column {column}{where}"
+            f"{f' and {more} more' if more else ''}; remove such rows, or fill in what is missing"
         )
 
 

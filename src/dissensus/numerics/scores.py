@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.numerics.checks import one_of
 from dissensus.numerics.kernels import as_rows, median_bandwidth, rbf, squared_distances
 
 RIDGE = 0.01  # η
@@ -107,11 +106,6 @@ def apply_matrix(matrix: Tensor, z: Any) -> Any:
         return (matrix @ as_rows(tensor)).to(tensor.dtype).reshape(tensor.shape)
 
     return pytree.tree_map(one, z)
-
-
-def check_score(score: str) -> None:
-    """Raises where there is no estimator of this name."""
-    one_of("score", score, MATRICES)
 
 
 def _estimate(matrix: Callable[..., Tensor], z: Tensor, bandwidth: float | None) -> Tensor:

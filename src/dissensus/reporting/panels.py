@@ -33,7 +33,7 @@ def bands(
     low, high = _limits(methods, y)
     thinner = max(1, len(where) // POINTS)
     with matplotlib.rc_context(STYLE):
-        figure, panels = _panels(len(methods))
+        figure, panels = _grid(len(methods), aspect=0.75, xlabel="x", ylabel="y")
         for axes, (name, band) in zip(panels, methods.items(), strict=True):
             mean, sd, colour = np.asarray(band.mean), np.asarray(band.sd), palette[name]
             axes.fill_between(where, mean - 3 * sd, mean + 3 * sd, color=colour, alpha=0.25, linewidth=0)
@@ -42,7 +42,6 @@ def bands(
             axes.plot(where, mean, color=colour, linewidth=1.6)
             axes.plot(x, y, ".", color=INK, markersize=2.2, alpha=0.6, zorder=3)
             axes.set(title=short(name), xlim=(where.min(), where.max()), ylim=(low, high))
-        _outer_labels(panels, xlabel="x", ylabel="y")
     return figure
 
 
@@ -56,17 +55,14 @@ def entropy_maps(
     """Entropy over the plane of every method, 0 to `largest`; squares (side, side), seen points (N, 2) and classes (N,)."""
     points, classes = (np.asarray(each) for each in seen)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure, panels = _panels(len(squares), margin=0.95, aspect=1.0)
+        figure, panels = _grid(len(squares), aspect=0.85, xlabel="first input", ylabel="second input")
         for axes, (name, square) in zip(panels, squares.items(), strict=True):
             image = axes.imshow(
                 np.asarray(square), origin="lower", extent=window, vmin=0, vmax=largest, cmap="viridis", aspect="auto"
             )
             axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
             axes.set(title=short(name), xlim=window[:2], ylim=window[2:])
-        _outer_labels(panels, xlabel="first input", ylabel="second input")
-        width = figure.get_figwidth()
-        bar = figure.add_axes((1 - 0.8 / width, 0.2, 0.12 / width, 0.6))
-        figure.colorbar(image, cax=bar, label="entropy (nats)")
+        figure.colorbar(image, ax=panels, shrink=0.6, label="entropy (nats)")
     return figure
 
 
@@ -79,39 +75,19 @@ def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
     return float(max(low, y.min() - 2 * span) - room), float(min(high, y.max() + 2 * span) + room)
 
 
-def _layout(count: int) -> tuple[int, int]:
-    """(rows, columns), rows as equal as can be."""
+def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:
+    """A labelled figure with so many axes in rows as equal as can be, all of the same scales."""
     rows = math.ceil(count / COLUMNS)
-    return rows, math.ceil(count / rows)
-
-
-def _panels(count: int, *, margin: float = 0.1, aspect: float = 0.75) -> tuple[Figure, list[Any]]:
-    """A figure with so many axes, all of the same scales."""
-    rows, columns = _layout(count)
+    columns = math.ceil(count / rows)
     width = max(2.3 * columns, 4.6)
-    left = 0.7  # inches, as `margin`, which is on the right
-    side = (width - left - margin) / columns
-    height = rows * (side * aspect + 0.3) + 0.55
-    figure = Figure(figsize=(width, height))  # not through pyplot: nothing global is kept
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    figure.subplots_adjust(
-        left=left / width, right=1 - margin / width, top=1 - 0.3 / height, bottom=0.5 / height, wspace=0.1, hspace=0.25
-    )
-    flat = list(axes.flat)
+    height = rows * ((width - 0.8) / columns * aspect + 0.3) + 0.55
+    figure = Figure(figsize=(width, height), layout="constrained")  # not through pyplot: nothing global is kept
+    flat = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    figure.supxlabel(xlabel, size="medium")
+    figure.supylabel(ylabel, size="medium")
     flat[0].xaxis.set_major_locator(MaxNLocator(4, prune="both"))  # shared; ends would meet those of the next panel
     for unused in flat[count:]:
         unused.set_axis_off()
-    if rows > 1:  # the last panel of a column that is cut short still shows its ticks
-        for shown in flat[count - columns : count]:
-            shown.xaxis.set_tick_params(labelbottom=True)
+    for shown in flat[count - columns : count]:  # also the last panel of a column that is cut short
+        shown.xaxis.set_tick_params(labelbottom=True)
     return figure, flat[:count]
-
-
-def _outer_labels(panels: list[Any], *, xlabel: str, ylabel: str) -> None:
-    """Labels where ticks are shown: below the last panel of each column, left of the first of each row."""
-    _, columns = _layout(len(panels))
-    for i, axes in enumerate(panels):
-        if i + columns >= len(panels):
-            axes.set_xlabel(xlabel)
-        if i % columns == 0:
-            axes.set_ylabel(ylabel)

@@ -25,26 +25,20 @@ PALETTE = (
 )  # fmt: skip
 ROOM_INSIDE = 4  # names of methods in a legend among the data
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+INKED = ["text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.", "legend.label"]
 STYLE: dict[Any, Any] = {
+    **{f"{part}color": INK for part in INKED},
     "font.size": 9.5,
     "axes.titlesize": 10,
     "axes.labelsize": 9.5,
     "legend.fontsize": 8.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.titlecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": INK,
     "grid.alpha": 0.15,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
-    "legend.labelcolor": INK,
     "svg.fonttype": "path",
     "text.parse_math": False,  # names are text, whatever is in them
     "figure.facecolor": "none",

@@ -1,7 +1,5 @@
 """Files of a run: written under a temporary name and renamed, so one that exists is whole; damage is one clear error."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     with reading(path):
-        return _table(json.loads(path.read_bytes()))
+        return _as_table(json.loads(path.read_bytes()))
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
@@ -50,10 +48,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, facts) of a file that `write_tensors` wrote."""
     with reading(path), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        return tensors, _table(json.loads(file.metadata()["facts"]))
+        return tensors, _as_table(json.loads(file.metadata()["facts"]))
 
 
-def _table(found: Any) -> dict[str, Any]:
+def _as_table(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{type(found).__name__} instead of a table")
     return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.nets import NETS
 from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
@@ -26,11 +26,10 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
     """Writes posterior.safetensors and config.json into the folder, which is made if need be.
 
     Both are written under temporary names and then renamed. The first holds all that `load` reads, so a folder that is
-    saved over is at every moment the old one or the new one; the second is a copy of its config for people to read.
+    saved over is at every moment the old one or the new one; the second is a copy of its config for people to read. No
+    file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own.
     """
-    if not isinstance(posterior, Posterior):
-        raise TypeError(f"expected a posterior, got {type(posterior).__name__}; pass what MAP(...) and the like return")
-    if len(templates := [member.network for member in posterior.particles.templates]) > 1:
+    if len(templates := [member.network for member in expect_posterior(posterior).particles.templates]) > 1:
         raise ValueError(
             f"expected members that differ in their registered tensors alone, got '{difference(templates) or 'modes'}' that "
             "differs; a file holds one network for all: register what differs as a buffer"
@@ -71,10 +70,18 @@ def load(
 ) -> Posterior:
     """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
 
-    `network`: one module as template, left untouched, with the attributes of the saved one; not needed for networks of
-    `dissensus.nets`. `likelihood`: needed
-    only where the posterior was saved with a likelihood of one's own. `method`: the class, needed only where it is one's own.
-    What was frozen, and layers that were in eval mode by hand, stay so when it is trained on.
+    What was frozen, and layers put in eval mode by hand, stay so if it is trained further. Loading draws no random
+    numbers from torch's stream.
+
+    Args:
+        folder: what `save` wrote.
+        network: one module of the saved architecture as template, left untouched; not needed for networks of
+            `dissensus.nets`.
+        likelihood: needed only if the posterior was saved with a likelihood class of your own.
+        method: the class, needed only if it is your own.
+
+    Raises:
+        ValueError: files are damaged, or do not fit this network.
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")

@@ -47,12 +47,12 @@ def read_members(
 def _member(member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:
     """The posterior filled with one member's rows of what is own, and with what is shared."""
     expected, ties = unique_tensors(member)  # a stack has tied tensors once
-    sources = {SHARED + name.removeprefix(OWN) if _own(name) else name: name for name in tensors}
+    sources = {SHARED + name.removeprefix(OWN) if _is_own(name) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
         raise other_ties()
     found = {
         mine: laid_out(tensors[name][index], strides[name][1:])
-        if _own(name)
+        if _is_own(name)
         else laid_out(tensors[name], strides[name])
         for mine, name in sources.items()
         if mine in expected
@@ -68,12 +68,12 @@ def _of_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> bool
     return (
         isinstance(config["arguments"].get("members"), int)
         and "networks" not in config["arguments"]  # of those, members are snapshots
-        and any(map(_own, shapes))
+        and any(map(_is_own, shapes))
         and "class" not in config
         and not config["network"].get("cut")
         and all(name.startswith(("network.", "likelihood.")) for name in inner)
     )
 
 
-def _own(name: str) -> bool:
+def _is_own(name: str) -> bool:
     return name.startswith(OWN)

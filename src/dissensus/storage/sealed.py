@@ -4,8 +4,6 @@ One file is all that is believed, so that one rename replaces a saved posterior.
 The safetensors library reads the file, and refuses tensors that do not fill it exactly; nothing in it can be code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

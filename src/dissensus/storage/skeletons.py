@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.storage.sealed import SAVE_AGAIN
 
-Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file
+TensorShapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     each.__name__: each
     for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
@@ -36,10 +36,11 @@ LARGER = 64  # than the tensors of a file: no network that a method has cut was 
 
 
 def build_parts(
-    config: dict[str, Any], shapes: Shapes, network: nn.Module | None, likelihood: Likelihood | None
+    config: dict[str, Any], shapes: TensorShapes, network: nn.Module | None, likelihood: Likelihood | None
 ) -> tuple[nn.Module, Likelihood]:
     """(a network of the saved structure, the likelihood): those of the caller, or those that the config describes."""
-    check_counts(config["arguments"], shapes, foreign="class" in config)
+    if (wrong := next(miscounted(config["arguments"], shapes, foreign="class" in config), None)) is not None:
+        raise ValueError(f"expected {wrong} in the file; {SAVE_AGAIN}")
     template = build_network(config["network"], network, shapes)
     return template, likelihood if likelihood is not None else build_likelihood(config["likelihood"])
 
@@ -67,7 +68,7 @@ def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Po
 
 
 def build(
-    method: type[Posterior], config: dict[str, Any], shapes: Shapes, network: nn.Module, likelihood: Likelihood
+    method: type[Posterior], config: dict[str, Any], shapes: TensorShapes, network: nn.Module, likelihood: Likelihood
 ) -> Posterior:
     """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
     if (base := config.get("base")) is None:
@@ -81,18 +82,24 @@ def build(
     return posterior
 
 
-def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Shapes) -> nn.Module:
+def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: TensorShapes) -> nn.Module:
     """A module of the saved structure: a copy of the caller's, or one of dissensus.nets."""
+    name, arguments = saved["name"], saved["arguments"]
+    if network is None and name not in NETS:
+        raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
+    with torch.device("meta"):  # no memory is taken before sizes are compared with those of the tensors in the file
+        sketch = NETS[name](**arguments) if network is None else network
+    ours, theirs = structure(sketch), [_in_short(line) for line in saved["structure"]]
+    if ours != theirs:
+        pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
+        mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
+        raise ValueError(
+            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built as the saved "
+            "one was"
+        )
     if network is not None:
-        check_structure(network, saved["structure"])
         check_attributes(network, saved["attributes"])
         return copy.deepcopy(network, unmade(network))
-    if saved["name"] not in NETS:
-        raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
-    arguments: dict[str, Any] = saved["arguments"]
-    with torch.device("meta"):  # no memory is taken before sizes are compared with those of the tensors in the file
-        sketch = NETS[saved["name"]](**arguments)
-    check_structure(sketch, saved["structure"])
     # What the file's tensors are called and how they are shaped shows when they are filled in; a method that cuts the network
     # stores others. Here the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
@@ -102,23 +109,11 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Shap
             f"expected at most {LARGER} times the {there} numbers in the file, got a network of {wanted}; pass network=, "
             "built as the saved one was"
         )
-    return NETS[saved["name"]](**arguments)
+    return NETS[name](**arguments)
 
 
-def check_structure(network: nn.Module, theirs: list[str]) -> None:
-    """Raises where a network has other layers than the saved one."""
-    ours, theirs = structure(network), [_in_short(line) for line in theirs]
-    if ours != theirs:
-        pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
-        mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
-        raise ValueError(
-            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built as the saved "
-            "one was"
-        )
-
-
-def check_counts(arguments: Mapping[str, Any], shapes: Shapes, *, foreign: bool = False) -> None:
-    """Raises where arguments count more or fewer rows than the tensors have.
+def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: bool = False) -> Iterator[str]:
+    """What arguments count otherwise than the tensors have rows, "NAME of …, got …"; nothing where they agree.
 
     `foreign`: they are those of a method that the library does not have, whose tensors may be others.
     """
@@ -141,25 +136,19 @@ def check_counts(arguments: Mapping[str, Any], shapes: Shapes, *, foreign: bool 
             functions, drawn = count * (several if type(several) is int else 1), _drawn_rows(counted)
             if isinstance(sizes := arguments["stored"], list):
                 drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
-            if wrong := [rows for rows in drawn.values() if rows != functions]:
-                raise ValueError(
-                    f"expected a draw of {functions} functions, as samples = {count} says, got {wrong[0]} in the file; "
-                    f"{SAVE_AGAIN}"
-                )
+            wanted = f"a draw of {functions} functions, as samples = {count} says"
+            yield from (f"{wanted}, got {rows}" for rows in drawn.values() if rows != functions)
             continue
         for name, (shape, axis) in counted.items():
             if shape[axis : axis + 1] != (count,):
-                raise ValueError(
-                    f"expected {name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got "
-                    f"{shape or 'none'} in the file; {SAVE_AGAIN}"
-                )
+                yield f"{name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got {shape or 'none'}"
     points = arguments.get("repel_at")
     described = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points, dict) and "tensors" in points:
         described |= {f"repel_at.{i}": each[0] for i, each in enumerate(points["tensors"])}
     for name, said in described.items():
         if said is not None and said != list(shapes.get(name, ())):
-            raise ValueError(f"expected {name} of shape {said}, got {shapes.get(name)} in the file; {SAVE_AGAIN}")
+            yield f"{name} of shape {said}, got {shapes.get(name)}"
 
 
 def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:

@@ -7,11 +7,7 @@ from torch import nn
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
-    """Raises where the networks are not M distinct modules of one architecture."""
-    if len({id(network) for network in networks}) < len(networks):
-        raise ValueError(
-            "expected distinct modules, got the same object more than once; build one per member: [make() for _ in range(M)]"
-        )
+    """Raises where the networks are not of one architecture."""
     first = _signature(networks[0])
     for i, network in enumerate(networks[1:], start=1):
         if (other := _signature(network)) != first:
@@ -52,6 +48,6 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
             if vector.numel() and torch.equal(vector, flat[j]):
                 raise ValueError(
                     f"expected members that start at different weights, got members {j} and {i} equal; "
-                    "build each one afresh instead of copying one"
+                    "build each one afresh, [make() for _ in range(M)], instead of copying one"
                 )
         others.append(i)

@@ -68,7 +68,7 @@ def find_triton() -> Any:
         from dissensus.surgery import channel_programs
 
         tried = torch.ones(64, device="cuda")  # one example of two channels and 32 places
-        channel_programs.times[(2,)](tried, tried, torch.empty_like(tried), 3, 32, 2, 1, 32, ROWS=32, WIDTH=1)
+        channel_programs.times_program[(2,)](tried, tried, torch.empty_like(tried), 3, 32, 2, 1, 32, ROWS=32, WIDTH=1)
     except Exception as error:  # whatever a compiler may say
         log.info("latents and frozen batch norm run without kernels of their own (%s)", first_line(error))
         return None
@@ -120,7 +120,7 @@ def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
     steps = (at.channels, 1) if at.innermost else (1, at.places)
     grid = (at.examples * -(-at.channels // width),)
     with torch.cuda.device(first.device):
-        getattr(find_triton(), program)[grid](
+        getattr(find_triton(), f"{program}_program")[grid](
             first, *others, at.places, at.channels, *steps, ROWS=min(_power(at.places), TILE // width), WIDTH=width
         )
 

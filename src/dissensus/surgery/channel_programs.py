@@ -27,7 +27,7 @@ def tile(first, example, channel, real, places, channels, row, column, ROWS: tl.
 
 
 @triton.jit
-def times(x, factors, y, stride, places, channels, row, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def times_program(x, factors, y, stride, places, channels, row, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     example, channel, real = begin(channels, WIDTH)
     factor = tl.load(factors + example * stride + channel, mask=real, other=0.0).to(tl.float32)
     for first in range(0, places, ROWS):
@@ -37,7 +37,7 @@ def times(x, factors, y, stride, places, channels, row, column, ROWS: tl.constex
 
 
 @triton.jit
-def times_backward(
+def times_backward_program(
     g, y, factors, for_x, for_factors, stride, places, channels, row, column, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     example, channel, real = begin(channels, WIDTH)
@@ -54,7 +54,9 @@ def times_backward(
 
 
 @triton.jit
-def normed(x, mean, var, weight, bias, y, eps, places, channels, row, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def normed_program(
+    x, mean, var, weight, bias, y, eps, places, channels, row, column, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     example, channel, real = begin(channels, WIDTH)
     centre = tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)
     shift = tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
@@ -68,7 +70,7 @@ def normed(x, mean, var, weight, bias, y, eps, places, channels, row, column, RO
 
 
 @triton.jit
-def normed_backward(
+def normed_backward_program(
     g, x, mean, var, weight, for_x, for_weights, for_biases, eps, places, channels, row, column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -88,7 +88,8 @@ def convertible_copy(
     ]
     if unmatched:
         raise ValueError(
-            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; the network has {_few(list(known))}"
+            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; the network has "
+            f"{first_names(list(known))}"
         )
     found: dict[str, nn.Module] = {}
     for name, _ in copied.named_modules():
@@ -230,5 +231,6 @@ def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
-def _few(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """The names, of many the first ones."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

@@ -26,7 +26,12 @@ LAWS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Modulation:
-    """The law of independent, equally distributed factors; made by one of the functions below."""
+    """The law of independent, equally distributed factors; made by one of the functions below.
+
+        Modulation.sign()  .normal(mean, std)  .bernoulli(keep, scale)  .between(p)  .constant(value)
+
+    `mean`, `second_moment` and `collectivity` say what members that differ by such factors do in the wide limit.
+    """
 
     law: str
     parameters: tuple[float, ...]
@@ -47,7 +52,7 @@ class Modulation:
 
     @staticmethod
     def normal(mean: float, std: float) -> Modulation:
-        """N(mean, std²)."""
+        """N(mean, std²); a mean of 1 and a small std leave a pretrained network nearly as it is."""
         return Modulation("normal", (float(number("mean", mean)), float(number("std", std, least=0))))
 
     @staticmethod
@@ -119,7 +124,7 @@ class Modulation:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """A tensor of independent factors, on the generator's device unless one is named."""
+        """A tensor of independent factors of this shape, on the generator's device unless one is named."""
         if device is None and generator is not None:
             device = generator.device
         size, first = tuple(shape), self.parameters[0]
@@ -134,7 +139,7 @@ class Modulation:
         return 2 * hit - 1 if self.law == "sign" else self.parameters[1] * hit
 
     def config(self) -> dict[str, Any]:
-        """{"law": …, its parameters by name}: JSON, and `from_config` makes the same of it."""
+        """{"law": …, its parameters by name}: JSON that `from_config` reads."""
         return {"law": self.law, **dict(zip(LAWS[self.law], self.parameters, strict=True))}
 
     @staticmethod

@@ -13,6 +13,7 @@ from dissensus.theory.dynamics import ensemble_dynamics as ensemble_dynamics
 from dissensus.theory.embedded import EmbeddedKernels as EmbeddedKernels
 from dissensus.theory.embedded import embedded_kernels as embedded_kernels
 from dissensus.theory.embedded_network import EmbeddedNetwork as EmbeddedNetwork
+from dissensus.theory.embedded_network import train_embedded as train_embedded
 from dissensus.theory.empirical import empirical_ntk as empirical_ntk
 from dissensus.theory.kernel import Kernels as Kernels
 from dissensus.theory.kernel import kernel as kernel
@@ -26,6 +27,5 @@ from dissensus.theory.toy import optimal_members as optimal_members
 from dissensus.theory.toy import toy_losses as toy_losses
 from dissensus.theory.toy import toy_spectrum as toy_spectrum
 from dissensus.theory.toy import transition as transition
-from dissensus.theory.training import train_embedded as train_embedded
 
 __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))

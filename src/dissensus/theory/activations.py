@@ -10,8 +10,6 @@ Closed forms where they exist (Cho & Saul 2009 for ReLU, Williams 1997 for erf);
 Hermite polynomials. All in float64, whatever the inputs: kernels are factorised later.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,8 +23,7 @@ from torch import Tensor, nn
 from dissensus.nets.blocks import Erf
 from dissensus.surgery.modulation import Modulation
 from dissensus.theory import closed_forms
-from dissensus.theory.expansion import coefficients, expanded
-from dissensus.theory.hermite import law_nodes
+from dissensus.theory.expansion import coefficients, expanded, law_nodes
 
 ONE = Modulation.constant(1.0)
 
@@ -40,7 +37,10 @@ class Expectations(NamedTuple):
 
 
 class Activation(ABC):
-    """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape."""
+    """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape.
+
+    For (z, z') ~ N(0, [[a, c], [c, b]]); `v` is the law of the modulations.
+    """
 
     function: Callable[[Tensor], Tensor]
 
@@ -159,7 +159,7 @@ _MODULES: dict[type[nn.Module], str] = {
 
 
 def activation_of(given: str | nn.Module | Activation) -> Activation:
-    """The expectations of an activation named, held by a module, or given as they are."""
+    """The `Activation` of a name ("relu", "erf", …), of an activation module, or given as it is."""
     if isinstance(given, Activation):
         return given
     if isinstance(given, str) and given in ACTIVATIONS:

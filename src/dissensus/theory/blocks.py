@@ -3,8 +3,6 @@
 Written against a function f(params, x) of one member's tensors: any network cut into shared and own parts can be measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,9 +11,8 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, left_as_found
-from dissensus.theory.budget import check_budget
 from dissensus.theory.empirical import exact_convolutions
-from dissensus.theory.inputs import checked_pair
+from dissensus.theory.inputs import check_budget, checked_pair
 from dissensus.theory.jacobians import Params, contract, output_gradients
 
 
@@ -58,9 +55,17 @@ def ensemble_blocks(
     fixed: Mapping[str, Tensor] | None = None,
     memory: int = 2**30,
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O); `own` tensors have the member axis first.
+    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O), for x1 and x2 or x1 with itself.
 
-    `fixed`: further own tensors that are not trained, such as masks and batch statistics.
+    Args:
+        function: f(params, x), of one member's tensors by name.
+        shared: tensors common to all members.
+        own: trained tensors of each member, the member axis first, (M, …).
+        fixed: further own tensors that are not trained, such as masks and batch statistics.
+        memory: bytes that gradients and kernels may take.
+
+    Raises:
+        ValueError: more memory is needed; pass fewer inputs at a time.
     """
     x1, second = checked_pair(x1, x2)
     lengths = {len(tensor) for tensor in (*own.values(), *(fixed or {}).values())}
@@ -102,10 +107,14 @@ def ensemble_blocks(
 def posterior_blocks(
     posterior: Posterior, x1: Tensor, x2: Tensor | None = None, *, memory: int = 2**30
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of a posterior of stored members that share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
+    """`EnsembleBlocks` of a posterior whose members share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
 
-    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u, each
-    with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u,
+    each with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+
+    Args:
+        x1, x2: inputs (N1, …) and (N2, …); None is x1.
+        memory: bytes that gradients and kernels may take.
     """
     particles = posterior.particles
     shared = {n: p for n, p in particles.shared_parameters().items() if n.startswith("network.")}

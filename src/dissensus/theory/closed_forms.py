@@ -1,7 +1,5 @@
 """Expectations of activations under Gaussian inputs in closed form; see activations.py for the letters."""
 
-from __future__ import annotations
-
 import math
 
 import torch

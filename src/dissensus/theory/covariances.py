@@ -126,11 +126,11 @@ def flat_mean(units: Units) -> Units:
     """Moments of a flattened image's units: the mean over positions."""
     if units.layout == "vector":
         return units
-    found = units.mapped(lambda moment: _own(moment, units.layout).mean((-2, -1)))
+    found = units.mapped(lambda moment: _same_position(moment, units.layout).mean((-2, -1)))
     return replace(found, layout="vector", flattened=False)
 
 
-def _own(moment: Tensor, layout: Positions) -> Tensor:
+def _same_position(moment: Tensor, layout: Positions) -> Tensor:
     """(…, H, W): position p with itself."""
     if layout != "pairs":
         return moment
@@ -141,5 +141,5 @@ def _own(moment: Tensor, layout: Positions) -> Tensor:
 
 def _variances(moment: Tensor, layout: Positions) -> tuple[Tensor, Tensor]:
     """Variances of both positions of a pair, broadcast against (N, …)."""
-    own = _own(moment, layout)
+    own = _same_position(moment, layout)
     return (own[..., None, None], own[..., None, None, :, :]) if layout == "pairs" else (own, own)

@@ -4,8 +4,6 @@ L = (1/2B) Σ_b (f − y)²: with s = ηλ/B for the kernel's eigenvalues λ, a 
 time in the flow and by 1 − s in a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
@@ -62,7 +60,16 @@ def residuals(
     batch: int,
     descent: Descent = "flow",
 ) -> Tensor:
-    """(T, n) residuals under any kernel (n, n), as that of all members together: rows members × inputs, `batch` inputs each."""
+    """(T, n) residuals at the times, by gradient descent on the squared error under any fixed kernel (n, n).
+
+    Args:
+        theta: (n, n), for an ensemble that of all members together: rows members × inputs.
+        initial: (n,) residuals at the start.
+        times: T of them, in optimiser steps from 0.
+        learning_rate: η, with a loss that is a mean over inputs.
+        batch: B, inputs of each member.
+        descent: "flow", continuous time, or "steps", plain gradient descent at whole times.
+    """
     eigenvalues, eigenvectors = spectrum(theta)
     share = left(learning_rate * eigenvalues / batch, as_times(times, theta), descent)
     return (share * (eigenvectors.T @ initial.to(theta.dtype))) @ eigenvectors.T

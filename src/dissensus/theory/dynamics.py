@@ -7,8 +7,6 @@ f̄ follows Θ_mean towards y and differences δf_α = f_α − f̄ follow Θ_di
     f̄(x, t) = f̄₀(x) + A_mean(t) (y − f̄₀(X))          δf_α(x, t) = δf_α₀(x) − A_diff(t) δf_α₀(X)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -78,7 +76,15 @@ class EnsembleDynamics:
         at_points: Tensor | None = None,
         descent: Descent = "flow",
     ) -> Tensor:
-        """(T, M, n, …) outputs from those at the start: (M, B, …) on x and `at_points` (M, n, …), those on x where None."""
+        """(T, M, n, …) outputs of the members at the times, from their outputs at the start.
+
+        Args:
+            initial: (M, B, …) outputs on x at the start.
+            times: T of them, in optimiser steps from 0.
+            learning_rate: η.
+            at_points: (M, n, …) outputs at the points at the start; None where the points are x.
+            descent: "flow", continuous time, or "steps", plain gradient descent at whole times.
+        """
         expected = (self.members_count, *self._targets.shape)
         if initial.shape != expected:
             raise ValueError(f"expected initial outputs of shape {expected}, got {tuple(initial.shape)}; members first")
@@ -95,7 +101,10 @@ class EnsembleDynamics:
         return mean[:, None] + (on_points - centre_points) - gone
 
     def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
-        """Mean, variance of the members' mean and spread of members at the points, over initialisations."""
+        """Mean, variance of the members' mean and spread of members at the points, over initialisations.
+
+        Arguments as in `members`.
+        """
         when = as_times(times, self._targets)
         mean = torch.tensordot(self._mean.answers(when, learning_rate, descent), self._targets, 1)
         count = self.members_count
@@ -118,8 +127,11 @@ def ensemble_dynamics(
 ) -> EnsembleDynamics:
     """`EnsembleDynamics` of squared-error descent on x, y (B, …), seen at the points (n, D); at x where None.
 
-    `kernels(x1, x2)` gives `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …). `gamma`: M trains shared
-    weights with the sum of the members' gradients (independent regime), 1 with their mean (collective regime).
+    Args:
+        kernels: (x1, x2) -> `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …).
+        members: M.
+        gamma: M trains shared weights with the sum of the members' gradients (independent regime), 1 with their mean
+            (collective regime).
     """
     whole("members", members, hint="4 is a usual number")
     number("gamma", gamma, above=0, hint="pass M for the independent regime, 1 for the collective one")

@@ -6,8 +6,6 @@ fixed kernels: Θ_d and Θ_o from the shared weights, Θ_ind from a member's own
 theorems 1 and 2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +21,7 @@ from dissensus.theory.inputs import check_kernels, input_moments, variance_of
 
 @dataclass(frozen=True)
 class EmbeddedKernels:
-    """(N1, N2) each, float64."""
+    """(N1, N2) each, float64: kernels within and between members; made by `embedded_kernels`."""
 
     gp_same: Tensor  # K_d = E f_α(x) f_α(x')
     gp_cross: Tensor  # K_o = E f_α(x) f_β(x'), α ≠ β
@@ -32,11 +30,11 @@ class EmbeddedKernels:
     individual: Tensor  # Θ_ind = ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩ over the modulations that are trained
 
     def mean_mode(self, members: int, gamma: float) -> Tensor:
-        """Tangent kernel of the members' mean: (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind."""
+        """(N1, N2) tangent kernel of the members' mean: (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind."""
         return gamma / members * (self.common_same + (members - 1) * self.common_cross) + self.individual
 
     def difference_mode(self, members: int, gamma: float) -> Tensor:
-        """Tangent kernel of what members differ by: (γ/M)(Θ_d − Θ_o) + Θ_ind."""
+        """(N1, N2) tangent kernel of what members differ by: (γ/M)(Θ_d − Θ_o) + Θ_ind."""
         return gamma / members * (self.common_same - self.common_cross) + self.individual
 
 
@@ -54,9 +52,17 @@ def embedded_kernels(
 ) -> EmbeddedKernels:
     """`EmbeddedKernels` of inputs (N1, D) and (N2, D), or of x1 with itself, for `depth` hidden layers.
 
-    Weights ~ N(0, weight_variance). bias_variance > 0 means shared hidden biases that are trained (+1 a layer in the tangent
-    kernel); there is never an output bias, which would tie members whatever their modulations. `u` and `v`: one law, or one for
-    each hidden layer. `trained`: which modulations count in `individual` (dropout's masks: "none").
+    Members are f_α with x ← u_α φ(v_α (x W/√N + b)) in each hidden layer, in the limit of wide layers. There is never
+    an output bias, which would tie members whatever their modulations.
+
+    Args:
+        x1, x2: inputs (N1, D) and (N2, D); None is x1.
+        depth: hidden layers.
+        activation: φ, a name ("relu", "erf", …), a module or an `Activation`.
+        u, v: laws of the modulations, one, or one for each hidden layer.
+        weight_variance: of W.
+        bias_variance: above 0 means shared hidden biases that are trained (+1 a layer in the tangent kernel).
+        trained: which modulations count in `individual` (dropout's masks: "none").
     """
     one_of("trained", trained, ("both", "u", "v", "none"), hint="say which modulations learn")
     whole("depth", depth, hint="members differ in hidden layers")

@@ -24,7 +24,13 @@ from dissensus.theory.inputs import variance_of
 
 @dataclass(frozen=True)
 class EmbeddedNetwork:
-    """Shared tensors "weight1"… (N_in, N_out), "bias1"…; own tensors "u1"…, "v1"… (M, N)."""
+    """An embedded ensemble of finite width as plain tensors, made by `draw`; `network(x)` is (M, B, O).
+
+    Args:
+        shared: "weight1"… (N_in, N_out), "bias1"… (N_out,).
+        own: "u1"…, "v1"… (M, N).
+        activation: name of φ.
+    """
 
     shared: dict[str, Tensor]
     own: dict[str, Tensor]
@@ -47,7 +53,15 @@ class EmbeddedNetwork:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = None,
     ) -> EmbeddedNetwork:
-        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`."""
+        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`.
+
+        Args:
+            inputs, outputs: D and O.
+            width: units of every hidden layer, or of each.
+            depth: hidden layers.
+            members: M.
+            u, v, weight_variance, bias_variance: as in `embedded_kernels`.
+        """
         one_of("activation", activation, ACTIVATIONS)
         variance_of("weight_variance", weight_variance)
         variance_of("bias_variance", bias_variance)
@@ -154,3 +168,33 @@ class _Signals(NamedTuple):
     inputs: Tensor
     delta: Tensor
     own: list[Tensor]
+
+
+def train_embedded(
+    network: EmbeddedNetwork,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int,
+    learning_rate: float,
+    gamma: float,
+    train_modulations: bool = True,
+) -> tuple[Tensor, EmbeddedNetwork]:
+    """((steps + 1, M, B, O) outputs on x before every step and after the last, the trained network); y is (B, O).
+
+    dw = −η (γ/M) Σ_α ∂L_α/∂w for what is shared, du_α = −η ∂L_α/∂u_α for what is a member's own, L_α = (1/2B) Σ_b (f_α − y)².
+    """
+    rates = dict.fromkeys(network.shared, learning_rate * gamma / network.members)
+    rates |= {name: learning_rate for name in network.own if train_modulations}
+    outputs = []
+
+    def loss(moving: dict[str, Tensor], now: EmbeddedNetwork) -> tuple[Tensor, Tensor]:
+        f = now.replaced(moving)(x)
+        return (f - y).square().sum() / (2 * len(x)), f
+
+    for _ in range(steps):
+        tensors = {**network.shared, **network.own}
+        gradients, f = torch.func.grad(loss, has_aux=True)({name: tensors[name] for name in rates}, network)
+        outputs.append(f)
+        network = network.replaced({name: tensors[name] - rates[name] * g for name, g in gradients.items()})
+    return torch.stack([*outputs, network(x)]), network

@@ -7,8 +7,6 @@ Three ways to one answer (Novak et al. 2022); N inputs, O outputs, P parameters,
     products     N² O F                a product of the kernel with a unit vector is one backward and one forward derivative
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -34,11 +32,15 @@ _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 def empirical_ntk(
     module: nn.Module, x1: Tensor, x2: Tensor | None = None, *, method: Method = "auto", memory: int = 2**30
 ) -> Tensor:
-    """(N1, N2, O, O) of any module whose outputs for one input do not depend on the others in the batch.
+    """(N1, N2, O, O) tangent kernel of a module whose outputs for one input do not depend on the others in the batch.
 
-    Over parameters that require gradients, in their own dtype. `method`: one of the module's docstring, the cheapest by count
-    where "auto"; it is checked against plain autograd on up to four inputs, which does the work where all others fail.
-    `memory`: bytes that may be taken besides the module, the inputs and that check, the result among them.
+    Over parameters that require gradients, in their own dtype.
+
+    Args:
+        x1, x2: inputs (N1, …) and (N2, …); None is x1.
+        method: "structured", "jacobian" or "products" (see the module's docstring), or "auto", the cheapest by count.
+            Each is checked against plain autograd on up to four inputs, which does the work where all others fail.
+        memory: bytes that may be taken besides the module, the inputs and that check, the result among them.
     """
     one_of("method", method, ("auto", *WAYS), hint="'auto' chooses")
     x1, second = checked_pair(x1, x2)

@@ -1,17 +1,19 @@
-"""Hermite expansions: E φ(z) φ(z') = Σ_k α_k(a) α_k(b) ρ^k for Gaussian z, z' of variances a, b and correlation ρ (Mehler).
+"""Hermite expansions and quadrature.
 
-One sum over one-dimensional integrals replaces a two-dimensional one; modulations stay one-dimensional too.
+E φ(z) φ(z') = Σ_k α_k(a) α_k(b) ρ^k for Gaussian z, z' of variances a, b and correlation ρ (Mehler):
+one sum over one-dimensional integrals replaces a two-dimensional one; modulations stay one-dimensional too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dissensus.theory.hermite import ORDER, hermite_basis
+from dissensus.surgery.modulation import Modulation
 
+ORDER = 512  # nodes of an expansion of an activation
+LAW_NODES = 40  # nodes of a normal modulation; even, so that none is 0
 # Share of E φ² that the upper half of the coefficients may hold: a kink leaves 1e-2 there, and what a smooth function leaves
 # beyond the last one is smaller by orders of magnitude.
 TAIL = 2e-5
@@ -58,3 +60,25 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
             f"expected a smooth activation, got one of whose expansion {worst:.1e} lies beyond degree {half}, more than "
             f"{TAIL:.0e}; smaller weight variances help, and 'relu' and 'leaky_relu' have closed forms"
         )
+
+
+@lru_cache(maxsize=8)
+def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
+    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j), h_k the normalised Hermite polynomials of N(0, 1).
+
+    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal, and
+    nothing overflows where h_k itself would.
+    """
+    off = torch.arange(1, order, dtype=torch.float64).sqrt()
+    nodes, basis = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes, basis * basis[0].sign()  # √w_j = basis[0, j] > 0
+
+
+def law_nodes(law: Modulation) -> tuple[Tensor, Tensor]:
+    """(values, weights) with Σ w f(v) = E f(v): exact for laws with atoms, Gauss-Hermite for normal ones."""
+    if law.discrete:
+        values, weights = zip(*law.atoms(), strict=True)
+        return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    mean, std = law.parameters
+    nodes, basis = hermite_basis(LAW_NODES)
+    return mean + std * nodes, basis[0] ** 2  # exact for polynomials of degree below 2·LAW_NODES

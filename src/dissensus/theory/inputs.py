@@ -1,12 +1,11 @@
-"""Inputs of analytic kernels: checked, in float64, as normalised inner products."""
-
-from __future__ import annotations
+"""Inputs of kernels: checked, in float64, as normalised inner products; and the memory that kernels of them may take."""
 
 import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.numerics.checks import number
+from dissensus.numerics.sizes import readable
 
 
 def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +46,14 @@ def check_kernels(*kernels: Tensor) -> None:
     if not all(bool(kernel.isfinite().all()) for kernel in kernels):
         raise ValueError(
             "expected inputs whose squares float64 can hold, got a kernel of NaN or infinity; scale the inputs"
+        )
+
+
+def check_budget(needed: int, memory: int, what: str, do: str) -> None:
+    """Raises where `needed` bytes are more than `memory`, before anything is computed."""
+    if needed > memory:
+        raise ValueError(
+            f"expected {what} within {readable(memory)}, got {readable(needed)}; {do}, or pass memory={needed}"
         )
 
 

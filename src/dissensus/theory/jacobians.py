@@ -1,7 +1,5 @@
 """Tangent kernels of any function f(params, x) by derivatives of whole networks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, jvp, vjp, vmap
 
 from dissensus.numerics.tree import call_with, ties
-from dissensus.theory.budget import check_budget
+from dissensus.theory.inputs import check_budget
 
 Params = dict[str, Tensor]
 OneInput = Callable[[Params, Tensor], Tensor]  # one input -> (O,)

@@ -4,8 +4,6 @@ As widths (channels) grow, a random network's outputs become a Gaussian process 
 descent on it kernel regression with the neural tangent kernel (Jacot et al. 2018; convolutions: Arora et al. 2019).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,7 +17,6 @@ from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
 from dissensus.numerics.checks import one_of
 from dissensus.theory.activations import ACTIVATIONS, activation_of
-from dissensus.theory.budget import check_budget
 from dissensus.theory.covariances import (
     Positions,
     Units,
@@ -30,7 +27,7 @@ from dissensus.theory.covariances import (
     patches,
     pooled,
 )
-from dissensus.theory.inputs import check_kernels, checked_pair, variance_of
+from dissensus.theory.inputs import check_budget, check_kernels, checked_pair, variance_of
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
@@ -39,7 +36,10 @@ TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
 
 @dataclass(frozen=True)
 class Kernels:
-    """(N1, N2) each, float64: of one output; outputs are independent of one another."""
+    """(N1, N2) each, float64: of one output; outputs are independent of one another.
+
+    `.nngp` is E f(x) f(x') at initialisation, `.ntk` ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
+    """
 
     nngp: Tensor  # E f(x) f(x')
     ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩
@@ -64,10 +64,17 @@ def kernel(
 ) -> Kernels:
     """`Kernels` (N1, N2) of an `nn.Sequential` (or `nets.MLP`) at infinite width, for x1 and x2 or for x1 with itself.
 
-    The network is read as a description; its weights are not looked at. A layer with a bias has one of variance bias_variance
-    that is trained, parameters with requires_grad=False are not trained. parameterization "ntk": layers Wx/√fan_in + b with
-    W ~ N(0, weight_variance); "standard": W ~ N(0, weight_variance/fan_in), whose tangent kernel grows with the network's own
-    widths. `memory`: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
+    The network is read as a description; the values of its weights do not matter. A layer with a bias has one of
+    variance bias_variance that is trained; parameters with requires_grad=False are not trained.
+
+    Args:
+        network: of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and known activations.
+        x1, x2: inputs (N1, …) and (N2, …), as the network takes them.
+        weight_variance: σ_w²; 2 keeps the size of signals through ReLU layers.
+        bias_variance: σ_b².
+        parameterization: "ntk": layers Wx/√fan_in + b with W ~ N(0, weight_variance); "standard": W ~ N(0,
+            weight_variance/fan_in), whose tangent kernel grows with the network's own widths.
+        memory: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     law = _Law(
@@ -146,25 +153,21 @@ def _steps(network: nn.Module) -> Iterator[nn.Module]:
 
 def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> Units:
     for layer in steps:
-        vectors = units.layout == "vector" or units.flattened
-        if vectors and isinstance(layer, nn.Conv2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-            raise ValueError(
-                f"expected images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten"
-            )
+        for broken, requirement in _requirements(layer, units, law, width):
+            if broken:
+                raise ValueError(f"expected {requirement}")
         if isinstance(layer, nn.Linear | NTKLinear):
-            units = _behind_linear(layer, units, law, width)
+            units = behind_weights(flat_mean(units), **_moments(layer, layer.in_features, law))
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
-            units = _convolution(layer, units, law, width)
+            units = behind_weights(patches(units, layer), **_moments(layer, layer.weight[0].numel(), law))
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
-            if layer.start_dim != 1 or layer.end_dim != -1:
-                raise ValueError(f"expected Flatten from axis 1 to the last, got {layer}; keep the batch axis alone")
             if units.layout != "vector":
                 width *= units.cross.shape[-1] * units.cross.shape[-2]
                 units = replace(units, flattened=True)
         elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-            units = _pool(layer, units)
+            units = pooled(units, layer)
         elif isinstance(layer, Residual):
             units = _residual(layer, units, law, width)
         else:
@@ -172,25 +175,34 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
     return units
 
 
-def _behind_linear(layer: nn.Linear | NTKLinear, units: Units, law: _Law, width: int) -> Units:
-    if units.layout != "vector" and not units.flattened:
-        raise ValueError("expected Flatten between images and a Linear, got none; a Linear acts on the last axis")
-    if law.standard and isinstance(layer, NTKLinear):
-        raise ValueError("expected parameterization='ntk' for a network of NTKLinear layers, got 'standard'; pass that")
-    if layer.in_features != width:
-        raise ValueError(f"expected inputs of width {layer.in_features}, got {width}; the first Linear takes those")
-    return behind_weights(flat_mean(units), **_moments(layer, layer.in_features, law))
-
-
-def _convolution(layer: nn.Conv2d, units: Units, law: _Law, width: int) -> Units:
-    if layer.in_channels != width:
-        raise ValueError(f"expected images of {layer.in_channels} channels, got {width}; the Conv2d takes those")
-    if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        raise ValueError(
-            f"expected a Conv2d with groups=1 and zeros padded, a number of them, got {layer}; write it so"
-        )
-    fan_in = layer.in_channels * layer.kernel_size[0] * layer.kernel_size[1]
-    return behind_weights(patches(units, layer), **_moments(layer, fan_in, law))
+def _requirements(layer: nn.Module, units: Units, law: _Law, width: int) -> list[tuple[bool, str]]:
+    """(whether it is broken, the requirement) of all that a layer needs, of its settings and of the units before it."""
+    vectors = units.layout == "vector" or units.flattened
+    images = (vectors, f"images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten")
+    if isinstance(layer, nn.Linear | NTKLinear):
+        mixed, other = law.standard and isinstance(layer, NTKLinear), layer.in_features != width
+        return [
+            (not vectors, "Flatten between images and a Linear, got none; a Linear acts on the last axis"),
+            (mixed, "parameterization='ntk' for a network of NTKLinear layers, got 'standard'; pass that"),
+            (other, f"inputs of width {layer.in_features}, got {width}; the first Linear takes those"),
+        ]
+    if isinstance(layer, nn.Conv2d):
+        other = layer.in_channels != width
+        special = layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+        return [
+            images,
+            (other, f"images of {layer.in_channels} channels, got {width}; the Conv2d takes those"),
+            (special, f"a Conv2d with groups=1 and zeros padded, a number of them, got {layer}; write it so"),
+        ]
+    if isinstance(layer, nn.Flatten):
+        other = layer.start_dim != 1 or layer.end_dim != -1
+        return [(other, f"Flatten from axis 1 to the last, got {layer}; keep the batch axis alone")]
+    if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+        local = isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1))
+        return [images, (local, f"global average pooling, AdaptiveAvgPool2d(1), got {layer}; use AvgPool2d")]
+    if isinstance(layer, Residual):
+        return [(not units.weighted, "a Linear or Conv2d before a Residual, got inputs; inputs are not random")]
+    return []
 
 
 def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
@@ -204,15 +216,7 @@ def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -
     }
 
 
-def _pool(layer: nn.AvgPool2d | nn.AdaptiveAvgPool2d, units: Units) -> Units:
-    if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
-        raise ValueError(f"expected global average pooling, AdaptiveAvgPool2d(1), got {layer}; use AvgPool2d")
-    return pooled(units, layer)
-
-
 def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
-    if not units.weighted:
-        raise ValueError("expected a Linear or Conv2d before a Residual, got inputs; inputs are not random")
     branch = _through(list(_steps(layer.branch)), units, law, width=width)
     if branch.weighted == units.weighted or not branch.gaussian:
         raise ValueError(

@@ -1,7 +1,5 @@
 """Networks drawn at random as `kernel` describes them: the finite counterpart of the infinitely wide one."""
 
-from __future__ import annotations
-
 import copy
 from typing import Literal
 
@@ -37,9 +35,10 @@ def random_network(
     parameterization: Literal["ntk", "standard"] = "ntk",
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A copy of the network with weights and biases drawn anew; its layers in NTK form where that is asked for.
+    """A copy of the network with weights and biases drawn anew, its layers in NTK form unless "standard" is asked for.
 
-    Its `empirical_ntk` tends to `kernel(network, …).ntk` as it gets wider.
+    Its `empirical_ntk` tends to `kernel(network, …).ntk` as it gets wider. Arguments as in `kernel`; random numbers
+    come from the generator, None is torch's own stream.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)

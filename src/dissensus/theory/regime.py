@@ -6,8 +6,6 @@ correlation of at most ½/(M − 1) and ¼, and factors whose law does: `regime=
 for masks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +27,7 @@ FEW, MANY = 0.5, 2.0  # κ up to which members are independent, from which they 
 
 @dataclass(frozen=True)
 class Regime:
-    """What to expect of an embedded ensemble. `str()` says it in a sentence."""
+    """What to expect of an embedded ensemble. `str()` puts it in a sentence; made by `regime`."""
 
     members: int
     gamma: float
@@ -43,7 +41,7 @@ class Regime:
 
     @property
     def effective_members(self) -> float | None:
-        """M / (1 + (M − 1) correlation), with weights drawn at random; None where that is not told."""
+        """M / (1 + (M − 1) correlation), with weights drawn at random; None where the correlation is unknown."""
         if self.correlation is None:
             return None
         return self.members / (1 + (self.members - 1) * max(self.correlation, 0.0))
@@ -82,15 +80,20 @@ class Regime:
 
 
 def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = None) -> Regime:
-    """The `Regime` of an embedded ensemble as its modulations are now; with inputs x the kernel is measured, not modelled.
+    """The `Regime` of an embedded ensemble as its modulations are now; with inputs x its kernel is measured.
 
-    The predicted correlation is that of weights drawn at random, layers taken as a chain with ReLU between and without biases,
-    and None where images, residuals or other activations leave it open; the measured one is that of the members as they are
-    on x.
+    The predicted correlation is that of weights drawn at random, with layers taken as a chain with ReLU between and
+    without biases; None where images, residuals or other activations leave it open. The measured one is that of the
+    members as they are on x.
 
-    The rate is 2B/λ_max of the kernel over members × examples of the network at hand, for full batches x and SGD without
-    momentum (with momentum β it is (1 + β) times that). For classification a bound. Your own likelihood needs targets y for it,
-    unless its `curvature` has a closed form; without them it is None.
+    Args:
+        posterior: a `BatchEnsemble` or `DropoutEnsemble`.
+        x: inputs (B, …); None predicts without measuring.
+        y: their targets, needed for the rate only if your own likelihood's `curvature` has no closed form.
+
+    Returns:
+        A `Regime`. Its rate is 2B/λ_max of the kernel over members × examples, for full batches x and SGD without
+        momentum (with momentum β it is (1 + β) times that); for classification a bound; None without x.
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:

@@ -1,7 +1,5 @@
 """Regression with the kernels of wide networks: what an infinitely wide ensemble predicts, without training one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 
@@ -25,9 +23,15 @@ def gp_predict(
 ) -> RegressionSummary:
     """A `SummaryPredictive` at the points (n, …) from x, y (B,) or (B, D); `noise` is a standard deviation, σ.
 
-    kind "nngp": the Bayesian posterior of a wide network, A = K(·, X)(K + σ²I)⁻¹. "ntk": wide networks trained by gradient
-    descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹; epistemic is their variance over initialisations. Nothing is added to a
-    kernel but `jitter`; one that cannot be factorised is refused with what would do.
+    Args:
+        kernel: (x1, x2) -> `Kernels`, as functools.partial(ds.theory.kernel, network, weight_variance=2.0).
+        noise: σ of the targets, in their units.
+        kind: "nngp": the Bayesian posterior of a wide network, A = K(·, X)(K + σ²I)⁻¹. "ntk": wide networks trained by
+            gradient descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹; epistemic is their variance over initialisations.
+        jitter: added to the kernel's diagonal; nothing else is.
+
+    Raises:
+        ValueError: the kernel cannot be factorised; the message names a jitter that would do.
     """
     one_of("kind", kind, ("nngp", "ntk"))
     number("noise", noise, least=0, hint="it is a standard deviation")

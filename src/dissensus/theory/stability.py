@@ -6,8 +6,6 @@ over members × examples × outputs; w shared, u modulations, o whatever else me
 one forward derivative: nothing of the size of Θ is formed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

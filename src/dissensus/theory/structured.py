@@ -4,15 +4,13 @@ For a layer z = s·W h + b the gradient of f with respect to W is s·δ hᵀ, δ
 s² ⟨δ, δ'⟩ ⟨h, h'⟩ and, with the bias, ⟨δ, δ'⟩ (s² ⟨h, h'⟩ + 1): nothing of the size of the parameters is ever formed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.nets.ntk import NTKLinear
-from dissensus.theory.budget import check_budget
+from dissensus.theory.inputs import check_budget
 
 Layer = tuple[
     Tensor, Tensor, float, float

@@ -7,8 +7,6 @@ A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time
     L_ens = E (Σ_i q_i e^{−tr_i})² + (1/M) E Σ_i q_i λ_i e^{−2tr_i}         that of the members' mean: bias² + variance
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from dissensus.surgery.modulation import Modulation
 
 
 class ToyLosses(NamedTuple):
-    """(T,) each, averaged over draws of U and exactly over w."""
+    """(T,) each, averaged over draws of U and exactly over w: a member's loss, and that of the members' mean."""
 
     individual: Tensor
     ensemble: Tensor
@@ -34,7 +32,14 @@ def toy_losses(
     draws: int = 20,
     generator: torch.Generator | None = None,
 ) -> ToyLosses:
-    """Losses of a member and of the members' mean at the times."""
+    """(T,) losses of a member and of the members' mean at the times, in the linear toy model.
+
+    Args:
+        members, width: M and N.
+        times: (T,) ≥ 0, in units of 1/λ_max.
+        p: mean of the modulations, of second moment 1: 0 makes members independent, 1 equal.
+        draws: of the modulations that are averaged over.
+    """
     individual, ensemble = torch.zeros_like(times), torch.zeros_like(times)
     for values, overlaps in _spectra(members, width, p, draws, generator):
         share = torch.exp(-times[:, None] * values / values[-1])  # (T, M)
@@ -46,28 +51,43 @@ def toy_losses(
 def toy_spectrum(
     members: int, width: int, *, p: float, draws: int = 20, generator: torch.Generator | None = None
 ) -> tuple[float, float]:
-    """(λ_max, overlap (e_max·1)²/M of its eigenvector with the ones): means over draws."""
+    """(λ_max, overlap (e_max·1)²/M of its eigenvector with the ones): means over draws.
+
+    Arguments as in `toy_losses`.
+    """
     found = [(float(values[-1]), float(q[-1])) for values, q in _spectra(members, width, p, draws, generator)]
     largest, overlap = zip(*found, strict=True)
     return sum(largest) / draws, sum(overlap) / draws
 
 
 def optimal_members(width: int, time: float) -> float:
-    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help (t > 0)."""
+    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help.
+
+    Args:
+        width: N.
+        time: t > 0, in units of 1/λ_max.
+    """
     whole("width", width)
     number("time", time, above=0, hint="untrained, more members always help")
     return float((width / (4 * time**2)) ** (1 / 3))
 
 
 def transition(members: int, width: int) -> float:
-    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does."""
+    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does.
+
+    Args:
+        members, width: M and N.
+    """
     whole("members", members)
     whole("width", width)
     return float((1 + (members * width) ** 0.5) ** -0.5)
 
 
 def largest_eigenvalue(members: int, width: int, p: float) -> float:
-    """λ_max of A for large M and N: a spike θ = p√(M/(1 − p²)) outside the bulk (1 ± √c)² once θ > c^{1/4}, c = M/N."""
+    """λ_max of A for large M and N; arguments as in `toy_losses`.
+
+    A spike θ = p√(M/(1 − p²)) leaves the bulk (1 ± √c)², c = M/N, once θ > c^{1/4}.
+    """
     whole("members", members)
     whole("width", width)
     number("p", p, least=-1, most=1, hint="p² is the collectivity")

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.damage import reading
 from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import description, misfits, warn_of_overruled, without_misfit_draws
 from dissensus.training.history import Best, Epoch, History
@@ -49,19 +50,17 @@ def write_checkpoint(
         "engine": history.engine,
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            torch.save(state, temporary)
-    except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError where a folder is missing
-        raise OSError(f"expected a checkpoint that can be written, got {path} ({error}); choose another") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
 
 
 def resume(
     path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, loader: Iterable[Any] = ()
 ) -> Resumed:
     """What `write_checkpoint` wrote, put back in place. A file that is damaged or of another run changes nothing."""
-    try:
+    remedy = "remove it, or pass another checkpoint="
+    with reading(path, remedy, kind="a checkpoint of this posterior in"):
         check_archive(path)
         state = torch.load(path, map_location=posterior.device, weights_only=True)
         check_tensors(state)
@@ -72,17 +71,11 @@ def resume(
             state["told"],
         )
         if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
-            raise ValueError(misfit)
+            raise ValueError(
+                f"expected a checkpoint of this posterior in {path}, got another run's ({misfit}); {remedy}"
+            )
         warn_of_overruled(state, optimizer, scheduler)
         _put(state, posterior, optimizer, scheduler)
-    except (FileNotFoundError, PermissionError, IsADirectoryError):  # others come from places that a damaged file names
-        raise
-    except Exception as error:  # whatever the parser underneath raises, a damaged file is a ValueError
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ValueError(
-            f"expected a checkpoint of this posterior in {path}, got another file ({reason}); remove it, or pass another "
-            "checkpoint="
-        ) from error
     restore_loader(loader, state["loader"])
     return resumed
 

@@ -1,8 +1,6 @@
 """What `fit` refuses, or remarks on, before anything is trained."""
 
 import logging
-import math
-from typing import Literal
 from weakref import WeakSet
 
 from torch.optim import LBFGS, Optimizer
@@ -12,39 +10,28 @@ from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_m
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
 from dissensus.methods.parts.embedded import without_effect
-from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
 
 _told: WeakSet[Posterior] = WeakSet()
 
 
-def check_run_settings(
-    posterior: Posterior, *, epochs: int, accumulate: int, clip: float | None, patience: int | None, validation: object
+def check_run(
+    posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
 ) -> None:
-    """Raises where settings make no sense for this posterior."""
-    whole("epochs", epochs)
-    whole("accumulate", accumulate, hint="1 steps after every batch")
-    if clip not in (None, math.inf):
-        number("clip", clip, above=0, hint="None does not clip")
-    if patience is None:
-        return
-    whole("patience", patience, least=0)
-    if not posterior.goes_back:
+    """Raises where nothing would be trained, or what is given does not go together: some would show after an epoch only."""
+    check_trainable(posterior)
+    if scheduler is not None and optimizer is None:
+        raise ValueError("expected an optimizer with the scheduler, got none; pass both")
+    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
+        raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
+    if patience is not None and not posterior.goes_back:
         raise ValueError(
             f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
             "run; leave it out"
         )
-    if validation is None:
+    if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
-
-
-def check_extras(optimizer: object, scheduler: object, checkpoint_seconds: float) -> None:
-    """Raises where a scheduler or the time between checkpoints makes no sense: it would be found out after an epoch."""
-    if scheduler is not None and optimizer is None:
-        raise ValueError("expected an optimizer with the scheduler, got none; pass both")
-    if checkpoint_seconds != math.inf:
-        number("checkpoint_seconds", checkpoint_seconds)
 
 
 def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
@@ -57,12 +44,6 @@ def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
     check_optimizer(posterior, optimizer)
     if isinstance(optimizer, LBFGS):  # which asks for losses again and again
         raise TypeError("expected an optimizer that steps by gradients at hand, got LBFGS; use SGD or Adam")
-
-
-def check_ranks(posterior: Posterior, ranks: Literal["independent"] | None) -> None:
-    """Raises where nothing would be trained, or several processes of a group would not know of each other."""
-    posterior.ranks = one_of("ranks", ranks, (None, "independent")) or posterior.ranks
-    check_trainable(posterior)
 
 
 def check_schedule(scheduler: object, epochs: int) -> None:

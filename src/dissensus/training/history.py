@@ -10,7 +10,17 @@ from dissensus.engine.memory import Memory
 
 @dataclass
 class Epoch:
-    """What one epoch of training gave."""
+    """What one epoch of training gave; what `fit` passes to its callback.
+
+    Args:
+        epoch: its number, from 0.
+        loss: mean over members and batches.
+        members: M mean losses.
+        lr: learning rate of the first parameter group.
+        seconds: of training, without validation.
+        validation: negative log-likelihood of the mixture; None without validation data.
+        look: the same of what would be sampled, where a method is judged by that (TRADI).
+    """
 
     epoch: int
     loss: float  # mean over members and batches
@@ -22,13 +32,20 @@ class Epoch:
 
     @property
     def judge(self) -> float | None:
-        """The number by which the state after this epoch is kept or not."""
+        """The score, lower is better, by which the state after this epoch is kept; None without validation."""
         return self.validation if self.look is None else self.look
 
 
 @dataclass
 class History:
-    """What `fit` returns: one entry per epoch, and which one was kept."""
+    """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
+
+    Args:
+        epochs: one `Epoch` each.
+        best: the epoch kept by validation; None where none was chosen.
+        engine: how members ran, as in `fit(engine=...)`.
+        memory: what training was expected to need, in bytes.
+    """
 
     epochs: list[Epoch] = field(default_factory=list)
     best: int | None = None  # the epoch kept by validation; None where none was chosen

@@ -95,13 +95,13 @@ def test_a_likelihood_and_the_order_of_settings_do_not_matter(weights, tmp_path)
 
 
 WRONG = {
-    "no name": ("map", NET[1:], "expected network.name, got none"),
-    "unknown name": ("map", ["network.name=MPL"], "expected a network .* did you mean 'MLP'"),
+    "no name": ("map", NET[1:], "expected network.name .* got ''"),
+    "unknown name": ("map", ["network.name=MPL"], "expected network.name .* did you mean 'MLP'"),
     "missing argument": ("map", NET[:2], "fit the network MLP, got others .*missing .*'outputs'.*--set"),
     "unknown argument": ("map", [*NET, "network.width=3"], "expected a key of .*network.* got 'network.width'"),
     "unknown method": ("mapp", NET, "expected a method .* did you mean 'map'"),
     "unknown setting": ("laplace", [*NET, "method.sampels=3"], "did you mean 'samples'"),
-    "impossible setting": ("laplace", [*NET, "method.samples=0"], "expected at least one sample"),
+    "impossible setting": ("laplace", [*NET, "method.samples=0"], "expected samples of at least 1"),
     "other method": ("map", [*NET, "method.swag.rank=3"], "expected a setting of the methods that run .map., got"),
     "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
     "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is its argument"),

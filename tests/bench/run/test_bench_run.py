@@ -16,7 +16,7 @@ from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.evaluate import evaluate
+from dissensus.evaluation.evaluate import evaluate
 from uci_files import write_uci_files
 
 

@@ -129,7 +129,7 @@ def test_tradis_that_differ_in_sampling_alone_share_their_filters(benched):
         assert torch.equal(mean, diagonal.mean[name])
         assert torch.equal(shared.variance[name], diagonal.variance[name])
     assert int(shared.filters.observed) == int(diagonal.filters.observed) == 16
-    assert (shared.recorder.covariance, diagonal.recorder.covariance) == ("shared", "diagonal")
+    assert (shared.recorder.settings["covariance"], diagonal.recorder.settings["covariance"]) == ("shared", "diagonal")
     assert weights(folder, "tradi") != weights(folder, "tradi-diagonal")  # they sample differently
 
 

@@ -335,7 +335,9 @@ def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_fil
     run.begin()
     run.begin()
     write(task_file.parent / "w.safetensors", net().state_dict())
-    with pytest.raises(ValueError, match="got one from other contents of that file"):
+    with pytest.raises(
+        ValueError, match=r"to hold a run with weights_sha256 = .*, got one with .*; choose another --out"
+    ):
         run.begin()
 
 

@@ -108,7 +108,7 @@ def test_unknown_names_and_wrong_values_are_one_clear_error(arguments, message):
     [
         ("methods = [", "expected TOML in .*mine.toml"),
         ('methods = ["map"]\ntraning = 3', "did you mean 'training'"),
-        ('methods = ["map"]\n[data]\nname = "two_moons"', "expected network.name, got none"),
+        ('methods = ["map"]\n[data]\nname = "two_moons"', "expected network.name .* got ''"),
         ('methods = ["map"]\n[data]\nname = "two_moons"\n[network]\nname = "MPL"', "did you mean 'MLP'"),
         ('methods = []\n[data]\nname = "two_moons"\n[network]\nname = "MLP"', "expected methods"),
         ('[data]\nname = "two_moons"\n[network]\nname = "MLP"\n[method.mapp]\n', "did you mean 'map'"),

@@ -2,68 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.bench.rows.sources import TaskRows
-from dissensus.data import Batches, Standardiser
+from dissensus.data import Augmentation, Batches, Standardiser
 from dissensus.numerics.checks import one_of
 
 AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda images: images,
-    "crop": lambda images: crop(images, pad=2),  # for what must not be flipped: digits
-    "flip_crop": lambda images: crop(flip(images), pad=4),  # as usual for CIFAR
+    "crop": Augmentation(padding=2, flip=False),  # for what must not be flipped: digits
+    "flip_crop": Augmentation(),  # as usual for CIFAR
 }
 
 
-class StandardisedBatches:
+def standardised_batches(
+    rows: TaskRows,
+    standardiser: Standardiser,
+    *,
+    targets: Standardiser | None = None,
+    batch_size: int,
+    shuffle: bool = False,
+    augment: str = "none",
+) -> Batches:
     """(x, y) batches in float32, images standardised after they were augmented; what is random is torch's generator's.
 
     That generator's state is in a training checkpoint, so a run that was stopped goes on with the batches it would have had.
     """
-
-    def __init__(
-        self,
-        rows: TaskRows,
-        standardiser: Standardiser,
-        *,
-        targets: Standardiser | None = None,
-        batch_size: int,
-        shuffle: bool = False,
-        augment: str = "none",
-    ) -> None:
-        self.images = rows.x.ndim == 4
-        x = rows.x if self.images else standardiser(rows.x).float()  # rows once and for all, in the precision they have
-        y = rows.y if targets is None else targets(rows.y)
-        self.batches = Batches(x, y.float() if y.is_floating_point() else y, batch_size=batch_size, shuffle=shuffle)
-        self.standardiser = standardiser
-        self.augment = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.images:
-            yield from self.batches
-            return
-        for x, y in self.batches:
-            yield self.standardiser(self.augment(x)), y
-
-
-def flip(images: Tensor) -> Tensor:
-    """Images (B, C, H, W), each mirrored left to right with probability ½."""
-    return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, images.flip(3), images)
-
-
-def crop(images: Tensor, *, pad: int) -> Tensor:
-    """Images (B, C, H, W), each moved by up to `pad` pixels in both directions, zeros outside."""
-    count, channels, height, width = images.shape
-    padded = F.pad(images, (pad, pad, pad, pad))
-    down, right = torch.randint(2 * pad + 1, (2, count))
-    rows = (down[:, None] + torch.arange(height))[:, None, :, None]  # (B, 1, H, 1)
-    columns = (right[:, None] + torch.arange(width))[:, None, None, :]  # (B, 1, 1, W)
-    batch, channel = torch.arange(count)[:, None, None, None], torch.arange(channels)[None, :, None, None]
-    return padded[batch, channel, rows, columns]
+    change = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
+    y = rows.y if targets is None else targets(rows.y)
+    y = y.float() if y.is_floating_point() else y
+    if rows.x.ndim == 4:
+        seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=lambda x: standardiser(change(x)))
+    else:  # rows once and for all, in the precision they have
+        seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
+    return seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus import storage
 from dissensus.bench.fitting import fitting
-from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.config import RunConfig
@@ -60,28 +60,32 @@ def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Po
     return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
 
 
-def check_given(config: RunConfig, filled_in: Collection[str] = ()) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in."""
-    for name in required(METHODS[base_name(config.method)]):
-        if name not in (*config.settings, *filled_in):
-            raise ValueError(
-                f"expected the setting {name} of {config.method}, got none; pass "
-                f"{as_options(f'method.{config.method}', name)}"
-            )
+def check_complete(config: RunConfig, *, converted: bool = False) -> None:
+    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take.
 
-
-def check_complete(config: RunConfig) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take."""
-    check_given(config, ("data_size",))
-    if config.training["epochs"] == 0 and "weights" not in config.network:
+    `converted`: it is no run but a network that is there already, and its data are not known.
+    """
+    method, training = METHODS[base_name(config.method)], config.training
+    for name in required(method):
+        if name not in config.settings and (converted or name != "data_size"):
+            options = as_options(f"method.{config.method}", name)
+            raise ValueError(f"expected the setting {name} of {config.method}, got none; pass {options}")
+    key, count = counted(config)
+    weights = converted or "weights" in config.network
+    if weights and count > 1:
+        raise ValueError(
+            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start at them "
+            f"and learn the same; leave the weights out, or {'the method' if key == 'members' else key}"
+        )
+    if training["epochs"] == 0 and not weights:
         raise ValueError(
             f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
             "trained nor given says nothing: set epochs to 1 or more, or name a file of weights"
         )
-    if config.training.get("patience") is not None and METHODS[base_name(config.method)].judged_by is None:
+    if training.get("patience") is not None and method.judged_by is None:
         raise ValueError(
             f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
-            f"{config.training['patience']}; leave it out, or bench that method in a task of its own"
+            f"{training['patience']}; leave it out, or bench that method in a task of its own"
         )
 
 
@@ -94,7 +98,7 @@ def required(method: type[Posterior]) -> list[str]:
 def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
     parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
-    inputs = StandardisedBatches(data.train, data.standardiser, batch_size=1000)
+    inputs = standardised_batches(data.train, data.standardiser, batch_size=1000)
     settings = resolved(config.settings, inputs=inputs, network=network)
     if "batch_size" in parameters and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
@@ -144,17 +148,15 @@ def output_count(config: RunConfig, data: TaskData) -> int:
     return count * (2 if isinstance(likelihood(config), HeteroscedasticRegression) else 1)  # a mean and a variance each
 
 
-def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
-    """An error where a run's network cannot be built, its weights do not fit, or one that is imported has other outputs."""
+def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
+    """Builds a run's network: an error where that fails, its weights do not fit, or one that is imported has other outputs."""
     name = config.network["name"]
-    if "weights" in config.network:
-        check_weights(config)
-    elif not imported(name):
+    if "weights" not in config.network and not imported(name):
         return
     data = load()
     made = network(config, data, folders=folders).eval()
     if imported(name):
-        x, *_ = next(iter(StandardisedBatches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
+        x, *_ = next(iter(standardised_batches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
         with torch.no_grad(), fitting(f"the network {name}"):
             outputs = batches.call(made, x)
         wanted = output_count(config, data)
@@ -177,16 +179,6 @@ def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Post
         if template is not None:  # what was imported may be another network now, and the run as it was
             raise
         raise ValueError(f"{error} (a damaged run: delete {folder} and run the command again)") from error
-
-
-def check_weights(config: RunConfig) -> None:
-    """An error where a run's method has several networks and all would start, and stay, at the same weights."""
-    key, count = counted(config)
-    if count > 1:
-        raise ValueError(
-            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start at them "
-            f"and learn the same; leave the weights out, or {'the method' if key == 'members' else key}"
-        )
 
 
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:

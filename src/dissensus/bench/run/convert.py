@@ -88,6 +88,5 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     check_read(overrides, [method])
     check_task(settings, "the command line")
     config = run_config(Task("convert", "short", settings), method, 0)
-    build.check_given(config)
-    build.check_weights(config)
+    build.check_complete(config, converted=True)
     return config

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.processes import in_processes
-from dissensus.bench.run.records import read_together
 from dissensus.bench.run.run import Run, Tell, no_run, silent
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
-from dissensus.bench.task.variants import base_name, check_methods
+from dissensus.bench.task.variants import base_name
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of, whole
@@ -74,7 +74,6 @@ def run_all(
     tell: Tell = silent,
 ) -> tuple[list[Run], list[Evaluation]]:
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
-    check_methods(methods, task.settings)
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
     runs = begun(task, configs, out, source=source)
     if jobs > 1:
@@ -149,11 +148,15 @@ def report_runs(
                 f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
             )
         evaluations.append(run.measure())
-    if baseline is not None:
-        one_of("a baseline", baseline, dict.fromkeys(run.config.method for run in runs))
-    with read_together(run.folder for run in runs):
+    with belonging_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
         return results, write_report(results, checked_folder(Path(out)))
+
+
+def belonging_together(folders: Iterable[Path]) -> AbstractContextManager[None]:
+    """What is raised where files of runs are each whole but do not fit together is one error about the files."""
+    wanted = "metrics.json and arrays.safetensors that belong together in"
+    return fitting(", ".join(map(str, folders)), wanted=wanted, remedy="run `dissensus evaluate --again` on them")
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:

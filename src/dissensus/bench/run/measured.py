@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dissensus.bench.rows.geometry import Geometry
 from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.evaluate import numbers_of
 from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 from dissensus.temperature import best_temperature

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
 
 
 def write_predictions(path: Path, predictions: Predictions) -> None:
-    described = predictions.predictive.described()
-    names = _described(predictions.predictive)
-    tensors = {"targets": predictions.targets, **dict(zip(names, described, strict=True)), **predictions.examples}
+    classes = isinstance(predictions.predictive, ClassificationPredictive)
+    names = ("log_probabilities",) if classes else ("means", "variances")
+    described = dict(zip(names, predictions.predictive.described(), strict=True))
+    tensors = {"targets": predictions.targets, **described, **predictions.examples}
     if predictions.energy is not None:
         tensors["energy"] = predictions.energy
     facts = {
@@ -92,23 +91,3 @@ def read_evaluation(folder: Path) -> Evaluation:
         return Evaluation(arrays=arrays, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact that is missing, one too many, or no list
         raise damaged(path, f"without {error}") from error
-
-
-@contextmanager
-def read_together(folders: Iterable[Path]) -> Iterator[None]:
-    """What is raised where files of runs are each whole but do not fit together is one error about the files."""
-    try:
-        yield
-    except (KeyError, IndexError, AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):
-            raise
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        shown = ", ".join(map(str, folders))
-        raise ValueError(
-            f"expected metrics.json and arrays.safetensors that belong together in {shown}, got others ({reason}); run "
-            "`dissensus evaluate --again` on them"
-        ) from error
-
-
-def _described(predictive: Predictive) -> tuple[str, ...]:
-    return ("log_probabilities",) if isinstance(predictive, ClassificationPredictive) else ("means", "variances")

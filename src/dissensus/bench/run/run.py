@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from dissensus import storage
-from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.same import check_same, check_same_weights
+from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
     CALIBRATION,
     CHOOSE,
@@ -43,8 +43,9 @@ from dissensus.bench.run.splits import (
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.core.posterior import Posterior, refresh
+from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluate import checked_score, evaluation_of, parameter_count
+from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.methods.parts.embedded import collapse_note
@@ -107,21 +108,22 @@ class Run:
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         with same_random_state(self.device):
-            build.check_network(self.config, lambda: self.data, folders=self.folders)
+            build.try_network(self.config, lambda: self.data, folders=self.folders)
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
         self.check()
         path = self.folder / "config.toml"
-        if not path.is_file():
-            made = provenance(self.device) | build.weights_digest(self.config, self.folders)
-            import tomli_w  # beside Python's own tomllib, which only reads
-
-            write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
-            self.fresh = True
+        digest = build.weights_digest(self.config, self.folders)
+        if path.is_file():
+            there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
+            check_same(self.folder, self.config.table() | digest, there)
             return
-        check_same(self.folder, self.config, Run.open(self.folder).config)
-        check_same_weights(self.folder, build.weights_digest(self.config, self.folders), self.provenance)
+        import tomli_w  # beside Python's own tomllib, which only reads
+
+        made = provenance(self.device) | digest
+        write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
+        self.fresh = True
 
     @property
     def data(self) -> TaskData:
@@ -145,9 +147,9 @@ class Run:
         table = read_toml(self.folder / "config.toml").get("provenance", {})
         return table if isinstance(table, dict) else {}
 
-    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
+    def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
         training, evaluation = self.config.training, self.config.evaluation
-        return StandardisedBatches(
+        return standardised_batches(
             rows,
             self.data.standardiser,
             targets=self.data.targets,
@@ -238,7 +240,7 @@ class Run:
         return after
 
     @property
-    def _compared(self) -> StandardisedBatches:
+    def _compared(self) -> Batches:
         """The training rows at which members are compared."""
         return self.loader(self.data.train.first(ROWS, seed=0))
 

@@ -6,29 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench.task.config import RunConfig
 
+def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raises where what the run in the folder depends on is not what is asked for, and names the first that differs.
 
-def check_same(folder: Path, asked: RunConfig, there: RunConfig) -> None:
-    """Raises where the settings of the run in the folder are not those asked for, and names the first that differs."""
-    if there == asked:
-        return
-    mine, other = _leaves(asked.table()), _leaves(there.table())
-    key = next(k for k in {**mine, **other} if mine.get(k) != other.get(k))
-    asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
-    found = f"with {other[key]!r}" if key in other else "without it"
-    raise ValueError(
-        f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out, or delete that folder"
-    )
-
-
-def check_same_weights(folder: Path, digest: Mapping[str, str], provenance: Mapping[str, Any]) -> None:
-    """Raises where the run in the folder started from other contents of its file of weights."""
-    for key, value in digest.items():
-        if provenance.get(key) != value:
+    Published numbers, [reference], may differ.
+    """
+    mine, other = _leaves(asked), _leaves(there)
+    for key in {**mine, **other}:
+        if mine.get(key) != other.get(key) and not key.startswith("reference."):
+            asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
+            found = f"with {other[key]!r}" if key in other else "without it"
             raise ValueError(
-                f"expected {folder} to hold a run from these network.weights, got one from other contents of that file; "
-                "choose another --out, or delete that folder"
+                f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out, or delete that folder"
             )
 
 
@@ -40,7 +30,7 @@ def withdraw(folder: Path) -> None:
         folder.rmdir()
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -12,18 +12,18 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.bench.names import listed
 from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
-from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.rows.sources import TaskRows
 from dissensus.bench.run.records import write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
+from dissensus.data import Batches
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import Predictions, predictions
 
-Loader = Callable[[TaskRows], StandardisedBatches]
+Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 CALIBRATION = "calibration"  # held-out test rows
 

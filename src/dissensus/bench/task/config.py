@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed
-from dissensus.bench.task.objects import OBJECTS, check_objects, forms, open_objects, takes_place
-from dissensus.bench.task.schema import SECTIONS, SEED, TEXT, TOP, check_tables, check_task, check_type, known_keys
+from dissensus.bench.task.objects import OBJECTS, forms, open_objects, takes_place, written
+from dissensus.bench.task.schema import ANY, SECTIONS, SEED, TOP, check_tables, check_task, known_keys, typed
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
@@ -117,7 +117,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
-    check_objects(settings)
+    for keyword in settings.keys() & OBJECTS.keys():
+        written(keyword, settings[keyword]).check()
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -142,9 +143,8 @@ def run_config_of(table: Settings, where: str) -> RunConfig:
         config = RunConfig(**table)
     except TypeError as error:  # a key that is missing, or one too many
         raise damaged(Path(where), error) from error
-    check_type(config.seed, (int,), f"{where}: seed")
-    for key in ("task", "size", "method", "title", "description", "baseline"):
-        check_type(table[key], TEXT, f"{where}: {key}")
+    for key, rule in typed(RunConfig).items():
+        rule(f"{where}: {key}", table[key])
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
     check_task({**sections, "method": {config.method: config.settings}}, where)
     return config
@@ -189,14 +189,17 @@ def overridden(
     section, key = ".".join(path[:-1]), path[-1]
     running = listed(settings.get("methods", [])) if methods is None else list(methods)
     if section == "method" and key not in METHODS:
-        check_has(key, running, known)
+        there = {each for method in running for each in known[f"method.{base_name(method)}"]}
+        others = [method for method in METHODS if key in known[f"method.{method}"]]
+        hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
+        one_of(f"a setting of the methods that run ({', '.join(running)})", key, there, hint=hint)
         # A variant that no table makes is not made by a setting for all.
         asked = dict.fromkeys([*(each for each in running if base_name(each) == each), *variants_of(settings)])
         for each in asked:
             if key in known[f"method.{each}"]:
                 changed.setdefault("method", {}).setdefault(each, {})[key] = value
         return changed
-    allowed = {**known, "": TOP | {"likelihood": ()}}
+    allowed = {**known, "": TOP | {"likelihood": ANY}}
     if key not in allowed.get(section, {}):
         owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
         of_object = len(path) > 1 and path[-2] in OBJECTS
@@ -220,19 +223,6 @@ def overridden(
         table = table.setdefault(part, {})
     table[key] = value
     return changed
-
-
-def check_has(key: str, running: Collection[str], known: Mapping[str, Collection[str]]) -> None:
-    """An error where no method that runs has the key; `known`: keys by section."""
-    there = {each for method in running for each in known[f"method.{base_name(method)}"]}
-    if key in there:
-        return
-    what = f"a setting of the methods that run ({', '.join(running)})"
-    if elsewhere := [method for method in METHODS if key in known[f"method.{method}"]]:
-        raise ValueError(
-            f"expected {what}, got {key!r}, one of {', '.join(elsewhere)}; choose a method that has it, or leave it out"
-        )
-    one_of(what, key, there)
 
 
 def parsed(text: str) -> Any:

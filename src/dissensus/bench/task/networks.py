@@ -31,7 +31,7 @@ def maker(name: str) -> NetworkMaker:
     Modules are looked for where Python looks for them, and in the current folder after that.
     """
     if not imported(name):
-        return NETS[one_of("a network (or package.module:name)", name, NETS)]
+        return NETS[one_of("network.name (or package.module:name)", name, NETS)]
     module, _, attributes = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:

@@ -126,12 +126,6 @@ def written(keyword: str, value: Any) -> Written:
     return Written(keyword, name, _bound(keyword, name, given))
 
 
-def check_objects(settings: Mapping[str, Any]) -> None:
-    """Raises where an object in a method's settings is written wrongly, or lacks an argument."""
-    for keyword in settings.keys() & OBJECTS.keys():
-        written(keyword, settings[keyword]).check()
-
-
 def resolved(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
     """Settings of a method, objects in place of what is written for them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from dissensus.bench.fitting import Types, annotated
@@ -14,22 +14,43 @@ from dissensus.bench.task.networks import imported, maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, variants_of
 from dissensus.methods import METHODS
-from dissensus.nets import NETS
 from dissensus.numerics.checks import number, one_of, share, whole
 
 SEED = "seed"  # as a value in [data]: the seed of the run
-# What a value may be: one of some types, () for any, or what a function of `numerics.checks` lets pass.
-Rule = Types | Callable[[str, Any], Any]
-TEXT, TRUTH, TEXTS, WHOLES, TABLE = (str,), (bool,), (list, str), (list, int), (dict,)
+# What a value may be: (what it is called, value) -> the value, or an error, as the functions of `numerics.checks`.
+ValueRule = Callable[[str, Any], Any]
+
+
+def of_type(what: str, value: Any, *, types: Types = ()) -> Any:
+    """The value, of one of these types, () for any; booleans are not numbers here."""
+    if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+        names = " or ".join("a table" if each is dict else each.__name__ for each in types)
+        raise ValueError(f"expected {names} for {what}, got {value!r} ({type(value).__name__}); correct the value")
+    return value
+
+
+def number_with_error(what: str, value: Any) -> list[float]:
+    """A published number, or one and its error."""
+    pair = value if isinstance(value, list) else [value]
+    if len(pair) not in (1, 2):
+        raise ValueError(
+            f"expected a number, or one and its error, for {what}, got {value}; write 0.95 or [0.95, 0.01]"
+        )
+    return [number(what, each) for each in pair]
+
+
+ANY, TEXT, INTEGER, TRUTH, TEXTS, WHOLES, LIST, TABLE = (
+    partial(of_type, types=types) for types in ((), (str,), (int,), (bool,), (list, str), (list, int), (list,), (dict,))
+)
 COUNT, POSITIVE, NOT_NEGATIVE = partial(whole, least=0), partial(number, above=0), partial(number, least=0)
 
-TOP: dict[str, Rule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
+TOP: dict[str, ValueRule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
 SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "reference", "size")
-NETWORK: dict[str, Rule] = {
+NETWORK: dict[str, ValueRule] = {
     "name": TEXT,  # of NETS, or package.module:name
     "weights": TEXT,  # a file with the state to start from
 }
-DATA: dict[str, Rule] = {
+DATA: dict[str, ValueRule] = {
     "name": TEXT,  # of SETS
     "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none
     "train": whole,  # at most so many training rows
@@ -38,11 +59,11 @@ DATA: dict[str, Rule] = {
     "ood": TEXTS,  # sets of foreign inputs
     "ood_rows": whole,  # at most so many of each
     "shift": TEXTS,  # labelled sets of another distribution
-    "seed": (int,),  # of what is held out; the same for every run, so that runs are compared on the same rows
+    "seed": INTEGER,  # of what is held out; the same for every run, so that runs are compared on the same rows
     "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
     "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
 }
-TRAINING: dict[str, Rule] = {
+TRAINING: dict[str, ValueRule] = {
     "epochs": COUNT,  # 0: the network stays as it is, samples are drawn
     "batch_size": whole,
     "optimizer": TEXT,  # adamw, adam, sgd or default: what the method itself would take
@@ -65,7 +86,7 @@ TRAINING: dict[str, Rule] = {
     "tail_rate": NOT_NEGATIVE,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
     "tail_factor": NOT_NEGATIVE,  # … or what it is of lr
 }
-EVALUATION: dict[str, Rule] = {
+EVALUATION: dict[str, ValueRule] = {
     "batch_size": whole,
     "corrupt": TEXTS,  # none, all, benchmark, or names
     "severities": WHOLES,
@@ -78,26 +99,26 @@ EVALUATION: dict[str, Rule] = {
     "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
 }
-WIDTHS: dict[str, Rule] = {  # of a task over widths: each is a cell with a run of its own
+WIDTHS: dict[str, ValueRule] = {  # of a task over widths: each is a cell with a run of its own
     "of": TEXT,  # the network's setting that is multiplied
-    "factors": (list,),
-    "members": (list,),  # of ensembles that share weights; independent ones are subsets of one with the most
+    "factors": LIST,
+    "members": LIST,  # of ensembles that share weights; independent ones are subsets of one with the most
     "rate": TEXT,  # "fixed", the method's, or "sharing": of those that share weights over (1 + √(M/N))²
-    "p": (list,),  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
+    "p": LIST,  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
     "p_members": whole,  # … of so many members
     "p_factor": POSITIVE,  # … at this width …
     "p_rates": TABLE,  # … and these learning rates by regime, one for each p
 }
 
 
-class AnyKey(dict[str, Rule]):
+class AnyKey(dict[str, ValueRule]):
     """Keys and their rules of a section that others may stand in as well, with any value."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
-    def __missing__(self, key: str) -> Rule:
-        return ()
+    def __missing__(self, key: str) -> ValueRule:
+        return ANY
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
@@ -106,15 +127,14 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
     for section, known in known_keys(settings).items():
         if section.rpartition(".")[2] in OBJECTS:
             continue  # written in one of several forms, checked as such
-        table = settings
-        for part in section.split("."):
-            table = table.get(part, {})
+        table = reduce(lambda table, part: table.get(part, {}), section.split("."), settings)
         for key, value in table.items():
             if section.startswith("method.") and key == "training":
                 continue  # a table of its own, checked as such
-            one_of(f"a key of [{section}]", key, known)
+            if key not in known:  # a section may take any
+                one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
-                check_type(value, known[key], f"{where}: {section}.{key}")
+                known[key](f"{where}: {section}.{key}", value)
     for name, table in settings.get("method", {}).items():
         base_name(name)
         if "-" not in name:  # a variant may say only what is different in an object; `run_config` checks the whole
@@ -122,47 +142,31 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
                 written(key, table[key])
     if settings.get("likelihood"):
         written("likelihood", settings["likelihood"]).check()
-    check_reference(settings.get("reference", {}), where)
 
 
 def check_tables(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that is not known, or is no table and should be."""
-    rules: dict[str, Rule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ()}  # written in several forms
+    rules: dict[str, ValueRule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ANY}  # written in several forms
     for key, value in settings.items():
-        check_type(value, rules[one_of(f"a key of the task {where}", key, rules)], f"{where}: {key}")
+        rules[one_of(f"a key of the task {where}", key, rules)](f"{where}: {key}", value)
     for section in ("method", "size"):
         for name, value in settings.get(section, {}).items():
-            check_type(value, TABLE, f"{where}: {section}.{name}")
-            check_type(value.get("training", {}), TABLE, f"{where}: {section}.{name}.training")
+            TABLE(f"{where}: {section}.{name}", value)
+            TABLE(f"{where}: {section}.{name}.training", value.get("training", {}))
+    published = dict(settings.get("reference", {}))
+    TEXT(f"{where}: reference.source", published.pop("source", ""))
+    for name, row in published.items():
+        base_name(name)
+        for key, value in TABLE(f"{where}: reference.{name}", row).items():
+            number_with_error(f"{where}: reference.{name}.{key}", value)
     listed(settings.get("methods", []))
-    for section in ("data", "network"):
-        check_type(settings.get(section, {}).get("name", ""), TEXT, f"{where}: {section}.name")
 
 
-def check_reference(reference: Mapping[str, Any], where: str) -> None:
-    """An error where [reference] is not a source and, by method, metrics with a number or a number and its error each."""
-    for name, row in reference.items():
-        check_type(row, TEXT if name == "source" else TABLE, f"{where}: reference.{name}")
-        for key, value in {} if name == "source" else row.items():
-            base_name(name)
-            pair = value if isinstance(value, list) else [value]
-            if len(pair) not in (1, 2):
-                raise ValueError(
-                    f"expected a number, or one and its error, for {where}: reference.{name}.{key}, got {value}; "
-                    "write 0.95 or [0.95, 0.01]"
-                )
-            for each in pair:
-                number(f"{where}: reference.{name}.{key}", each)
-
-
-def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Rule]]:
+def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
     """Section -> key -> what its value may be: all that a task with this data set, network and methods may hold."""
-    data, network = settings.get("data", {}).get("name"), settings.get("network", {}).get("name")
-    for section, name, known in (("data", data, SETS), ("network", network, NETS)):
-        if name is None:
-            raise ValueError(f"expected {section}.name, got none; set it to one of {', '.join(known)}")
-    one_of("a data set", data, SETS)
-    found: dict[str, dict[str, Rule]] = {
+    data, network = (TEXT(f"{each}.name", settings.get(each, {}).get("name", "")) for each in ("data", "network"))
+    one_of("data.name", data, SETS)
+    found: dict[str, dict[str, ValueRule]] = {
         "data": typed(SETS[data].make, "folder") | DATA,
         "network": AnyKey(NETWORK) if imported(network) else NETWORK | typed(maker(network)),
         "likelihood": _named_with(argument_names("likelihood", settings.get("likelihood"))),
@@ -172,9 +176,9 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Rule]]:
     }
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]
-        several: dict[str, Rule] = {key: whole for key in [counted_by(method)] if key is not None}
+        several: dict[str, ValueRule] = {key: whole for key in [counted_by(method)] if key is not None}
         named = typed(method, "likelihood", "module", "modules", "networks")
-        found[f"method.{name}"] = named | several | dict.fromkeys(named.keys() & OBJECTS, ())
+        found[f"method.{name}"] = named | several | dict.fromkeys(named.keys() & OBJECTS, ANY)
         found[f"method.{name}.training"] = TRAINING
         own = settings.get("method", {}).get(name, {})
         for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
@@ -183,8 +187,8 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, Rule]]:
     return found
 
 
-def _named_with(arguments: Collection[str]) -> dict[str, Rule]:
-    return {"name": TEXT, **dict.fromkeys(arguments, ())}
+def _named_with(arguments: Collection[str]) -> dict[str, ValueRule]:
+    return {"name": TEXT, **dict.fromkeys(arguments, ANY)}
 
 
 def counted_by(method: Callable[..., Any]) -> str | None:
@@ -193,18 +197,13 @@ def counted_by(method: Callable[..., Any]) -> str | None:
     return {"modules": "members", "networks": "networks"}.get(next(iter(inspect.signature(method).parameters)))
 
 
-def typed(function: Callable[..., Any], *without: str) -> dict[str, Rule]:
+def typed(function: Callable[..., Any], *without: str) -> dict[str, ValueRule]:
     """The names of a function's parameters, with the types of their values."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     known = annotated(function)
     parameters = inspect.signature(function).parameters.items()
-    return {name: known.get(name, ()) for name, p in parameters if name not in without and p.kind not in kinds}
-
-
-def check_type(value: Any, rule: Rule, what: str) -> None:
-    """An error where a value is not what it may be; booleans are not numbers here."""
-    if callable(rule):
-        rule(what, value)
-    elif rule and not (isinstance(value, rule) and not (isinstance(value, bool) and bool not in rule)):
-        names = " or ".join("a table" if each is dict else each.__name__ for each in rule)
-        raise ValueError(f"expected {names} for {what}, got {value!r} ({type(value).__name__}); correct the value")
+    return {
+        name: partial(of_type, types=known.get(name, ()))
+        for name, parameter in parameters
+        if name not in without and parameter.kind not in kinds
+    }

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from dissensus.numerics.tree import Tensors
 
 Structure = Literal["full", "kron"]
-STRUCTURES = ("full", "kron")
 LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
 CHUNK = 2**22  # numbers in float64 that a step over rows may take
 
 
-class Gathered:
+class CurvatureSums:
     """Sums over examples from which curvature is made, in float64: what one pass over a loader leaves."""
 
     def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
@@ -81,7 +80,7 @@ class Curvature(nn.Module):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def of(cls, gathered: Gathered, mean: Tensor, *, layer: int) -> Self:
+    def of(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
         """The curvature of what was gathered around these weights (C, D); its precision is still to be chosen."""
         values, vectors = zip(*map(decomposed, gathered.sums), strict=True)
         kron = gathered.structure == "kron"

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import Member, check_likelihood, emptied
+from dissensus.core.member import Member, emptied
 from dissensus.core.optimisation import Group
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
@@ -129,9 +129,7 @@ def embed(
 
     Built from one network, not from M copies: of shared tensors there is never more than one.
     """
-    likelihood = likelihood or Classification()
-    check_likelihood(likelihood)
-    member = Member(network, likelihood)
+    member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
     mine: set[str] = set()
     for name, tensor in tensors_of(member).items():

@@ -22,6 +22,15 @@ from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 
+# Inputs whose gradients cannot be compared: what they are, and what to do
+FEW_DIMENSIONS = (
+    ("integers only", "pass x.float() / 255 of images, or let the network begin after the embedding"),
+    (
+        "one: a gradient of one number has only a sign for direction",
+        "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)",
+    ),
+)
+
 
 class InputGradientPosterior(StackedPosterior):
     """Base class: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
@@ -74,9 +83,10 @@ class InputGradientPosterior(StackedPosterior):
         return value, z, after
 
     def check_batch(self, batch: Batch) -> None:
-        if self.particles.members > 1:  # one member is compared with nobody
-            # Before the network is run: many fail on integers in their own words.
-            check_dimension(input_dimension(batch.x))
+        # Before the network is run: many fail on integers in their own words. One member is compared with nobody.
+        if self.particles.members > 1 and (dimension := input_dimension(batch.x)) < 2:
+            found, remedy = FEW_DIMENSIONS[dimension]
+            raise ValueError(f"expected inputs of at least two floating-point features, got {found}; {remedy}")
         super().check_batch(batch)
 
     def before_step(self, batch: Batch) -> None:
@@ -84,20 +94,6 @@ class InputGradientPosterior(StackedPosterior):
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
-
-
-def check_dimension(dimension: int) -> None:
-    """Raises where inputs of so many floating-point numbers have no gradients that could be compared."""
-    if dimension == 0:
-        raise ValueError(
-            "expected floating-point inputs to differentiate by, got integers only; "
-            "pass x.float() / 255 of images, or let the network begin after the embedding"
-        )
-    if dimension == 1:
-        raise ValueError(
-            "expected inputs of at least two features, got one: a gradient of one number has only a sign for direction; "
-            "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)"
-        )
 
 
 def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood, Regression, spread
-from dissensus.methods.parts.curvature import Gathered
+from dissensus.methods.parts.curvature import CurvatureSums
 from dissensus.numerics.checks import one_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -106,7 +106,7 @@ def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
         handle.remove()
 
 
-def gather(gathered: Gathered, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
+def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
     """Adds what one batch has to say of one network."""
     x, y, weight = batch
     with watching(last) as seen, batches.unchanged(x):
@@ -156,18 +156,12 @@ def _weighing(layer: nn.Module) -> bool:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    kind: type[nn.Module]
-    for kind in (nn.Linear, *CONVOLUTIONS):
-        if isinstance(layer, kind):
-            if type(layer).forward is not kind.forward:  # a kind of one's own that does something else with its weights
-                return False
-            return not isinstance(layer, CONVOLUTIONS) or _pointwise(layer)
-    return False
-
-
-def _pointwise(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
-    ones = all(set(getattr(layer, key)) == {1} for key in ("kernel_size", "stride"))
-    return ones and layer.groups == 1 and (isinstance(layer.padding, str) or set(layer.padding) == {0})
+    """Whether this is a linear layer or a 1×1 convolution, and no kind of one's own that does something else."""
+    if isinstance(layer, CONVOLUTIONS):
+        ones = {*layer.kernel_size, *layer.stride, layer.groups} == {1}
+        padded = not isinstance(layer.padding, str) and set(layer.padding) != {0}
+        return ones and not padded and type(layer).forward in {kind.forward for kind in CONVOLUTIONS}
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
 def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:

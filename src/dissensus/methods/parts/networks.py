@@ -20,34 +20,43 @@ Networks = nn.Module | Sequence[nn.Module] | Particles
 
 
 class NetworksPosterior(Posterior):
-    """Base class of methods that hold one module, the caller's own, or a stack of several."""
-
-    def __init__(
-        self, networks: Networks, *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
-    ) -> None:
-        super().__init__(one_or_many(networks, likelihood), **prior)
-
-    def config(self) -> dict[str, Any]:
-        return {**described(self.particles), **own_settings(self), **self.prior_config()}
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        networks, settings = rebuilt(network, config, likelihood)
-        return cls(networks, likelihood=likelihood, **settings)
-
-
-def one_or_many(networks: Networks, likelihood: Likelihood | None, latents: nn.Module | None = None) -> Particles:
-    """Particles that hold one module, the caller's own, or a stack that copies a list of them.
+    """Base class of methods that hold one module, the caller's own, or a stack that copies a list of them.
 
     Particles of another posterior are taken as they are, with the likelihood they have: both then watch the same weights.
     `latents`: tensors beside the network's, of which each network of a list gets a copy.
     """
-    if not isinstance(networks, Iterable) or (
-        isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-    ):
-        return Particles.hold(networks, likelihood or Classification(), latents)
-    each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
-    return stack_members(networks, likelihood, each)
+
+    def __init__(
+        self,
+        networks: Networks,
+        *,
+        likelihood: Likelihood | None = None,
+        latents: nn.Module | None = None,
+        **prior: Unpack[PriorKeywords],
+    ) -> None:
+        if not isinstance(networks, Iterable) or (
+            isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+        ):
+            particles = Particles.hold(networks, likelihood or Classification(), latents)
+        else:
+            each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
+            particles = stack_members(networks, likelihood, each)
+        super().__init__(particles, **prior)
+
+    def config(self) -> dict[str, Any]:
+        held, members = self.particles.shared is self.particles.template, self.particles.members
+        networks = {"networks": None} if held else {"networks": members, "once": self.particles.stored_once}
+        return {**networks, **own_settings(self), **self.prior_config()}
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        networks: Networks = network
+        if config["networks"] is not None and not isinstance(network, Particles):
+            once, several = config["once"], placeholders(network, config["networks"])
+            frozen = [name for name in once if once[name]]
+            networks = Particles.stack(several, likelihood, own=lambda name: name not in once, frozen=frozen)
+        settings = {key: value for key, value in config.items() if key not in ("networks", "once")}
+        return cls(networks, likelihood=likelihood, **settings)
 
 
 def stack_members(
@@ -73,25 +82,8 @@ def own_settings(posterior: nn.Module) -> dict[str, Any]:
     common = {"members", "likelihood", *PriorKeywords.__annotations__}
     known = inspect.signature(type(posterior)).parameters.values()
     names = [each.name for each in known if each.kind is each.KEYWORD_ONLY and each.name not in common]
-    values = {name: getattr(posterior, name) for name in names}
+    values = {name: getattr(posterior, name) for name in names if hasattr(posterior, name)}
     return {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
-
-
-def described(particles: Particles) -> dict[str, Any]:
-    """What a file says of the networks: None where one is held, else how many, and which tensors are stored once."""
-    if particles.shared is particles.template:
-        return {"networks": None}
-    return {"networks": particles.members, "once": particles.stored_once}
-
-
-def rebuilt(network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> tuple[Networks, dict[str, Any]]:
-    """(networks to be overwritten by those of a file, the config without what `described` put there)."""
-    rest = {key: value for key, value in config.items() if key not in ("networks", "once")}
-    if config.get("networks") is None or isinstance(network, Particles):
-        return network, rest
-    once, networks = config["once"], placeholders(network, config["networks"])
-    frozen = [name for name in once if once[name]]
-    return Particles.stack(networks, likelihood, own=lambda name: name not in once, frozen=frozen), rest
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:

@@ -1,10 +1,17 @@
-"""The latents of a node-based BNN: how they start, how they are drawn, and what their posterior costs."""
+"""The latents of a node-based BNN: how they start, how they are drawn, and what their posterior costs.
+
+    q(z) = (1/K) Σ_k N(z; μ_k, diag σ_k²),    p(z) = N(z; 1, s² I)
+
+with one component index for the latents of all layers (Trinh et al., "Tackling covariate shift with node-based Bayesian neural
+networks", ICML 2022). μ and σ are (K, D), D counting the latents of all layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,90 +19,63 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.methods.parts.networks import stack_members
-from dissensus.methods.parts.node_mixture import EXACT, RELEASED, cross_entropy, entropy_bound, raw_std, surrogate_kl
-from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.nodes import NodedNetwork, with_nodes
 
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]
-CHOICES = {"bound": get_args(Bound), "divergence": get_args(Divergence), "batch_norm": ("frozen", "trained")}
-
-
-def check_settings(settings: Mapping[str, Any], *, samples: int) -> None:
-    """Raises where a setting of NodeBNN can not be meant."""
-    whole("samples", samples)
-    for keyword in ("components", "train_samples"):
-        whole(keyword, settings[keyword])
-    for keyword, choices in CHOICES.items():
-        one_of(keyword, settings[keyword], choices)
-    number("prior_std", settings["prior_std"], above=0)
-    for keyword in ("init_std", "latent_lr"):
-        if settings[keyword] is not None:
-            number(keyword, settings[keyword], above=0)
-    for keyword in ("gamma", "init_spread"):
-        number(keyword, settings[keyword], least=0)
-    if settings["latent_momentum"] is not None:
-        number("latent_momentum", settings["latent_momentum"], least=0, below=1, hint="0.9 is usual, 0 the paper's")
+EXACT = 1 / 4  # of (μ_k − μ_r)² / (σ_k² + σ_r²) in the Bhattacharyya distance
+RELEASED = 1 / 16  # what the authors' code has in its place: still a lower bound, a looser one
 
 
 @dataclass(frozen=True)
 class Complexity:
-    """KL(q ‖ p) − γ H(q) of a mixture with means and deviations (K, D), by one of the bounds on its entropy."""
+    """What a mixture with means and deviations (K, D) costs, by one of the bounds on its entropy."""
 
     prior_std: float
-    gamma: float
     bound: Bound
     divergence: Divergence
     widths: tuple[int, ...]  # latents of each layer
 
-    def __call__(self, mean: Tensor, std: Tensor) -> Tensor:
-        """() in nats."""
+    def kl(self, mean: Tensor, std: Tensor, gamma: float = 0.0) -> Tensor:
+        """() H[q, p] − (1 + γ) Ĥ[q] in nats, KL(q ‖ p) at γ = 0; with iBNN's surrogate in place of the KL where asked for."""
         mean, std = _wide(mean), _wide(std)
-        if self.divergence == "surrogate":
-            kl = surrogate_kl(mean, std, self.prior_std)
-            return kl if self.gamma == 0 else kl - self.gamma * self.entropy(mean, std)
-        # H[q, p] − (1 + γ) Ĥ[q]
-        return cross_entropy(mean, std, self.prior_std) - (1 + self.gamma) * self.entropy(mean, std)
-
-    def kl(self, mean: Tensor, std: Tensor) -> Tensor:
-        """() H[q, p] − Ĥ[q], or iBNN's surrogate."""
-        mean, std = _wide(mean), _wide(std)
-        if self.divergence == "surrogate":
-            return surrogate_kl(mean, std, self.prior_std)
-        return cross_entropy(mean, std, self.prior_std) - self.entropy(mean, std)
+        if self.divergence == "mixture":
+            return cross_entropy(mean, std, self.prior_std) - (1 + gamma) * self.entropy(mean, std)
+        kl = surrogate_kl(mean, std, self.prior_std)
+        return kl if gamma == 0 else kl - gamma * self.entropy(mean, std)
 
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
         widths = None if self.bound == "joint" else self.widths
-        return entropy_bound(
-            _wide(mean), _wide(std), widths=widths, factor=RELEASED if self.bound == "released" else EXACT
-        )
+        factor = RELEASED if self.bound == "released" else EXACT
+        return entropy_bound(_wide(mean), _wide(std), widths=widths, factor=factor)
 
 
 def with_latents(
-    networks: nn.Module | Sequence[nn.Module], settings: dict[str, Any], likelihood: Likelihood | None
+    networks: nn.Module | Sequence[nn.Module],
+    likelihood: Likelihood | None,
+    *,
+    components: int,
+    std: float,
+    spread: float,
+    **where: Any,
 ) -> tuple[Particles, NodedNetwork]:
-    """(members with latents of their own, the first network as it was cut), of copies of one network or many."""
+    """(members with latents of their own, the first network as it was cut), of copies of one network or many.
+
+    `where`: what `with_nodes` is told of the nodes that get latents.
+    """
     if isinstance(networks, Particles):
         raise TypeError(
             "expected a network or a list of them, got those of a run; NodeBNN cuts layers: train it on its own"
         )
     held = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
     given: Sequence[Any] = [networks] if held else list(networks)  # type: ignore[arg-type]
-    cut = [
-        with_nodes(each, settings["mode"], bias=settings["bias_latent"], layers=settings["layers"]) for each in given
-    ]
-    std = settings["prior_std"] if settings["init_std"] is None else settings["init_std"]
+    cut = [with_nodes(each, **where) for each in given]
+    likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     latents = [
-        starting_latents(
-            each.network.get_submodule(each.sites[0].layer).get_parameter("weight"),
-            settings["components"],
-            each.latents,
-            std,
-            spread=settings["init_spread"],
-        )
-        for each in cut
+        starting_latents(like, components, each.latents, std, spread=spread)
+        for each, like in zip(cut, likes, strict=True)
     ]
     if held:
         return Particles.hold(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
@@ -133,11 +113,59 @@ def for_functions(mean: Tensor, std: Tensor, samples: int, generator: torch.Gene
     return mean.repeat(rounds, 1) + std.repeat(rounds, 1) * noise
 
 
-def kept(latents: Tensor) -> TensorTree:
-    """Latents (S, D) of a draw, to be saved with a posterior as "own.latents"."""
-    tree = TensorTree()
-    tree.plant("own.latents", latents)
-    return tree
+def cross_entropy(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
+    """() H[q, p] = (1/K) Σ_k Σ_d [½ log 2πs² + ((μ − 1)² + σ²) / 2s²]."""
+    constant = 0.5 * math.log(2 * math.pi * prior_std**2) * mean.shape[1]
+    return constant + ((mean - 1).square() + std.square()).sum() / (2 * prior_std**2 * len(mean))
+
+
+def component_entropies(std: Tensor) -> Tensor:
+    """(K,) H[q_k] = Σ_d ½ log 2πe σ²."""
+    return 0.5 * math.log(2 * math.pi * math.e) * std.shape[1] + std.log().sum(1)
+
+
+def bhattacharyya(mean: Tensor, std: Tensor, *, factor: float = EXACT) -> Tensor:
+    """(K, K, D) −log ∫ √(q_k q_r) in every dimension; their sum over d is that of the whole.
+
+    factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)
+    """
+    both = std.square()[:, None] + std.square()[None]  # (K, K, D)
+    log_std = std.log()
+    apart = (mean[:, None] - mean[None]).square() / both
+    return factor * apart + 0.5 * (both.log() - math.log(2.0) - log_std[:, None] - log_std[None])
+
+
+def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = None, factor: float = EXACT) -> Tensor:
+    """() a lower bound on H[q] (Kolchinsky & Tracey 2017):
+
+        Ĥ = (1/K) Σ_k H[q_k] − (1/K) Σ_k log (1/K) Σ_r BC(q_k, q_r)
+
+    `widths`: latents of each layer, to bound each layer's mixture alone and add up, as the authors' code does. The log K that
+    distinct components earn then counts once for every layer: it is no bound on the entropy of the joint mixture any more.
+    """
+    single = component_entropies(std).mean()
+    if len(mean) == 1:
+        return single
+    distance = bhattacharyya(mean, std, factor=factor)
+    parts = [distance] if widths is None else distance.split_with_sizes(list(widths), dim=2)
+    log_overlap = torch.stack([torch.logsumexp(-part.sum(2), dim=1) - math.log(len(mean)) for part in parts])
+    return single - log_overlap.mean(1).sum()
+
+
+def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
+    """() KL(N(mean_k μ_k, Σ_k σ_k² / K²) ‖ N(1, s²)), summed over latents: iBNN's, from its authors' code.
+
+    The Gaussian of the components' average, not of their mixture: components may spread as long as their mean stays at 1. No
+    bound on the mixture's KL.
+    """
+    centre, variance = mean.mean(0), std.square().sum(0) / len(std) ** 2
+    ratio = variance / prior_std**2
+    return 0.5 * ((centre - 1).square() / prior_std**2 + ratio - 1 - ratio.log()).sum()
+
+
+def raw_std(std: Tensor) -> Tensor:
+    """ρ with softplus(ρ) = σ."""
+    return std + torch.log(-torch.expm1(-std))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -16,7 +16,20 @@ from dissensus.numerics.tree import Tensors
 
 
 class RecordingPosterior(SamplingPosterior):
-    """Base class of methods with a `recorder`, which a subclass builds on `self.recorded`."""
+    """Base class of methods with a `recorder`, which a subclass builds on `self.recorded`.
+
+        class Mine(RecordingPosterior):
+            name = "mine"
+
+            def __init__(self, networks, *, samples=20, likelihood=None, **prior):
+                super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+                self.recorder = MyRecorder(self.recorded)
+
+    Args:
+        networks: one module, held and not copied, or a list of M.
+        samples: functions per network and draw.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    """
 
     recorder: Recorder
     floor: ClassVar[float] = 0.5  # of the rate in the default schedule's tail

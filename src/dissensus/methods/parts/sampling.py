@@ -22,7 +22,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
 from dissensus.core.statistics import statistics_names
 from dissensus.engine.memory import free_bytes, readable
-from dissensus.methods.parts.networks import Networks, described, one_or_many, rebuilt
+from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import whole
 from dissensus.numerics.randomness import own_generator
@@ -32,12 +32,17 @@ from dissensus.surgery.normalization import refresh_statistics
 log = logging.getLogger("dissensus")
 
 
-class SamplingPosterior(StoringPosterior):
-    """Base class of methods that sample weights. One module is held itself, a list of M is copied into a stack.
+class SamplingPosterior(NetworksPosterior, StoringPosterior):
+    """Base class of methods that sample weights around those of one network, or of each of a list.
 
-    `samples`: functions per network and draw. `latents`: tensors that are trained beside the network's, deviations for
-    example. Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks
-    as they were trained. Which parameters take part is settled when it is built: those that are trained then.
+    Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks as
+    they were trained. The parameters that take part are those that are trained when it is built.
+
+    Args:
+        networks: one module, a list of M, or another posterior's `Particles`.
+        samples: functions per network and draw.
+        latents: tensors that are trained beside the network's, deviations for example.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
@@ -56,11 +61,10 @@ class SamplingPosterior(StoringPosterior):
         latents: nn.Module | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        particles = one_or_many(networks, likelihood, latents)
-        super().__init__(particles, **prior)
+        super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
         self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
-        self.built_with = weights.parameters(particles)
+        self.built_with = weights.parameters(self.particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
             raise ValueError(
@@ -190,9 +194,8 @@ class SamplingPosterior(StoringPosterior):
 
     def config(self) -> dict[str, Any]:
         return {
-            **described(self.particles),
+            **super().config(),
             "samples": self.samples,
-            **self.prior_config(),
             "stored": None if self.stored is None else self.stored.sizes,
             "frozen": [name for name in self.built_with.stored if name not in self.trained.stored],
         }
@@ -202,9 +205,8 @@ class SamplingPosterior(StoringPosterior):
         for name, parameter in network.named_parameters():
             if "frozen" in config and not isinstance(network, Particles) and parameter.is_floating_point():
                 parameter.requires_grad_(name not in config["frozen"])
-        networks, rest = rebuilt(network, config, likelihood)
-        keywords = {key: value for key, value in rest.items() if key not in ("stored", "frozen")}
-        posterior = cls(networks, likelihood=likelihood, **keywords)
+        settings = {key: value for key, value in config.items() if key not in ("stored", "frozen")}
+        posterior = super().skeleton(network, settings, likelihood)
         if config.get("stored"):
             posterior.stored = posterior._blank(config["stored"])
         return posterior

@@ -16,17 +16,17 @@ from dissensus.numerics.annealing import Annealing
 
 
 class StackedPosterior(Posterior):
-    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP."""
+    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP.
+
+    Args:
+        modules: M networks of one architecture, each initialised separately; copied.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
     ) -> None:
         super().__init__(stack_members(modules, likelihood), **prior)
-
-    def annealed(self, annealing: Annealing) -> Tensor | float:
-        """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
-        step = self.steps - self.began if annealing.steps is None else self.steps
-        return annealing(step, self.run_length)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
@@ -40,3 +40,9 @@ class StackedPosterior(Posterior):
         if "annealing" in keywords:
             keywords["annealing"] = Annealing(**keywords["annealing"])
         return cls(placeholders(network, config["members"]), likelihood=likelihood, **keywords)
+
+
+def annealed(posterior: Posterior, annealing: Annealing) -> Tensor | float:
+    """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
+    step = posterior.steps - posterior.began if annealing.steps is None else posterior.steps
+    return annealing(step, posterior.run_length)

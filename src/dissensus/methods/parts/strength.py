@@ -8,9 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dissensus.core.batch import Batch
+from dissensus.core.posterior import Posterior
 from dissensus.numerics.checks import number, one_of, whole
 
 Repulsion = Literal["1/B", "1/N"] | float
+
+
+class RepellingPosterior(Posterior):
+    """Base class of methods whose members repel each other; `repel` belongs into their constructor."""
+
+    def repel(self, repulsion: Repulsion, batch_size: int | None) -> None:
+        """Sets how strongly."""
+        self.repulsion, self.batch_size = repulsion, batch_size
+        self.strength = Strength(repulsion, self.data_size, batch_size)
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.see(batch.size, training=self.training)
 
 
 @dataclass
@@ -38,7 +53,7 @@ class Strength:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
     def see(self, size: int, *, training: bool) -> None:
-        """To be told the size of every batch."""
+        """Takes note of the size of a batch; to be called with every one."""
         self.last = size
         if training:
             self.largest = max(self.largest, size)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
-from dissensus.methods.parts.node_mixture import (
+from dissensus.methods.parts.node_latents import (
     RELEASED,
     bhattacharyya,
     component_entropies,

@@ -1,7 +1,5 @@
 """evaluate: every number of a posterior, from one draw: on test data, on foreign, shifted and corrupted inputs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,11 +36,21 @@ def evaluate(
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
-    `ood`: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels). `shift`:
-    name -> loader of inputs of another distribution with targets of the same task. `corrupt`: "all", "benchmark", names
-    of corruptions or Corruptions(...), applied to the loader's images; the loader is then gone through twice. `score`:
-    what OOD inputs are ranked by, "max_probability" (None), "entropy", "mutual_information" or "energy"; for a
-    regression "variance" (None) or "epistemic". Loaders give a fixed order where methods are to be compared.
+    Args:
+        loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
+        ood: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels).
+        shift: name -> loader of inputs from another distribution, with targets of the same task.
+        corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the images of the loader,
+            which is then gone through twice; None applies none.
+        score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
+            a regression "variance" (None) or "epistemic".
+
+    Returns:
+        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
+        text.
+
+    Raises:
+        Diverged: a member predicts NaN.
     """
     spec = as_corruptions(corrupt)
     for keyword, sets in (("ood", ood), ("shift", shift)):
@@ -90,7 +98,7 @@ def evaluation_of(
     prevalence: float | None = None,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """The Evaluation of predictions already made: what `evaluate` computes once the networks have spoken.
+    """The Evaluation of predictions already made: what `evaluate` computes once the networks have run.
 
     prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
     predictions, stated where it is not 1.
@@ -139,15 +147,11 @@ def _joined_evaluation(
     # Whoever reads the numbers must know of a temperature.
     stated = {} if temperature == 1.0 else {"temperature": temperature}
     cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
-    if corrupted is None:
-        return replace(found, metrics={**found.metrics, **members, **stated, **cost})
-    return replace(
-        found,
-        metrics={**found.metrics, **corrupted.metrics(), **members, **stated, **cost},
-        arrays=found.arrays | corrupted.arrays(),
-        corruptions=corrupted.types,
-        severities=corrupted.severities,
-    )
+    if corrupted is not None:
+        metrics, arrays = found.metrics | corrupted.metrics(), found.arrays | corrupted.arrays()
+        kinds: dict[str, Any] = {"corruptions": corrupted.types, "severities": corrupted.severities}
+        found = replace(found, metrics=metrics, arrays=arrays, **kinds)
+    return replace(found, metrics={**found.metrics, **members, **stated, **cost})
 
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
