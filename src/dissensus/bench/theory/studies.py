@@ -89,7 +89,8 @@ def empirical_kernels(network: EmbeddedNetwork, x: Tensor, *, trained: str) -> d
 
 def kernels(widths: Sequence[int], *, seeds: int) -> Study:
     """Deviation of empirical from analytic kernels over the width, one panel a setting, with a line of slope −½."""
-    x, rows, panels, said = data(2, seed=0)[0], [], [], []
+    x, panels, said = data(2, seed=0)[0], [], []
+    rows: list[Measured] = []
     for name, setting in SETTINGS.items():
         expected = setting.kernels(x[:1], x[1:])
         for width, seed in product(widths, range(seeds)):
@@ -169,9 +170,10 @@ def slope(rows: Sequence[Measured]) -> tuple[float, float, float]:
 
 def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
     """Error of predicted training over the width, a point a seed, with the fitted slope."""
-    rows, curves, said = [], [], []
+    rows: list[Measured] = []
+    curves, said = [], []
     for (name, setting), colour, shift in zip(SETTINGS.items(), PALETTE, (0.97, 1.03), strict=False):
-        mine = []
+        mine: list[Measured] = []
         for width, seed in product(widths, range(seeds)):
             *_, error = course(setting, width=width, members=members, steps=60, seed=seed)
             mine.append({"setting": name, "width": width, "seed": seed, "error": error})

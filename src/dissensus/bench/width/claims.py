@@ -23,7 +23,12 @@ PRICE = "Is there more accuracy for the same parameters?"
 TRANSITION = "Which γ is better on the way from independent to equal members?"
 # Question -> how the claims begin that answer it, and what is said of one above zero, below, and in neither way
 WORDS = {
-    FOLLOW: (("embedded", "the same"), "above by more than a point", "below by more than a point", "not to be told"),
+    FOLLOW: (
+        ("embedded", "the same"),
+        "above by more than a point",
+        "below by more than a point",
+        "not to be told to a point",
+    ),
     FALL: (("members'",), "no, it grows", "yes", "not to be told"),
     BEST: (("doublings",), "yes", "no, it falls", "not to be told"),
     PRICE: (("at most",), "more", "less", "not to be told"),
@@ -35,7 +40,7 @@ NOTES = {
     PRICE: " Width and M of either side are the best on the same test rows, a choice that intervals do not count and that "
     "favours the side with more to choose from."
 }
-Array = np.ndarray[Any, Any]
+Array = Any  # of numpy
 
 
 class Claim(NamedTuple):
@@ -66,6 +71,7 @@ class Grid:
         main = [row for row in self.rows if row["p"] is None]
         self.factors = sorted({row["factor"] for row in main})
         self.sizes = sorted({row["members"] for row in main if row["method"] == EMBEDDED})
+        self.units = {row["factor"]: row["units"] for row in main}
         self.seeds = sorted({row["seed"] for row in rows})
         self.p = sorted({row["p"] for row in self.rows if row["p"] is not None})
 
@@ -90,7 +96,7 @@ class Grid:
 
 def means(values: Array) -> Array:
     """Of numbers (…, S, n) over the seeds that have them; NaN where none has."""
-    return np.asarray(np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan))
+    return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)
 
 
 def estimate(values: Array) -> tuple[float, float, float, int]:
@@ -108,9 +114,10 @@ def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
     """All numbers, question by question; none where no seed has all of its ensembles."""
     claims = []
     for question, about, values in _asked(Grid(rows)):
-        *found, seeds = estimate(values)
+        value, lower, upper, seeds = estimate(values)
+        unit = "doublings" if question == BEST else "points"
         if seeds:
-            claims.append(Claim(question, about, *found, "doublings" if question == BEST else "points", seeds))
+            claims.append(Claim(question, about, value, lower, upper, unit, seeds))
     return claims
 
 
@@ -152,7 +159,7 @@ def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
 def _slope(x: Sequence[float]) -> Array:
     """The weights of y in the least-squares slope over log₂ x."""
     centred = np.log2(x) - np.log2(x).mean()
-    return np.asarray(centred / (centred**2).sum())
+    return centred / (centred**2).sum()
 
 
 def _price(grid: Grid, accuracy: Array) -> Iterator[tuple[str, str, Array]]:

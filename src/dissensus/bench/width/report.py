@@ -28,6 +28,7 @@ TITLES = {
     "member_accuracy": "a member, test rows (mean)",
     "train_member_accuracy": "a member, training rows (mean)",
 }
+OVER = "ensemble, over its parameters"
 DASHED = {"color": INK, "linestyle": "--"}
 MAIN = (
     "Accuracy over the number of members: lines for ensembles that share their weights, dashes for independent ones of the "
@@ -61,14 +62,13 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
     """(sentences, files) of rows: the rows themselves, their claims, two figures, report.md and report.html."""
     found, grid = width_claims(rows), Grid(rows)
     origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
-    units, lost = {row["factor"]: row["units"] for row in rows}, [row for row in rows if row["diverged"] is not None]
-    said = verdicts(found)
+    said, lost = verdicts(found), [row for row in rows if row["diverged"] is not None]
     if lost:
         named = "; ".join(
             ", ".join(f"{key} {row[key]}" for key in COLUMNS[:7] if row[key] not in (None, "")) for row in lost
         )
         said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {named}.")
-    figures = {"widths.png": (curve_figure(width_panels(grid, units), size=(10.4, 7.0), rows=2), MAIN)}
+    figures = {"widths.png": (curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2), MAIN)}
     if swept := [row for row in rows if row["p"] is not None] if grid.p else []:
         count = sum(row["diverged"] is not None for row in swept)
         panels, note = transition_panels(grid, swept[0]), f"{count} diverged" if count else None
@@ -92,38 +92,34 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy, member accuracy in brackets, a row for each width and kind (where a unit stands)."""
-    grid, units = Grid(rows), {row["factor"]: row["units"] for row in rows}
+    grid = Grid(rows)
     shares = np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
 
     def cell(found: Array) -> Cell:
         return Cell("–" if np.isnan(found).any() else "{:.2f} ({:.2f})".format(*(100 * found)))
 
     lines = [
-        Row(f"{factor:g}× (N = {units[factor]})", kind, "", [cell(each) for each in shares[k, f]])
+        Row(f"{factor:g}× (N = {grid.units[factor]})", kind, "", [cell(each) for each in shares[k, f]])
         for f, factor in enumerate(grid.factors)
         for k, kind in enumerate(("embedded", "independent"))
     ]
     return Table([f"M = {members}" for members in grid.sizes], lines)
 
 
-def width_panels(grid: Grid, units: Mapping[float, int]) -> list[Panel]:
+def width_panels(grid: Grid) -> list[Panel]:
     """Accuracy over M for every width, of ensembles, members, and members on training rows; and over parameters."""
-    panels, parameters = [], means(grid.main("parameters"))  # (2, F, M)
-    for i, (name, title) in enumerate([*TITLES.items(), ("accuracy", "ensemble, over its parameters")]):
-        curves = [Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED)]
-        values = grid.main(name)
+    panels, over = [], {"members M": means(grid.main("members")), "parameters": means(grid.main("parameters"))}
+    kinds = [Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED)]
+    wanted = [*((name, title, "members M") for name, title in TITLES.items()), ("accuracy", OVER, "parameters")]
+    for name, title, label in wanted:
+        values, curves = grid.main(name), []
         for f, factor in enumerate(grid.factors):
-            x, look = parameters[:, f] if i == 3 else [grid.sizes] * 2, {"color": PALETTE[f % len(PALETTE)]}
-            label = f"{factor:g}× (N = {units[factor]})"
-            curves.append(_curve(x[0], values[0, f], label, look | marked(f)))
-            curves.append(_curve(x[1], values[1, f], "", look | {"linestyle": "--"}))
-        axes = {
-            "xscale": "log",
-            "xlabel": "parameters" if i == 3 else "members M",
-            "ylabel": "accuracy",
-            "title": title,
-        }
-        panels.append(Panel(curves, axes, percent="y", ticks=() if i == 3 else grid.sizes))
+            x, colour = over[label][:, f], {"color": PALETTE[f % len(PALETTE)]}
+            width = f"{factor:g}× (N = {grid.units[factor]})"
+            curves.append(_curve(x[0], values[0, f], width, colour | marked(f)))
+            curves.append(_curve(x[1], values[1, f], "", colour | {"linestyle": "--"}))
+        axes = {"xscale": "log", "xlabel": label, "ylabel": "accuracy", "title": title}
+        panels.append(Panel([*curves, *kinds], axes, percent="y", ticks=grid.sizes if label == "members M" else ()))
     return panels
 
 

@@ -36,12 +36,8 @@ def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRo
         for cell, run in zip(cells, runs, strict=True)
         for members in ([cell.members] if cell.method == EMBEDDED else sizes)
     ]
-
-    def order(row: WidthRow) -> list[Any]:
-        alike = [row["p"] is not None, row["method"] == EMBEDDED, row["factor"], row["p"] or 0.0]
-        return [*alike, row["gamma"], row["members"], row["seed"]]
-
-    return sorted(found, key=order)
+    keys = ("method", "factor", "p", "gamma", "members", "seed")
+    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in keys)])
 
 
 def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
