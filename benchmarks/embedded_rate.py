@@ -24,13 +24,13 @@ from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells, sharing_rate, widths_of
+from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells, sharing_rate
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.train import fit
 
 RATES = (0.3, 1.0, 3.0, 10.0)
-FACTORS, MEMBERS = (0.25, 1.0, 4.0), 8
+FACTORS, MEMBERS = [0.25, 1.0, 4.0], 8
 CORNERS = ((0.25, 1), (0.25, 8), (0.25, 32), (1.0, 8), (4.0, 8), (4.0, 32))  # factor, members
 BASES, MODULATIONS = (1.0, 3.0, 10.0), (0.03, 0.1, 0.3)
 KEYS = ("method", "p", "gamma", "factor", "members", "base", "rate", "modulation_lr", "seed")
@@ -75,13 +75,13 @@ def measured(asked: Trial) -> Row:
 
 def independent(seeds: int) -> list[Trial]:
     """Ensembles of eight at three widths, at every rate."""
-    found = grid(seeds, factors=FACTORS, members=(MEMBERS,), p=(), p_members=MEMBERS)
+    found = grid(seeds, factors=FACTORS, members=[MEMBERS], p=[], p_rates={}, p_members=MEMBERS)
     return [(at(cell, rate), None) for cell in found if cell.method == INDEPENDENT for rate in RATES]
 
 
 def embedded(seeds: int, bases: Sequence[float] = BASES) -> list[Trial]:
     """Corners of the grid, at every base of the rule and every rate of modulations."""
-    found = grid(seeds, factors=FACTORS, members=(1, 8, 32), p=())
+    found = grid(seeds, factors=FACTORS, members=[1, 8, 32], p=[], p_rates={})
     return [
         (at(cell, sharing_rate(base, cell.members, cell.units), own), base)
         for cell in found
@@ -96,7 +96,7 @@ def transition(seeds: int) -> list[Trial]:
 
     A rate of γ = 1 moves shared weights as one M times smaller does at γ = M.
     """
-    found = grid(seeds, factors=(1.0,), members=(MEMBERS,))
+    found = grid(seeds, factors=[1.0], members=[MEMBERS])
     higher = {"M": RATES, "1": (*RATES, 30.0)}
     return [(at(cell, rate), None) for cell in found if cell.p is not None for rate in higher[cell.gamma]]
 
@@ -108,9 +108,9 @@ PARTS: dict[str, Callable[..., list[Trial]]] = {
 }
 
 
-def grid(seeds: int, **changed: Any) -> list[GridCell]:
-    task = load_task("embedded-width")
-    return cells(task, replace(widths_of(task), **changed), range(seeds))
+def grid(seeds: int, **changed: list[float] | int) -> list[GridCell]:
+    task = load_task("embedded-width", overrides=[f"widths.{key}={value}" for key, value in changed.items()])
+    return cells(task, range(seeds))
 
 
 def at(cell: GridCell, rate: float, modulation_lr: float | None = None) -> GridCell:

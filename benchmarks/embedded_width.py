@@ -11,10 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from dissensus.bench.width.claims import read_claims
+from dissensus.bench.width.claims import Claim, verdicts
 from dissensus.bench.width.report import accuracy_table
-from dissensus.bench.width.rows import ORIGIN, read_rows
-from dissensus.bench.width.verdicts import verdicts
+from dissensus.bench.width.rows import ORIGIN, read_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
@@ -29,18 +28,19 @@ COPIED = {
 
 def page() -> str:
     """Sentences on every question, the accuracies, and where they come from."""
-    rows, found = read_rows(ROWS), read_claims(CLAIMS)
+    rows = read_table(ROWS)
+    found = [Claim(*(row[key] for key in Claim._fields)) for row in read_table(CLAIMS)]
     accuracies = accuracy_table(rows)
     heading = ["width", "members", *accuracies.columns]
     lines = [[line.label, line.unit, *(cell.text for cell in line.cells)] for line in accuracies.rows]
     table = [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *(f"| {' | '.join(line)} |" for line in lines)]
-    seeds = len({row.seed for row in rows})
-    commit, torch, device, _ = ("; ".join(dict.fromkeys(row.origin[key] for row in rows)) for key in ORIGIN)
+    seeds = len({row["seed"] for row in rows})
+    commit, torch, device, _ = ("; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN)
     command = f"dissensus bench embedded-width --seeds {seeds} --jobs N"
     said = [
         f"- **{question}?** {rest.strip()}" for question, _, rest in (each.partition("?") for each in verdicts(found))
     ]
-    lost = sum(row.diverged is not None for row in rows)
+    lost = sum(row["diverged"] is not None for row in rows)
     left = f" {lost} of {len(rows)} ensembles diverged and are left out." if lost else ""
     return "\n".join([
         *said,

@@ -49,8 +49,7 @@ HEAVY_ALLOWED = {
     ("bench/cli.py", "rich"),
     ("bench/printing.py", "rich"),
     ("bench/theory/cli.py", "typer"),
-    ("bench/theory/figures.py", "matplotlib"),
-    ("bench/width/figures.py", "matplotlib"),
+    ("bench/theory/studies.py", "matplotlib"),
     ("reporting/report.py", "jinja2"),
     *((f"reporting/{name}.py", "matplotlib") for name in ("plots", "curves", "panels", "scenes", "figures")),
 }
@@ -73,8 +72,8 @@ FLOORS = {
         "gather processes",
         "jobs",
     ],
-    "bench/theory": ["runs", "figures", "cli"],
-    "bench/width": ["grid", "rows", "claims verdicts", "figures", "report"],
+    "bench/theory": ["studies", "cli"],
+    "bench/width": ["grid", "rows", "claims", "report"],
 }
 
 
@@ -205,7 +204,7 @@ def test_a_wrong_import_would_be_seen(tmp_path):
         ("bench/rows/sets.py", "dissensus.bench.task.config", "rows may not import task"),
         ("bench/task/schema.py", "dissensus.bench.task.config.load_task", "schema may not import config"),
         ("bench/run/run.py", "dissensus.bench.run.jobs.bench", "run may not import jobs"),
-        ("bench/theory/runs.py", "dissensus.bench.cli.main", "theory may not import cli"),
+        ("bench/theory/studies.py", "dissensus.bench.cli.main", "theory may not import cli"),
         ("bench/run/__init__.py", "dissensus.bench.run.run.Run", "imports nothing"),
         ("bench/attic.py", "dissensus.bench.names", "say in FLOORS"),
         ("bench/cli.py", "dissensus.bench.attic.old", "say in FLOORS"),

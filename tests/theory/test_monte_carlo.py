@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dissensus import theory
-from dissensus.bench.theory import runs as theory_runs
+from dissensus.bench.theory import studies
 from dissensus.nets import Residual
 
 LAW = {"weight_variance": 2.0, "bias_variance": 0.1}
@@ -74,10 +74,10 @@ def test_wide_networks_have_the_analytic_kernels(make, x, width):
 
 @pytest.mark.slow
 def test_the_error_of_predicted_training_falls_as_one_over_the_root_of_the_width():
-    rows = theory_runs.width_rows((375, 750, 1500), seeds=40)
-    for name in theory_runs.SETTINGS:
+    rows = studies.width((375, 750, 1500), seeds=40, members=4).rows
+    for name in studies.SETTINGS:
         mine = [row for row in rows if row["setting"] == name]
-        _, lower, upper = theory_runs.slope(mine)
+        _, lower, upper = studies.slope(mine)
         assert lower < -0.5 < upper
         wide = [row["error"] for row in mine if row["width"] == 1500]
         assert sum(wide) / len(wide) < 0.1

@@ -50,3 +50,8 @@ def test_the_best_size_grows_as_the_cube_root_of_the_width():
     assert best[1000] in (4, 5, 6)
     with pytest.raises(ValueError, match="expected time above 0, got 0"):
         theory.optimal_members(100, 0)
+
+
+def test_losses_before_training_began_are_an_error():
+    with pytest.raises(ValueError, match=r"expected times of at least 0, got -1.0"):
+        theory.toy_losses(2, 4, torch.tensor([0.0, -1.0], dtype=torch.float64))

@@ -26,7 +26,6 @@ from dissensus.bench.task.config import SIZES, load_task, read_task, run_config,
 from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import check_read
 from dissensus.bench.theory.cli import app as theory
-from dissensus.bench.width.report import bench_widths
 from dissensus.methods import METHODS
 from dissensus.version import __version__
 
@@ -91,6 +90,8 @@ def bench_command(
             raise ValueError(
                 "expected no --methods, --baseline and --holm for a task over widths, got one; it compares what it has"
             )
+        from dissensus.bench.width.report import bench_widths  # loads matplotlib
+
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
         _print_each([*said, *files])
         return

@@ -40,6 +40,8 @@ def toy_losses(
         p: mean of the modulations, of second moment 1: 0 makes members independent, 1 equal.
         draws: of the modulations that are averaged over.
     """
+    for time in times.tolist():
+        number("times", time, least=0)
     individual, ensemble = torch.zeros_like(times), torch.zeros_like(times)
     for values, overlaps in _spectra(members, width, p, draws, generator):
         share = torch.exp(-times[:, None] * values / values[-1])  # (T, M)

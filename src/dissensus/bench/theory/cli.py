@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,6 @@ import typer
 from dissensus.bench.names import listed
 from dissensus.bench.run.jobs import checked_folder
 from dissensus.bench.run.provenance import provenance
-from dissensus.bench.theory import runs as runs
 from dissensus.reporting.results import table_text
 from dissensus.storage.files import write_text
 
@@ -27,14 +25,7 @@ Members = Annotated[int, typer.Option(help="Members of the ensemble.", min=1)]
 @app.command()
 def kernels(widths: WidthList = "64,128,256,512,1024", seeds: Seeds = 20, out: Folder = Path("theory")) -> None:
     """Analytic against empirical kernels as the width grows."""
-    from dissensus.bench.theory.figures import kernel_figure
-
-    rows = runs.kernel_rows(_numbers(widths), seeds=seeds)
-    said = [
-        f"{name}: Θ_o deviates by {found[0]:.3g} at N = {seen[0]}, by {found[-1]:.3g} at N = {seen[-1]}"
-        for name, (seen, found) in runs.deviations(rows, "common_cross").items()
-    ]
-    _write(out, "kernels", said, kernel_figure(rows), rows)
+    _write(out, "kernels", widths=_numbers(widths), seeds=seeds)
 
 
 @app.command()
@@ -46,14 +37,7 @@ def dynamics(
     out: Folder = Path("theory"),
 ) -> None:
     """Training curves of the two regimes against their prediction."""
-    from dissensus.bench.theory.figures import dynamics_figure
-
-    courses = {
-        name: runs.course(setting, width=width, members=members, steps=steps, seed=seed, dtype=torch.float32)
-        for name, setting in runs.SETTINGS.items()
-    }
-    said = [f"{name}: largest error {100 * each.error:.1f} % of the initial residual" for name, each in courses.items()]
-    _write(out, "dynamics", said, dynamics_figure(courses))
+    _write(out, "dynamics", width=width, members=members, steps=steps, seed=seed)
 
 
 @app.command()
@@ -61,46 +45,33 @@ def width(
     widths: WidthList = "375,750,1500", seeds: Seeds = 10, members: Members = 4, out: Folder = Path("theory")
 ) -> None:
     """How the error of predicted training falls with the width."""
-    from dissensus.bench.theory.figures import error_figure
-
-    rows = runs.width_rows(_numbers(widths), seeds=seeds, members=members)
-    said = [
-        "{}: slope {:.3f}, 95 % interval {:.3f} to {:.3f}".format(name, *runs.slope(mine))
-        for name, mine in runs.settings_of(rows).items()
-    ]
-    _write(out, "width", said, error_figure(rows), rows)
+    _write(out, "width", widths=_numbers(widths), seeds=seeds, members=members)
 
 
 @app.command()
 def regimes(out: Folder = Path("theory")) -> None:
     """The map of collectivity × members: stable rates and speeds."""
-    from dissensus.bench.theory.figures import regime_figure
-
-    collectivities, members = [i / 40 for i in range(41)], [2, 4, 8, 16, 32, 64, 128]
-    rate, speed = runs.regime_map(collectivities, members)
-    said = [
-        f"collectivity {collectivities[i]:.1f}: 128 members at γ = M take {float(rate[i, -1]):.3g} of one's rate"
-        for i in (0, 20, 40)
-    ]
-    _write(out, "regimes", said, regime_figure(rate, speed, collectivities, members))
+    _write(out, "regimes")
 
 
 def _numbers(text: str) -> list[int]:
-    found = [int(each) if each.isdecimal() else 0 for each in listed(text)]
-    if not found or min(found) < 1:
+    found = sorted({int(each) if each.isdecimal() else 0 for each in listed(text)})
+    if not found or found[0] < 1:
         raise ValueError(f"expected whole numbers with commas between, got {text!r}; for example 64,128")
     return found
 
 
-def _write(out: Path, name: str, said: Iterable[str], figure: Any, rows: Sequence[runs.Measured] = ()) -> None:
-    """The rows as CSV, where there are any, and the figure; prints what is said and where they are."""
+def _write(out: Path, name: str, **settings: Any) -> None:
+    """The rows of a study as CSV, where there are any, and its figure; prints what it says and where they are."""
+    from dissensus.bench.theory import studies  # loads matplotlib
     from dissensus.reporting.figures import write_png
 
-    if rows:
+    found = getattr(studies, name)(**settings)
+    if found.rows:
         about = provenance(torch.device("cpu"))
         facts = {key: about[key] for key in ("commit", "torch", "device", "command")}
-        write_text(out / f"{name}.csv", table_text([*rows[0], *facts], [{**row, **facts} for row in rows]))
+        write_text(out / f"{name}.csv", table_text([*found.rows[0], *facts], [row | facts for row in found.rows]))
         print(out / f"{name}.csv")
-    print(*said, sep="\n")
-    write_png(figure, out / f"theory-{name}.png")
+    print(*found.said, sep="\n")
+    write_png(found.figure, out / f"theory-{name}.png")
     print(out / f"theory-{name}.png")

@@ -6,7 +6,7 @@ The section [widths] of a task says which cells there are; each is a run with a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +15,7 @@ from dissensus.numerics.checks import number, one_of, whole
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
 REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The section [widths]: `factors` of the network's setting `of`, numbers of members, and the laws of the transition."""
-
-    of: str
-    factors: tuple[float, ...]
-    members: tuple[int, ...]
-    p: tuple[float, ...]
-    p_members: int
-    p_factor: float
-    p_rates: Mapping[str, tuple[float, ...]]  # regime -> learning rate at every p; that of `rate` where it is left out
-    rate: str  # "sharing": embedded ensembles of M members have the method's rate over (1 + √(M/N))²
-
-    @property
-    def most(self) -> int:
-        """Members of the independent ensembles; smaller ones are subsets of them."""
-        return max(*self.members, self.p_members)
+DEFAULTS: dict[str, Any] = {"p": [], "p_members": 8, "p_factor": 1.0, "p_rates": {}, "rate": "fixed"}
 
 
 @dataclass(frozen=True)
@@ -49,57 +31,39 @@ class GridCell:
     config: RunConfig
 
 
-def widths_of(task: Task) -> Widths:
-    """The section [widths] of a task, checked."""
-    table, needed = task.settings.get("widths", {}), ("of", "factors", "members")
-    if missing := [key for key in needed if not table.get(key)]:
+def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
+    """All ensembles of a task, the longest to train first; smaller independent ones are subsets of the largest."""
+    widths, needed = DEFAULTS | task.settings["widths"], ("of", "factors", "members")
+    if missing := [key for key in needed if not widths.get(key)]:
         raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
     if set(task.methods) != {INDEPENDENT, EMBEDDED}:
         raise ValueError(
             f"expected methods {INDEPENDENT} and {EMBEDDED} in a task with [widths], got {', '.join(task.methods)}; "
             "it compares these two"
         )
-    factors = tuple(float(number("widths.factors", each, above=0)) for each in dict.fromkeys(table["factors"]))
-    p = tuple(float(number("widths.p", each)) for each in dict.fromkeys(table.get("p", [])))
-    rates = table.get("p_rates", {})
-    for regime, each in rates.items():
+    one_of("widths.rate", widths["rate"], ("fixed", "sharing"))
+    factors = sorted({float(number("widths.factors", each, above=0)) for each in widths["factors"]})
+    sizes = sorted({whole("widths.members", each) for each in widths["members"]})
+    swept = [float(number("widths.p", each)) for each in dict.fromkeys(widths["p"])]
+    asked: list[tuple[Any, ...]] = [(INDEPENDENT, factor, max(*sizes, widths["p_members"])) for factor in factors[::-1]]
+    asked += [(EMBEDDED, factor, members) for factor in factors[::-1] for members in sizes[::-1]]
+    for regime, rates in widths["p_rates"].items():
         one_of("a regime of widths.p_rates", regime, REGIMES)
-        if len(each) != len(p):
+        if len(rates) != len(swept):
             raise ValueError(
-                f"expected a rate for each of {len(p)} p in widths.p_rates.{regime}, got {len(each)}; give as many"
+                f"expected a rate for each of {len(swept)} p in widths.p_rates.{regime}, got {len(rates)}; give as many"
             )
-    return Widths(
-        of=table["of"],
-        factors=factors,
-        members=tuple(whole("widths.members", each) for each in dict.fromkeys(table["members"])),
-        p=p,
-        p_members=whole("widths.p_members", table.get("p_members", 8)),
-        p_factor=float(one_of("widths.p_factor", float(table.get("p_factor", 1.0)), factors) if p else 1.0),
-        p_rates={r: tuple(float(number(f"widths.p_rates.{r}", lr)) for lr in each) for r, each in rates.items()},
-        rate=one_of("widths.rate", table.get("rate", "fixed"), ("fixed", "sharing")),
-    )
-
-
-def cells(task: Task, widths: Widths, seeds: Sequence[int]) -> list[GridCell]:
-    """All ensembles of a task, the longest to train first."""
-    factors, sizes = sorted(widths.factors, reverse=True), sorted(widths.members, reverse=True)
-    asked: list[dict[str, Any]] = [
-        *({"method": INDEPENDENT, "factor": factor, "members": widths.most} for factor in factors),
-        *({"method": EMBEDDED, "factor": factor, "members": members} for factor in factors for members in sizes),
-    ]
-    for i, p in enumerate(widths.p):
+    for i, p in enumerate(swept):
+        factor = one_of("widths.p_factor", float(widths["p_factor"]), factors)
         for regime in REGIMES:
-            rate = widths.p_rates[regime][i] if regime in widths.p_rates else None
-            law = {"p": p, "regime": regime, "rate": rate}
-            asked.append({"method": EMBEDDED, "factor": widths.p_factor, "members": widths.p_members, **law})
-    return [_cell(task, widths, seed, **each) for each in asked for seed in seeds]
+            rate = widths["p_rates"][regime][i] if regime in widths["p_rates"] else None
+            asked.append((EMBEDDED, factor, widths["p_members"], p, regime, rate))
+    return [_cell(run_config(task, each[0], seed), widths, *each) for each in asked for seed in seeds]
 
 
 def _cell(
-    task: Task,
-    widths: Widths,
-    seed: int,
-    *,
+    config: RunConfig,
+    widths: dict[str, Any],
     method: str,
     factor: float,
     members: int,
@@ -107,8 +71,7 @@ def _cell(
     regime: str = "",
     rate: float | None = None,
 ) -> GridCell:
-    config = run_config(task, method, seed)
-    scaled = _scaled(config.network.get(widths.of), factor, widths.of)
+    scaled = _scaled(config.network.get(widths["of"]), factor, widths["of"])
     units = scaled if isinstance(scaled, list) else [scaled]
     settings, name, gamma = {**config.settings, "members": members}, f"{method}-N{units[0]}", ""
     if method == EMBEDDED:
@@ -117,15 +80,15 @@ def _cell(
             settings |= {"modulation": {"between": p}, "regime": regime}
             name += f"-p{p:g}-{regime}".replace(".", "_")
         gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", str(settings.get("regime")), REGIMES)]
-        if rate is None and widths.rate == "sharing":
+        if rate is None and widths["rate"] == "sharing":
             if "lr" not in config.training:
                 raise ValueError(
                     f'expected training.lr for {method} with widths.rate = "sharing", got none; write lr = … below '
                     f"[training] or [method.{method}.training], or leave widths.rate out"
                 )
             rate = sharing_rate(config.training["lr"], members, min(units))
-    training = config.training if rate is None else {**config.training, "lr": rate}
-    network = {**config.network, widths.of: scaled}
+    training = config.training if rate is None else {**config.training, "lr": number("widths.p_rates", rate)}
+    network = {**config.network, widths["of"]: scaled}
     changed = replace(config, method=name, network=network, settings=settings, training=training)
     return GridCell(method, factor, units[0], members, p, gamma, changed)
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dissensus.bench.run.jobs import begun, checked_folder, default_folder
+import numpy as np
+
+from dissensus.bench.run.jobs import begun, default_folder
 from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.run import Tell, silent
 from dissensus.bench.task.config import Task
-from dissensus.bench.width.claims import Claim, WidthTable, claims_text, origin_of, width_claims
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, cells, widths_of
-from dissensus.bench.width.rows import Place, WidthRow, rows_of_runs, rows_text
-from dissensus.bench.width.verdicts import verdicts
+from dissensus.bench.width.claims import Array, Claim, Grid, estimate, means, verdicts, width_claims
+from dissensus.bench.width.grid import INDEPENDENT, cells
+from dissensus.bench.width.rows import COLUMNS, ORIGIN, WidthRow, rows_of_runs
 from dissensus.numerics.checks import whole
+from dissensus.reporting.figures import svg, write_png
+from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure, marked
+from dissensus.reporting.report import rendered
+from dissensus.reporting.results import table_text
 from dissensus.reporting.tables import Cell, Row, Table
 from dissensus.storage.files import write_text
 
+TITLES = {
+    "accuracy": "ensemble, test rows",
+    "member_accuracy": "a member, test rows (mean)",
+    "train_member_accuracy": "a member, training rows (mean)",
+}
+OVER = "ensemble, over its parameters"
+DASHED = {"color": INK, "linestyle": "--"}
 MAIN = (
     "Accuracy over the number of members: lines for ensembles that share their weights, dashes for independent ones of the "
     "same width; bands are 95 % intervals."
@@ -32,77 +44,103 @@ def bench_widths(
     task: Task,
     *,
     seeds: int = 1,
-    out: str | Path | None = None,
+    out: Path | None = None,
     source: str | None = None,
     jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over widths; what is done is not done again."""
-    widths = widths_of(task)
-    asked = cells(task, widths, range(whole("seeds", seeds)))
-    whole("jobs", jobs)
-    folder = checked_folder(default_folder(task) if out is None else Path(out))
+    asked = cells(task, range(whole("--seeds", seeds)))
+    folder = default_folder(task) if out is None else out
     runs = begun(task, [cell.config for cell in asked], folder, source=source)
-    in_processes([[run] for run in runs], jobs, source=source, tell=tell, keep_going=True)
+    in_processes([[run] for run in runs], whole("--jobs", jobs), source=source, tell=tell, keep_going=True)
     tell("writing the report")
-    rows = rows_of_runs(asked, runs, widths)
-    return write_page(rows, folder, title=task.title, description=str(task.settings.get("description", "")))
+    return write_page(rows_of_runs(asked, runs), folder, task.title, str(task.settings.get("description", "")))
 
 
-def write_page(rows: Sequence[WidthRow], folder: Path, *, title: str, description: str) -> tuple[list[str], list[Path]]:
+def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: str) -> tuple[list[str], list[Path]]:
     """(sentences, files) of rows: the rows themselves, their claims, two figures, report.md and report.html."""
-    from dissensus.bench.width.figures import transition_figure, width_figure
-    from dissensus.reporting.figures import svg, write_png  # loads matplotlib
-    from dissensus.reporting.report import rendered
-
-    found = width_claims(rows)
-    said = [*verdicts(found), *_lost(rows)]
-    write_text(folder / "results.csv", rows_text(rows))
-    write_text(folder / "claims.csv", claims_text(found, rows))
-    figures = {"widths.png": (width_figure(rows), MAIN)}
-    if any(row.p is not None and row.diverged is None for row in rows):
-        figures["transition.png"] = (transition_figure(rows), SWEPT)
-    for name, (figure, _) in figures.items():
-        write_png(figure, folder / name)
+    found, grid = width_claims(rows), Grid(rows)
+    origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
+    said, lost = verdicts(found), [row for row in rows if row["diverged"] is not None]
+    if lost:
+        named = "; ".join(
+            ", ".join(f"{key} {row[key]}" for key in COLUMNS[:7] if row[key] not in (None, "")) for row in lost
+        )
+        said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {named}.")
+    figures = {"widths.png": (curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2), MAIN)}
+    if swept := [row for row in rows if row["p"] is not None] if grid.p else []:
+        count = sum(row["diverged"] is not None for row in swept)
+        panels, note = transition_panels(grid, swept[0]), f"{count} diverged" if count else None
+        figures["transition.png"] = (curve_figure(panels, size=(10.4, 3.2), note=note), SWEPT)
+    claims = [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
     content = {
-        "title": title, "description": description, "sentences": said, "facts": origin_of(rows),
-        "seeds": len({row.seed for row in rows}), "accuracies": accuracy_table(rows), "claims": claim_table(found),
+        "title": title, "description": description, "sentences": said, "facts": origin,
+        "seeds": len({row["seed"] for row in rows}), "accuracies": accuracy_table(rows),
+        "claims": Table(["estimate"], claims),
         "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
     }  # fmt: skip
-    for end in ("md", "html"):
-        write_text(folder / f"report.{end}", rendered(f"widths.{end}.j2", content))
-    return said, [folder / name for name in ("results.csv", "claims.csv", *figures, "report.md", "report.html")]
+    texts = {f"report.{end}": rendered(f"widths.{end}.j2", content) for end in ("md", "html")}
+    texts["results.csv"] = table_text(COLUMNS, rows)
+    texts["claims.csv"] = table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found])
+    for name, (figure, _) in figures.items():
+        write_png(figure, folder / name)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return said, [folder / name for name in (*figures, *texts)]
 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy, member accuracy in brackets, a row for each width and kind (where a unit stands)."""
-    table = WidthTable(rows)
+    grid = Grid(rows)
+    shares = np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
 
-    def cell(place: Place) -> Cell:
-        if place not in table.rows:
-            return Cell("–")
-        return Cell(f"{100 * table.mean(place, 'accuracy'):.2f} ({100 * table.mean(place, 'member_accuracy'):.2f})")
+    def cell(found: Array) -> Cell:
+        return Cell("–" if np.isnan(found).any() else "{:.2f} ({:.2f})".format(*(100 * found)))
 
     lines = [
-        Row(f"{factor:g}× (N = {units})", kind, "", [cell(Place(method, factor, members)) for members in table.sizes])
-        for (factor, units), (method, kind) in product(
-            sorted({(row.factor, row.units) for row in rows}),
-            ((EMBEDDED, "embedded"), (INDEPENDENT, "independent")),
-        )
+        Row(f"{factor:g}× (N = {grid.units[factor]})", kind, "", [cell(each) for each in shares[k, f]])
+        for f, factor in enumerate(grid.factors)
+        for k, kind in enumerate(("embedded", "independent"))
     ]
-    return Table([f"M = {members}" for members in table.sizes], lines)
+    return Table([f"M = {members}" for members in grid.sizes], lines)
 
 
-def claim_table(found: Sequence[Claim]) -> Table:
-    """Every number, grouped by question."""
-    return Table(["estimate"], [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found])
+def width_panels(grid: Grid) -> list[Panel]:
+    """Accuracy over M for every width, of ensembles, members, and members on training rows; and over parameters."""
+    panels, over = [], {"members M": means(grid.main("members")), "parameters": means(grid.main("parameters"))}
+    kinds = [Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED)]
+    wanted = [*((name, title, "members M") for name, title in TITLES.items()), ("accuracy", OVER, "parameters")]
+    for name, title, label in wanted:
+        values, curves = grid.main(name), []
+        for f, factor in enumerate(grid.factors):
+            x, colour = over[label][:, f], {"color": PALETTE[f % len(PALETTE)]}
+            width = f"{factor:g}× (N = {grid.units[factor]})"
+            curves.append(_curve(x[0], values[0, f], width, colour | marked(f)))
+            curves.append(_curve(x[1], values[1, f], "", colour | {"linestyle": "--"}))
+        axes = {"xscale": "log", "xlabel": label, "ylabel": "accuracy", "title": title}
+        panels.append(Panel([*curves, *kinds], axes, percent="y", ticks=grid.sizes if label == "members M" else ()))
+    return panels
 
 
-def _lost(rows: Sequence[WidthRow]) -> list[str]:
-    lost = [row for row in rows if row.diverged is not None]
-    named = ", ".join(
-        f"{row.method} {row.factor:g}×, M = {row.members}{'' if row.p is None else f', p = {row.p:g}, γ = {row.gamma}'}, "
-        f"seed {row.seed}"
-        for row in lost
-    )
-    return [f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {named}."] if lost else []
+def transition_panels(grid: Grid, law: WidthRow) -> list[Panel]:
+    """Accuracy of ensemble and members, and how many members are effective, over p for both γ, at one width and M."""
+    panels, alone = [], {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]]}
+    for name in ("accuracy", "member_accuracy", "effective"):
+        share = name in TITLES
+        curves = [
+            _curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marked(i)}, share=share)
+            for i, (gamma, values) in enumerate(zip(("M", "1"), grid.swept(name), strict=True))
+        ]
+        beside = grid.over(name, **alone, seed=grid.seeds)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
+        curves.append(_curve(grid.p, beside, "independent networks", DASHED, share=share))
+        title = f"{TITLES.get(name, 'effective members')}, M = {law['members']}"
+        axes = {"xlabel": "p: modulations p + √(1 − p²) N(0, 1)", "ylabel": "accuracy" * share, "title": title}
+        panels.append(Panel(curves, axes, percent="y" * share))
+    return panels
+
+
+def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
+    """Numbers (X, S, n) with their intervals; no accuracy is beyond 1, however few the seeds."""
+    mean, lower, upper, _ = np.array([estimate(each) for each in values]).T
+    return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,93 +13,53 @@ from dissensus import metrics
 from dissensus.bench.run.processes import DIVERGED
 from dissensus.bench.run.records import read_evaluation, read_predictions
 from dissensus.bench.run.run import Run
-from dissensus.bench.width.grid import EMBEDDED, GridCell, Widths
+from dissensus.bench.width.grid import EMBEDDED, GridCell
 from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.reporting.results import table_rows, table_text
+from dissensus.reporting.results import table_rows
 from dissensus.storage.files import read_json
 
 ORIGIN = ("commit", "torch", "device", "command")
+NUMBERS = ("accuracy", "nll", "member_accuracy", "member_nll", "train_accuracy", "train_member_accuracy", "effective")
+COLUMNS = ("method", "factor", "units", "members", "p", "gamma", "seed", "parameters", "diverged", *NUMBERS, "seconds",
+           "subsets", *ORIGIN)  # fmt: skip
+
+# One ensemble with one seed; of independent ones, the mean over the disjoint subsets of that size. `diverged`: the step at
+# which a loss was no longer finite, after which there are no numbers. "examples": name of a number -> (n,), not in a file.
+WidthRow = dict[str, Any]
 
 
-class Place(NamedTuple):
-    """What seeds are repetitions of. `p` and `gamma` only in the transition: the rest of a task has one γ."""
-
-    method: str
-    factor: float
-    members: int
-    p: float | None = None
-    gamma: str = ""
-
-
-@dataclass(frozen=True)
-class WidthRow:
-    """One ensemble with one seed; of independent ones, the mean over the subsets of that size."""
-
-    method: str
-    factor: float
-    units: int
-    members: int
-    p: float | None
-    gamma: str
-    seed: int
-    parameters: int
-    diverged: int | None  # the step at which a loss was no longer finite; there are no numbers then
-    accuracy: float | None = None
-    nll: float | None = None
-    member_accuracy: float | None = None
-    member_nll: float | None = None
-    train_accuracy: float | None = None
-    train_member_accuracy: float | None = None
-    effective: float | None = None  # members with independent errors that the mixture is worth
-    seconds: float | None = None
-    subsets: int = 1
-    origin: dict[str, str] = field(default_factory=dict, compare=False)
-    examples: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # name of a number -> (n,)
-
-    @property
-    def place(self) -> Place:
-        gamma = "" if self.p is None else self.gamma
-        return Place(self.method, self.factor, self.members, self.p, gamma)
-
-
-def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run], widths: Widths) -> list[WidthRow]:
+def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRow]:
     """The rows of runs that are over, one for each embedded ensemble and one for each size of independent ones."""
-    sizes = sorted({*widths.members, *([widths.p_members] if widths.p else [])})
+    sizes = sorted({cell.members for cell in cells if cell.method == EMBEDDED})
     found = [
         _row(cell, run, members)
         for cell, run in zip(cells, runs, strict=True)
         for members in ([cell.members] if cell.method == EMBEDDED else sizes)
     ]
-
-    def order(row: WidthRow) -> tuple[Any, ...]:
-        return row.p is not None, row.method == EMBEDDED, row.factor, row.p or 0.0, row.gamma, row.members, row.seed
-
-    return sorted(found, key=order)
+    keys = ("method", "factor", "p", "gamma", "members", "seed")
+    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in keys)])
 
 
 def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
-    facts: dict[str, Any] = {
-        "method": cell.method, "factor": cell.factor, "units": cell.units, "members": members, "p": cell.p,
-        "gamma": cell.gamma, "seed": cell.config.seed, "origin": {key: str(run.provenance.get(key, "")) for key in ORIGIN},
-    }  # fmt: skip
+    row: WidthRow = {**vars(cell), "members": members, "seed": cell.config.seed, "diverged": None, "parameters": 0}
+    row |= {key: str(run.provenance.get(key, "")) for key in ORIGIN}
     if (run.folder / DIVERGED).is_file():
-        return WidthRow(**facts, parameters=0, diverged=int(read_json(run.folder / DIVERGED)["step"]))
-    cost = read_evaluation(run.folder).metrics
+        return row | {"diverged": int(read_json(run.folder / DIVERGED)["step"])}
+    cost, share = read_evaluation(run.folder).metrics, members / cell.members
     test, train = (read_predictions(run.folder / "predictions" / f"{name}.safetensors") for name in ("test", "train"))
     count = cell.members // members
     subsets = torch.arange(count * members).view(count, members)  # disjoint
-    tested = [_measured(test.predictive, test.targets, each) for each in subsets]
-    trained = [_measured(train.predictive, train.targets, each) for each in subsets]
-    facts |= {name: _mean(tested, name) for name in tested[0]}
-    facts |= {f"train_{name}": _mean(trained, name) for name in ("accuracy", "member_accuracy")}
-    return WidthRow(
-        **facts,
-        parameters=round(cost["cost/parameters"] * members / cell.members),
-        diverged=None,
-        seconds=round(cost["cost/train_seconds"] * members / cell.members, 3),
-        subsets=count,
-        examples={name: torch.stack([e[name] for e in tested]).mean(0) for name in ("accuracy", "member_accuracy")},
+    tested, trained = (
+        [_measured(rows.predictive, rows.targets, subset) for subset in subsets] for rows in (test, train)
     )
+    means = {name: torch.stack([each[name] for each in tested]).mean(0) for name in tested[0]}
+    row |= {name: float(torch.stack([each[name].mean() for each in tested]).mean()) for name in tested[0]}
+    row |= {f"train_{n}": float(torch.stack([each[n].mean() for each in trained]).mean()) for n in tested[0]}
+    row |= {
+        "parameters": round(cost["cost/parameters"] * share),
+        "seconds": round(cost["cost/train_seconds"] * share, 3),
+    }
+    return row | {"subsets": count, "examples": {name: each for name, each in means.items() if each.ndim}}
 
 
 def _measured(predictive: Predictive, y: Tensor, chosen: Tensor) -> dict[str, Tensor]:
@@ -117,21 +76,11 @@ def _measured(predictive: Predictive, y: Tensor, chosen: Tensor) -> dict[str, Te
     }
 
 
-def _mean(several: Sequence[dict[str, Tensor]], name: str) -> float:
-    return float(torch.stack([each[name].mean() for each in several]).mean())
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of results.csv or claims.csv, without what was right for every example."""
+    texts = ("method", "gamma", "question", "about", "unit", *ORIGIN)
 
+    def value(key: str, text: str) -> Any:
+        return text if key in texts else (int(text) if text.isdigit() else float(text)) if text else None
 
-def rows_text(rows: Sequence[WidthRow]) -> str:
-    """results.csv: every number and where it comes from."""
-    columns = [each.name for each in fields(WidthRow) if each.name not in ("origin", "examples")]
-    return table_text([*columns, *ORIGIN], [asdict(row) | row.origin for row in rows])
-
-
-def read_rows(path: Path) -> list[WidthRow]:
-    """The rows that `rows_text` wrote, without what was right for every example."""
-    found = []
-    for line in table_rows(path):
-        origin, texts = ({key: line.pop(key) for key in keys} for keys in (ORIGIN, ("method", "gamma")))
-        numbers = {key: (int(t) if t.isdigit() else float(t)) if t else None for key, t in line.items()}
-        found.append(WidthRow(**texts, **numbers, origin=origin))  # type: ignore[arg-type]
-    return found
+    return [{key: value(key, text) for key, text in line.items()} for line in table_rows(path)]
