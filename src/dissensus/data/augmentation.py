@@ -119,8 +119,8 @@ def _sampled(images: Tensor, masks: Tensor, rows: Tensor, columns: Tensor) -> tu
     height, width = masks.shape[1:]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     # grid_sample's coordinates run from −1 to 1 between the edges of an image.
-    x, y = 2 * columns / width - 1, 2 * rows / height - 1
-    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)  # (B, h, w, 2)
+    x, y = (2 * columns / width - 1)[:, None, :], (2 * rows / height - 1)[:, :, None]
+    grid = torch.stack([x.expand_as(inside), y.expand_as(inside)], dim=-1)  # (B, h, w, 2)
     seen = F.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
     i, j = rows.long().clamp(0, height - 1), columns.long().clamp(0, width - 1)
     labels = masks[torch.arange(len(masks), device=masks.device)[:, None, None], i[:, :, None], j[:, None, :]]

@@ -93,10 +93,9 @@ class Batches:
             if order is not None:
                 rows = order[rows]
             x, y = _rows(self.x, rows), _rows(self.y, rows)
-            if getattr(self.augment, "joint", False):
-                batch = self.augment(x, y)
-            else:
-                batch = (x if self.augment is None else self.augment(x), y)
+            if self.augment is not None:
+                x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
+            batch = (x, y)
             yield batch if self.weight is None else (*batch, _rows(self.weight, rows))
 
 

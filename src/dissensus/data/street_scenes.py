@@ -100,9 +100,9 @@ def bdd_anomaly(
 def _found(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
     """The first of the places in the user's folder that has the first part; FileNotFoundError says what to put where."""
     root = data_folder(folder)
-    for place in () if root is None else places:
-        if (root / place / parts[0]).is_dir():
-            return root / place
+    for base in () if root is None else [root / place for place in places]:
+        if (base / parts[0]).is_dir():
+            return base
     shown = Path("FOLDER") if root is None else root
     got = f"folder=None and no {FOLDER_VARIABLE} in the environment" if root is None else "none of them"
     raise FileNotFoundError(

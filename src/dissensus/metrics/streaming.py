@@ -180,7 +180,7 @@ class RiskHistogram(NamedTuple):
         taken, lost = counts[counts > 0].double(), errors[counts > 0].double()  # w, w l
         before, lost_before = taken.cumsum(0) - taken, lost.cumsum(0) - lost  # W, L
         # H_{W+w} − H_W, without a table of the harmonic numbers of all pixels
-        rise = torch.special.digamma(before + taken + 1) - torch.special.digamma(before + 1)
+        rise: Tensor = torch.special.digamma(before + taken + 1) - torch.special.digamma(before + 1)
         return (lost + (lost_before - lost / taken * before) * rise).sum() / taken.sum()
 
 

@@ -176,7 +176,7 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
     """
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
-        weights = getattr(particles.likelihood, "class_weights", None) or [1.0]
+        weights: list[float] = getattr(particles.likelihood, "class_weights", None) or [1.0]
         uneven = max(weights) / min(
             weights
         )  # an example's share in the weighted mean is at most this over their number
