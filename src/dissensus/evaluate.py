@@ -221,7 +221,7 @@ def _segmentation(
             numbers, of_images = ranking.numbers()
             for prefix in (f"ood/{name}", f"ood/{name}/{by}") if by == score else (f"ood/{name}/{by}",):
                 found |= {f"{prefix}/{key}": value for key, value in numbers.items()}
-                arrays |= {f"{prefix}/{key}": values for key, values in of_images.items()}
+                arrays |= {f"{prefix}/{key}": values.clone() for key, values in of_images.items()}
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}

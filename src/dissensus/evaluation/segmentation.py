@@ -41,7 +41,8 @@ class PixelSums:
     disagreement: float = 0.0  # summed over pixels
     pixels: int = 0
     seconds: float = 0.0
-    images: list[dict[str, Tensor]] = field(default_factory=list)  # of every image with a labelled pixel
+    # Of every image with a labelled pixel. Not as tensors: small ones that stay keep memory between them from being given back.
+    images: list[dict[str, Any]] = field(default_factory=list)
 
     def update(self, predictive: ClassificationPredictive, y: Tensor, ignore_index: int | None) -> None:
         """Adds one image: predictions (M, 1, C, ...) and labels (1, ...)."""
@@ -77,7 +78,7 @@ class PixelSums:
             "intersection": hits,
             "union": seen.matrix.sum(0) + seen.matrix.sum(1) - hits,
         }
-        self.images.append({name: value.cpu() for name, value in kept.items()})
+        self.images.append({name: value.tolist() for name, value in kept.items()})
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
         """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all pixels that count."""
@@ -118,7 +119,10 @@ class PixelSums:
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
         return {
-            **{f"test/{name}": torch.stack([each[name] for each in self.images]) for name in self.images[0]},
+            **{
+                f"test/{name}": torch.tensor([each[name] for each in self.images], dtype=torch.float64)
+                for name in self.images[0]
+            },
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,
             "reliability/accuracy": correct / counts,
@@ -152,7 +156,7 @@ class PixelRanking:
     """How well one score tells OOD pixels from others: within every image, and binned, over all of them."""
 
     histogram: ScoreHistogram
-    images: list[Tensor] = field(default_factory=list)  # (4,) of RANKING
+    images: list[list[float]] = field(default_factory=list)  # in the order of RANKING
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> None:
         """Adds the pixels of one image; one without OOD pixels, or with nothing else, has no ranking of its own."""
@@ -160,11 +164,12 @@ class PixelRanking:
         if len(score_in) and len(score_ood):
             counts: RankedCounts = ranked_counts(score_in, score_ood)[1]
             each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swapped().fpr()
-            self.images.append(torch.stack(each).cpu())
+            self.images.append(torch.stack(each).tolist())
 
     def numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """(means over images and pooled_… numbers, the values (n,) of every image that has a ranking) of every metric."""
-        values = dict(zip(RANKING, torch.stack(self.images).unbind(1), strict=True))
+        columns = zip(*self.images, strict=True)
+        values = {name: torch.tensor(c, dtype=torch.float64) for name, c in zip(RANKING, columns, strict=True)}
         found = {name: float(value.mean()) for name, value in values.items()}
         return found | {f"pooled_{name}": float(getattr(self.histogram, name)().value) for name in RANKING}, values
 
