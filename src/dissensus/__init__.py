@@ -13,7 +13,7 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive, Regr
 from dissensus.core.prior import GaussianPrior, Prior
 from dissensus.core.recorder import Recorder
 from dissensus.core.summary import SummaryPredictive
-from dissensus.predict import predict, predict_batches, summarise
+from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
@@ -106,6 +106,7 @@ __all__ = [
     "GaussianPrior",
     "HeteroscedasticRegression",
     "History",
+    "ImagePrediction",
     "Laplace",
     "Lengthscales",
     "Likelihood",
@@ -134,6 +135,7 @@ __all__ = [
     "pca_lengthscales",
     "predict",
     "predict_batches",
+    "predict_image",
     "refresh",
     "report",
     "save",

@@ -12,10 +12,14 @@ from dissensus.nets import NETS
 BUILT = {
     "MLP": (lambda: ds.nets.MLP(12, 5, hidden=(7, 6), activation="gelu", batch_norm=True, dropout=0.2), (3, 3, 4)),
     "ConvNet": (lambda: ds.nets.ConvNet(1, 5, size=12, width=4, hidden=8, dropout=0.1), (3, 1, 12, 12)),
+    "ENet": (lambda: ds.nets.ENet(5, channels=1, dropout=0.2), (2, 1, 13, 18)),
+    "PSPNet": (lambda: ds.nets.PSPNet(5, dropout=0.2), (2, 3, 17, 24)),
     "ResNet": (lambda: ds.nets.ResNet(20, 5), (2, 3, 16, 16)),
+    "ResNet50": (lambda: ds.nets.ResNet50(5), (2, 3, 40, 32)),
     "VGG16": (lambda: ds.nets.VGG16(5, channels=1, dropout=0.1), (2, 1, 32, 32)),
     "WideResNet": (lambda: ds.nets.WideResNet(10, 2, 5, channels=1, dropout=0.1), (2, 1, 16, 16)),
 }
+SEGMENTING = ("ENet", "PSPNet")
 
 
 def test_every_network_is_tried():
@@ -26,7 +30,7 @@ def test_every_network_is_tried():
 def test_a_network_rebuilds_from_its_config(name):
     make, shape = BUILT[name]
     network = make()
-    assert network(torch.randn(shape)).shape == (shape[0], 5)
+    assert network(torch.randn(shape)).shape == (shape[0], 5, *(shape[2:] if name in SEGMENTING else ()))
     other = NETS[name](**json.loads(json.dumps(network.config)))
     other.load_state_dict(network.state_dict())
     x = torch.randn(shape)
@@ -52,6 +56,8 @@ def test_parameter_counts_are_those_of_the_papers():
     millions = [round(parameters(ds.nets.ResNet(depth)) / 1e6, 2) for depth in (20, 32, 44, 56)]
     assert millions == [0.27, 0.46, 0.66, 0.85]
     assert parameters(ds.nets.ResNet(18)) == 11_173_962
+    assert parameters(ds.nets.ResNet50()) == 25_557_032  # torchvision's
+    assert round(parameters(ds.nets.ENet(11)) / 1e6, 2) == 0.36  # the paper: 0.36 or 0.37 million
     assert parameters(ds.nets.MLP(784, 10, hidden=(200, 200, 200))) == 785 * 200 + 2 * 201 * 200 + 201 * 10
 
 

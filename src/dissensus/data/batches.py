@@ -27,7 +27,8 @@ class Batches:
         seed: of the orders, from a generator of this object that goes on from epoch to epoch, so a run repeats exactly;
             None draws a seed from the global generator every epoch, as a DataLoader does.
         drop_last: leaves out a last batch smaller than B.
-        augment: a function of a batch of inputs, applied where they lie (`dissensus.data.Augmentation`).
+        augment: a function of a batch of inputs, applied where they lie (`dissensus.data.Augmentation`),
+            or of inputs and targets that gives both, where its attribute `joint` is True (`SegmentationAugmentation`).
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Batches:
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
-        augment: Callable[[Any], Any] | None = None,
+        augment: Callable[..., Any] | None = None,
     ) -> None:
         lengths = {len(tensor) for tensor in _tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
@@ -98,8 +99,10 @@ class Batches:
             rows: Any = slice(start, start + self.batch_size)
             if order is not None:
                 rows = order[rows]
-            x = _rows(self.x, rows)
-            batch = (x if self.augment is None else self.augment(x), _rows(self.y, rows))
+            x, y = _rows(self.x, rows), _rows(self.y, rows)
+            if self.augment is not None:
+                x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
+            batch = (x, y)
             yield batch if self.weight is None else (*batch, _rows(self.weight, rows))
 
 

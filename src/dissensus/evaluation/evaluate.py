@@ -33,6 +33,7 @@ def evaluate(
     shift: Loaders | None = None,
     corrupt: str | Sequence[str] | Corruptions | None = None,
     score: str | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
@@ -44,6 +45,7 @@ def evaluate(
             which is then gone through twice; None applies none.
         score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
+        classes: their names, for a segmentation's iou/CLASS and for reports.
 
     Returns:
         An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
@@ -67,7 +69,7 @@ def evaluate(
         kind, loader_again = _kind_of_predictions(functions, loader)
         score = checked_score(score, kind, functions.members)
         if kind == "segmentation":
-            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score)
+            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score, classes)
         else:
             picture = None if spec is None or spec.standardiser is None else spec.standardiser.inverse
             test = predictions(functions, loader_again, picture=picture)
@@ -84,7 +86,7 @@ def evaluate(
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
-    return replace(found, notes=cautions)
+    return replace(found, notes=({} if classes is None else {"classes": "\n".join(classes)}) | cautions)
 
 
 def evaluation_of(
@@ -212,17 +214,23 @@ def _segmentation(
     shift: Loaders,
     spec: Corruptions | None,
     score: str,
+    classes: Sequence[str] | None,
 ) -> Evaluation:
     sums, shapes, images = segmentation.pixel_sums(functions, once)
-    found = sums.metrics()
+    found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():
-        ranking = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
-        found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
+        rankings, foreign = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
+        found[f"ood/{name}/ece_union"] = float(sums.bins.merge(foreign).ece())
+        for by, ranking in rankings.items():
+            numbers, of_images = ranking.numbers()
+            for prefix in (f"ood/{name}", f"ood/{name}/{by}") if by == score else (f"ood/{name}/{by}",):
+                found |= {f"{prefix}/{key}": value for key, value in numbers.items()}
+                arrays |= {f"{prefix}/{key}": values.clone() for key, values in of_images.items()}
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
-        found |= {f"shift/{name}/{key}": value for key, value in moved.metrics().items()}
+        found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     return _joined_evaluation(
-        Evaluation("segmentation", found, sums.arrays(), score, tuple(ood), tuple(shift)),
+        Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
         None if spec is None else corrupted_counts(functions, loader, spec),
         sums.member_metrics(),
         float(functions.posterior.temperature),

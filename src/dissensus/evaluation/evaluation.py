@@ -22,7 +22,9 @@ class Evaluation:
         arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions:
             squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more
             foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
-            `examples/GROUP/…`.
+            `examples/GROUP/…`. Segmentations have one number per image: `test/correct`, `test/nll`, and under the key of an
+            `ood/…` metric that is a mean over images, what it is the mean of; `test/intersection` and `test/union`
+            (N, C) are what mIoU is found from.
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.

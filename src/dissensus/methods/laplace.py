@@ -75,6 +75,11 @@ class Laplace(SamplingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
+        if getattr(likelihood, "class_weights", None) is not None:
+            raise ValueError(
+                "expected a likelihood without class_weights, got them: the curvature is that of log p, not of that loss; "
+                "train with class_weights and MAP, then pass the network with a Classification that has none"
+            )
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))

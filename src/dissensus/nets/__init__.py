@@ -7,8 +7,10 @@ from torch import nn
 
 from dissensus.nets.blocks import Erf, Residual
 from dissensus.nets.conv import ConvNet
+from dissensus.nets.enet import ENet
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.pspnet import PSPNet, ResNet50
 from dissensus.nets.resnet import ResNet
 from dissensus.nets.vgg import VGG16
 from dissensus.nets.wide_resnet import WideResNet
@@ -16,9 +18,25 @@ from dissensus.nets.wide_resnet import WideResNet
 NETS: dict[str, type[nn.Module]] = {
     "MLP": MLP,
     "ConvNet": ConvNet,
+    "ENet": ENet,
+    "PSPNet": PSPNet,
     "ResNet": ResNet,
+    "ResNet50": ResNet50,
     "VGG16": VGG16,
     "WideResNet": WideResNet,
 }
 
-__all__ = ["MLP", "NETS", "VGG16", "ConvNet", "Erf", "NTKLinear", "ResNet", "Residual", "WideResNet"]
+__all__ = [
+    "MLP",
+    "NETS",
+    "VGG16",
+    "ConvNet",
+    "ENet",
+    "Erf",
+    "NTKLinear",
+    "PSPNet",
+    "ResNet",
+    "ResNet50",
+    "Residual",
+    "WideResNet",
+]

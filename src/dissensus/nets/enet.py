@@ -1,0 +1,145 @@
+"""ENet: a small network for street scenes (Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDE = 0
+CONTEXT = (1, 2, WIDE, 4, 1, 8, WIDE, 16)  # of each bottleneck of a stage the dilation; WIDE: 5×1 and 1×5 filters
+
+
+class ENet(nn.Module):
+    """(B, C, H, W) -> (B, outputs, H, W), for images of any size.
+
+    As in the paper: encoder with PReLU, decoder with ReLU, no biases but the last layer's, `dropout` of whole channels
+    (a tenth of it in the first stage). A side of odd length is rounded up where it is halved, and the decoder is told the
+    size to go back to: with 180 rows the encoder has 90, 45 and 23. The decoder puts values back where pooling took them
+    from by `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
+    """
+
+    def __init__(self, outputs: int = 11, *, channels: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.config = {"outputs": outputs, "channels": channels, "dropout": dropout}
+        self.initial = Initial(channels, 16)
+        self.down1 = Down(16, 64, dropout / 10)
+        self.stage1 = nn.Sequential(*(Bottleneck(64, 1, dropout / 10) for _ in range(4)))
+        self.down2 = Down(64, 128, dropout)
+        self.stage2 = nn.Sequential(*(Bottleneck(128, dilation, dropout) for dilation in CONTEXT))
+        self.stage3 = nn.Sequential(*(Bottleneck(128, dilation, dropout) for dilation in CONTEXT))
+        self.up4 = Up(128, 64, dropout)
+        self.stage4 = nn.Sequential(*(Bottleneck(64, 1, dropout, activation=nn.ReLU) for _ in range(2)))
+        self.up5 = Up(64, 16, dropout)
+        self.stage5 = Bottleneck(16, 1, dropout, activation=nn.ReLU)
+        self.last = nn.ConvTranspose2d(16, outputs, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.initial(x)
+        quarter, first = self.down1(half)
+        quarter = self.stage1(quarter)
+        eighth, second = self.down2(quarter)
+        eighth = self.stage3(self.stage2(eighth))
+        up = self.stage4(self.up4(eighth, second, quarter.shape[2:]))
+        up = self.stage5(self.up5(up, first, half.shape[2:]))
+        logits: Tensor = self.last(up, output_size=x.shape[2:])
+        return logits
+
+
+class Initial(nn.Module):
+    """A strided convolution beside max pooling: half the size."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs - inputs, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.act = nn.PReLU(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.max_pool2d(x, 2, ceil_mode=True)
+        found: Tensor = self.act(self.norm(torch.cat([self.conv(x), pooled], dim=1)))
+        return found
+
+
+class Bottleneck(nn.Module):
+    """1×1 projection, a 3×3 convolution (dilated, or 5×1 and 1×5), 1×1 expansion, around a shortcut."""
+
+    def __init__(self, width: int, dilation: int, dropout: float, *, activation: type[nn.Module] = nn.PReLU) -> None:
+        super().__init__()
+        inner = width // 4
+        if dilation == WIDE:
+            middle = nn.Sequential(
+                nn.Conv2d(inner, inner, (5, 1), padding=(2, 0), bias=False),
+                nn.Conv2d(inner, inner, (1, 5), padding=(0, 2), bias=False),
+            )
+        else:
+            middle = nn.Sequential(nn.Conv2d(inner, inner, 3, padding=dilation, dilation=dilation, bias=False))
+        self.branch = nn.Sequential(
+            *normed(nn.Conv2d(width, inner, 1, bias=False), inner, activation),
+            *normed(middle, inner, activation),
+            nn.Conv2d(inner, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.Dropout2d(dropout),
+        )
+        self.act = made(activation, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.act(x + self.branch(x))
+        return found
+
+
+class Down(nn.Module):
+    """Half the size, rounded up, and more channels: (found, where pooling took its values)."""
+
+    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        inner = inputs // 4
+        self.branch = nn.Sequential(
+            *normed(nn.Conv2d(inputs, inner, 2, stride=2, bias=False), inner, nn.PReLU),
+            *normed(nn.Conv2d(inner, inner, 3, padding=1, bias=False), inner, nn.PReLU),
+            nn.Conv2d(inner, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.Dropout2d(dropout),
+        )
+        self.act = nn.PReLU(outputs)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        pooled, places = F.max_pool2d_with_indices(x, (2, 2), ceil_mode=True)
+        found = self.branch(F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2)))
+        # The paper pads the shortcut with channels of zeros.
+        padded = F.pad(pooled, (0, 0, 0, 0, 0, found.shape[1] - pooled.shape[1]))
+        return self.act(padded + found), places
+
+
+class Up(nn.Module):
+    """Twice the size, to the size that was there before, and fewer channels."""
+
+    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        inner = inputs // 4
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.reduce = nn.Sequential(*normed(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
+        self.grow = nn.ConvTranspose2d(inner, inner, 3, stride=2, padding=1, bias=False)
+        self.expand = nn.Sequential(
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.Dropout2d(dropout),
+        )
+
+    def forward(self, x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
+        grown = self.expand(self.grow(self.reduce(x), output_size=size))
+        return F.relu(unpooled(self.shortcut(x), places, size) + grown)
+
+
+def unpooled(x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
+    """(B, C, *size) with the values of x (B, C, h, w) where pooling took them from, 0 elsewhere."""
+    empty = x.new_zeros(*x.shape[:2], size[0] * size[1])
+    return empty.scatter(2, places.flatten(2), x.flatten(2)).reshape(*x.shape[:2], *size)
+
+
+def normed(layer: nn.Module, width: int, activation: type[nn.Module]) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return layer, nn.BatchNorm2d(width), made(activation, width)
+
+
+def made(activation: type[nn.Module], width: int) -> nn.Module:
+    return nn.PReLU(width) if activation is nn.PReLU else activation()
