@@ -111,7 +111,7 @@ def evaluation_of(
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)
-    return _joined_evaluation(
+    return joined_evaluation(
         Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
         corrupted,
         members,
@@ -127,7 +127,7 @@ def numbers_of(test: Predictions) -> Numbers:
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 
-def _joined_evaluation(
+def joined_evaluation(
     found: Evaluation,
     corrupted: CorruptedCounts | None,
     members: Mapping[str, float],
@@ -217,7 +217,7 @@ def _segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics().items()}
-    return _joined_evaluation(
+    return joined_evaluation(
         Evaluation("segmentation", found, sums.arrays(), score, tuple(ood), tuple(shift)),
         None if spec is None else corrupted_counts(functions, loader, spec),
         sums.member_metrics(),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.bench.rows.sources import TaskRows
-from dissensus.data import Batches, Standardiser
-from dissensus.numerics.checks import one_of
+from dissensus.data import Batches, SegmentationAugmentation, Standardiser
 
-AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda images: images,
-    "crop": lambda images: crop(images, pad=2),  # for what must not be flipped: digits
-    "flip_crop": lambda images: crop(flip(images), pad=4),  # as usual for CIFAR
+# What makes an augmentation, with the settings that a task may write.
+AUGMENTATIONS: dict[str, Callable[..., Any]] = {
+    "none": lambda: lambda images: images,
+    "crop": lambda pad=2: lambda images: crop(images, pad=pad),  # for what must not be flipped: digits
+    "flip_crop": lambda pad=4: lambda images: crop(flip(images), pad=pad),  # as usual for CIFAR
+    "segmentation": SegmentationAugmentation,
 }
 
 
 class StandardisedBatches:
-    """(x, y) batches in float32, images standardised after they were augmented; what is random is torch's generator's.
+    """(x, y) batches in float32, images standardised after they were augmented, with masks before; what is random is torch's
+    generator's.
 
     That generator's state is in a training checkpoint, so a run that was stopped goes on with the batches it would have had.
     """
@@ -33,14 +36,14 @@ class StandardisedBatches:
         targets: Standardiser | None = None,
         batch_size: int,
         shuffle: bool = False,
-        augment: str = "none",
+        augment: Callable[..., Any] | None = None,
     ) -> None:
         self.images = rows.x.ndim == 4
         x = rows.x if self.images else standardiser(rows.x).float()  # rows once and for all, in the precision they have
         y = rows.y if targets is None else targets(rows.y)
         self.batches = Batches(x, y.float() if y.is_floating_point() else y, batch_size=batch_size, shuffle=shuffle)
         self.standardiser = standardiser
-        self.augment = AUGMENTATIONS[one_of("training.augment", augment, AUGMENTATIONS)]
+        self.augment: Any = augment
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -50,7 +53,11 @@ class StandardisedBatches:
             yield from self.batches
             return
         for x, y in self.batches:
-            yield self.standardiser(self.augment(x)), y
+            if getattr(self.augment, "joint", False):
+                x, y = self.augment(self.standardiser(x), y)  # interpolates, so no whole numbers
+            else:
+                x = self.standardiser(x if self.augment is None else self.augment(x))
+            yield x, y.long()
 
 
 def flip(images: Tensor) -> Tensor:

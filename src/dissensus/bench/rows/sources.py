@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,15 +29,17 @@ from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.formats import read_npz
 from dissensus.data.images import ImageSet
 from dissensus.data.locate import data_folder, locate
+from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
+from dissensus.data.street_scenes import SPLITS, bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder, uci_regression
 from dissensus.numerics.checks import one_of
 
-SetKind = Literal["classification", "regression"]
+SetKind = Literal["classification", "regression", "segmentation"]
 Folder = str | Path | None
 
 
 class TaskRows(NamedTuple):
-    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,) or values (N, 1)."""
+    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,), masks (N, H, W) uint8 or values (N, 1)."""
 
     x: Tensor
     y: Tensor
@@ -52,7 +54,14 @@ class TaskRows(NamedTuple):
         return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
 
 
-LearnedRows = tuple[TaskRows, TaskRows, tuple[str, ...]]  # train, test, class names
+class LearnedRows(NamedTuple):
+    """The rows of a set to learn. `validation`: None where a set has none of its own; `ood`: foreign pixels of its test rows."""
+
+    train: TaskRows
+    test: TaskRows
+    classes: tuple[str, ...]
+    validation: TaskRows | None = None
+    ood: dict[str, TaskRows] = {}
 
 
 class TaskSet(NamedTuple):
@@ -87,12 +96,12 @@ def present(name: str, folder: Folder) -> str:
 
 def _digits(folder: Folder) -> LearnedRows:
     train, test = digits()
-    return _rows(train), _rows(test), train.classes
+    return LearnedRows(_rows(train), _rows(test), train.classes)
 
 
 def _images(name: str, folder: Folder) -> LearnedRows:
     train, test = (image_set(name, split, folder=folder) for split in ("train", "test"))
-    return _rows(train), _rows(test), train.classes
+    return LearnedRows(_rows(train), _rows(test), train.classes)
 
 
 def _image_folder(name: str, folder: Folder) -> Path:
@@ -104,7 +113,8 @@ def _own_images(folder: Folder, train_file: str, test_file: str, classes: int | 
     train, test = _npz(train_file, folder), _npz(test_file, folder)
     if not len(train.y):
         raise ValueError(f"expected images in {train_file!r}, got none; write at least one for each class")
-    return train, test, tuple(str(i) for i in range(int(train.y.max()) + 1 if classes is None else classes))
+    count = int(train.y.max()) + 1 if classes is None else classes
+    return LearnedRows(train, test, tuple(map(str, range(count))))
 
 
 def _test_images(name: str, folder: Folder) -> TaskRows:
@@ -127,6 +137,43 @@ def _npz(name: str, folder: Folder) -> TaskRows:
     return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
 
 
+# ------------------------------------------------------------------------------------------- segmentations
+
+UNKNOWN = "unknown"  # the set of foreign pixels: of test images, 1 at those of unknown classes
+
+
+def _scenes(
+    read: Callable[..., SegmentationSet], folder: Folder, unknown: Sequence[str] = (), size: Sequence[int] | None = None
+) -> LearnedRows:
+    """Images and masks of a set's own splits. `unknown`: classes that do not count in training, foreign at test time."""
+    train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
+    ood = {}
+    if unknown:
+        (train, _), (validation, _), (test, foreign) = (with_unknown(each, unknown) for each in (train, validation, test))
+        ood = {UNKNOWN: TaskRows(test.images, foreign)}
+    learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
+    return LearnedRows(learned, tested, train.classes, held, ood)
+
+
+def _own_scenes(
+    folder: Folder,
+    images: str,
+    masks: str,
+    classes: Sequence[str],
+    void: int = VOID,
+    unknown: Sequence[str] = (),
+    size: Sequence[int] | None = None,
+) -> LearnedRows:
+    """Folders of images and of masks, in whose names {split} stands for train, val and test."""
+
+    def read(split: str, *, folder: Folder, size: Any) -> SegmentationSet:
+        root = data_folder(folder) or Path()
+        inside = [root / name.replace("{split}", split) for name in (images, masks)]
+        return segmentation_folder(*inside, classes, void=void, size=size)
+
+    return _scenes(read, folder, unknown, size)
+
+
 # ------------------------------------------------------------------------------------------- tables
 
 
@@ -139,8 +186,9 @@ def _uci_regression(folder: Folder, set: str, split: int = 0, inner: float = 0.0
     train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
     if inner:
         rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
-        return train.at(rest), train.at(held), ()
-    return train, TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test)), ()
+        return LearnedRows(train.at(rest), train.at(held), ())
+    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
+    return LearnedRows(train, test, ())
 
 
 def _uci_folder(folder: Folder) -> Path:
@@ -157,7 +205,7 @@ def _uci_folder(folder: Folder) -> Path:
 
 
 def _two_moons(folder: Folder, count: int = 1000, noise: float = 0.1) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*two_moons(count, noise=noise, seed=0)),
         TaskRows(*two_moons(count, noise=noise, seed=1)),
         ("upper", "lower"),
@@ -171,22 +219,24 @@ def _far_ring(folder: Folder) -> TaskRows:
 
 def _five_blobs(folder: Folder, points: int = 40, scale: float = 0.4, draw: int = 0) -> LearnedRows:
     train, test = five_blobs(points, scale=scale, seed=draw), five_blobs(20, scale=scale, seed=1000 + draw)
-    return TaskRows(*train), TaskRows(*test), tuple("12345")
+    return LearnedRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
 
 
 def _three_clusters(folder: Folder) -> LearnedRows:
     """The papers' 400 points have no test set: errors are those at the points that were fitted."""
     rows = TaskRows(*three_clusters())
-    return rows, rows, ()
+    return LearnedRows(rows, rows, ())
 
 
 def _x_sin_x(folder: Folder, points: int = 45, noise: float = 0.25) -> LearnedRows:
-    return TaskRows(*x_sin_x(points, noise=noise, seed=0)), TaskRows(*x_sin_x(4 * points, noise=noise, seed=1)), ()
+    train, test = x_sin_x(points, noise=noise, seed=0), x_sin_x(4 * points, noise=noise, seed=1)
+    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
 
 
 def _x_sin_x_features(folder: Folder, points: int = 45, noise: float = 0.25, draw: int = 0) -> LearnedRows:
     train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
-    return TaskRows(quadratic_features(train[0]), train[1]), TaskRows(quadratic_features(test[0]), test[1]), ()
+    first, second = (TaskRows(quadratic_features(x), y) for x, y in (train, test))
+    return LearnedRows(first, second, ())
 
 
 def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> TaskRows:
@@ -197,7 +247,7 @@ def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> TaskRows:
 
 
 def _cubic(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*cubic(points, noise=noise, seed=2 * draw)),
         TaskRows(*cubic(200, noise=noise, seed=2 * draw + 1)),
         (),
@@ -213,7 +263,7 @@ def _outside(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0
 
 
 def _cubic_gap(folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*cubic_gap(points, noise=noise, seed=2 * draw)),
         TaskRows(*cubic_gap(noise=noise, seed=2 * draw + 1)),
         (),
@@ -235,7 +285,7 @@ def _gp_draw(
     folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
 ) -> LearnedRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
-    return seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ()
+    return LearnedRows(seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ())
 
 
 def _gp_gap(folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
@@ -276,6 +326,16 @@ SETS: dict[str, TaskSet] = {
         )
         for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")
     },
+    "camvid": TaskSet(partial(_scenes, camvid), "segmentation", "11 classes of street scenes", "your files"),
+    "streethazards": TaskSet(
+        partial(_scenes, streethazards), "segmentation", "12 classes of simulated streets, and anomalies", "your files"
+    ),
+    "bdd_anomaly": TaskSet(
+        partial(_scenes, bdd_anomaly), "segmentation", "19 classes of streets, of which some are anomalies", "your files"
+    ),
+    "segmentation_folder": TaskSet(
+        _own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
+    ),
     "uci_regression": TaskSet(
         _uci_regression, "regression", f"data.set of {', '.join(REGRESSION_SETS)}; data.split", _uci_folder
     ),

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
+from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same, check_same_weights
@@ -42,6 +44,7 @@ from dissensus.bench.run.splits import (
 )
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
+from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data.locate import data_folder
 from dissensus.evaluate import checked_score, evaluation_of, parameter_count
@@ -147,13 +150,16 @@ class Run:
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
         training, evaluation = self.config.training, self.config.evaluation
+        scenes = self.kind == "segmentation"
+        if shuffle and scenes:  # augmented on the device: scaling images takes a processor as long as a step
+            rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
         return StandardisedBatches(
             rows,
             self.data.standardiser,
             targets=self.data.targets,
-            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 250),
+            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 4 if scenes else 250),
             shuffle=shuffle,
-            augment=training.get("augment", "none") if shuffle else "none",
+            augment=written("augment", training.get("augment", "none")).made() if shuffle else None,
         )
 
     # ------------------------------------------------------------------ stages
@@ -265,19 +271,25 @@ class Run:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        splits = self._splits()
-        test, posterior = read_predictions(splits["test"]), self.posterior()
+        splits, posterior = self._splits(), self.posterior()
         counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
-        evaluation = evaluation_of(
-            test,
-            ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
-            shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
-            corrupted=counts,
-            score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
-            parameters=parameter_count(posterior),
-            prevalence=self.config.evaluation.get("prevalence"),
-            temperature=float(posterior.temperature),
-        )
+        about = {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
+        score = partial(checked_score, self.config.evaluation.get("score"), self.kind)
+        if self.kind == "segmentation":
+            parts = {split: read_measured(path) for split, path in splits.items() if split not in (CORRUPT, CHOOSE)}
+            splits = {split: path for split, path in splits.items() if split not in parts}
+            evaluation = evaluation_of_pixels(parts, corrupted=counts, score=score(members=2), **about)
+        else:
+            test = read_predictions(splits["test"])
+            evaluation = evaluation_of(
+                test,
+                ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
+                shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
+                corrupted=counts,
+                score=score(members=test.members),
+                prevalence=self.config.evaluation.get("prevalence"),
+                **about,
+            )
         facts = read_json(self.folder / "training.json")
         if not is_number(facts.get("seconds")):
             raise damaged(self.folder / "training.json", "without 'seconds'")
