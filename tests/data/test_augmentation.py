@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dissensus.data import Augmentation, Batches
+from dissensus.data import VOID, Augmentation, Batches, SegmentationAugmentation
 
 
 def numbered(batch: int = 64, channels: int = 3, side: int = 8) -> torch.Tensor:
@@ -82,3 +82,69 @@ def test_batches_augment_inputs_only() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="padding of at least 0"):
         Augmentation(padding=-1)
+
+
+def scene(batch: int = 40, size: tuple[int, int] = (12, 16)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images whose channels are the row and the column of a pixel's centre, masks that number the pixels."""
+    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) + 0.5 for n in size), indexing="ij")
+    masks = (rows.long() * size[1] + columns.long())[None].expand(batch, *size)
+    return torch.stack([rows, columns])[None].expand(batch, 2, *size), masks
+
+
+@pytest.mark.parametrize("crop", [None, (8, 9), (20, 30)])
+def test_image_and_mask_are_changed_alike(crop):
+    images, masks = scene()
+    seen, labels = SegmentationAugmentation(scale=(0.5, 2.0), crop=crop, seed=0)(images, masks)
+    assert labels.shape == (40, *(crop or (12, 16)))
+    inside = labels != VOID
+    # The image says where in the scene a pixel comes from, the mask which pixel is there: the same one.
+    row, column = seen[:, 0], seen[:, 1]
+    away = torch.stack([(row - (labels // 16 + 0.5)).abs(), (column - (labels % 16 + 0.5)).abs()])[:, inside]
+    assert inside.any()
+    assert away.max() <= 0.5 + 1e-5
+    assert (seen.movedim(1, -1)[~inside] == 0).all()
+
+
+def test_scales_flips_and_places_are_those_drawn():
+    images, masks = scene(400)
+    seen, labels = SegmentationAugmentation(scale=(1.0, 1.6), seed=1)(images, masks)
+    assert (labels != VOID).all()  # larger images fill the window
+    step = seen[:, 1, 5, 9] - seen[:, 1, 5, 8]  # columns of the scene that a new column covers
+    factor = 1 / step.abs()
+    assert factor.min() >= 1 - 1e-6
+    assert factor.max() <= 1.6 + 1e-6
+    assert abs(float(factor.mean()) - 1.3) < 4 * 0.6 / 12**0.5 / 400**0.5
+    assert abs(float((step < 0).double().mean()) - 0.5) < 4 * 0.5 / 400**0.5
+
+
+def test_nothing_is_changed_where_nothing_is_asked_for():
+    images, masks = scene(3)
+    seen, labels = SegmentationAugmentation(flip=False, scale=(1.0, 1.0), seed=0)(images, masks)
+    torch.testing.assert_close(seen, images, rtol=0, atol=1e-5)
+    assert torch.equal(labels, masks)
+
+
+def test_batches_hand_both_to_a_joint_augmentation_whose_stream_goes_on():
+    images, masks = scene(6)
+
+    def loader() -> Batches:
+        return Batches(images, masks.to(torch.uint8), batch_size=4, augment=SegmentationAugmentation(seed=3))
+
+    first, second = loader(), loader()
+    batches = [*first, *first]
+    assert batches[0][1].dtype == torch.uint8
+    assert [len(y) for _, y in batches] == [4, 2, 4, 2]
+    _ = [*second]
+    third = loader()
+    third.load_state_dict(second.state_dict())
+    for (x, y), (x_again, y_again) in zip(batches[2:], third, strict=True):
+        assert torch.equal(x, x_again)
+        assert torch.equal(y, y_again)
+    assert not torch.equal(batches[0][0], batches[2][0])
+
+
+def test_scales_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"expected scale of at least 1.5, got 1"):
+        SegmentationAugmentation(scale=(1.5, 1.0))
+    with pytest.raises(ValueError, match="expected scale above 0"):
+        SegmentationAugmentation(scale=(0.0, 1.0))

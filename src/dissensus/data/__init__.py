@@ -6,14 +6,16 @@ What reads files is imported when it is first asked for: `import dissensus` shou
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dissensus.data.augmentation import Augmentation
+from dissensus.data.augmentation import Augmentation, SegmentationAugmentation
 from dissensus.data.batches import Batches
 from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
 if TYPE_CHECKING:
     from dissensus.data.images import ImageSet, cifar10, cifar100, fashion_mnist, image_set, mnist, notmnist, svhn
+    from dissensus.data.segmentation import VOID, SegmentationSet, class_weights, segmentation_folder, with_unknown
     from dissensus.data.shipped import digits, fashion
+    from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
     from dissensus.data.tabular import (
         CLASSIFICATION_SETS,
         REGRESSION_SETS,
@@ -39,14 +41,20 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASSIFICATION_SETS",
     "REGRESSION_SETS",
+    "VOID",
     "Augmentation",
     "Batches",
     "ImageSet",
     "RegressionSplit",
+    "SegmentationAugmentation",
+    "SegmentationSet",
     "Standardiser",
     "TabularSet",
+    "bdd_anomaly",
+    "camvid",
     "cifar10",
     "cifar100",
+    "class_weights",
     "cubic",
     "cubic_gap",
     "digits",
@@ -61,20 +69,23 @@ __all__ = [
     "notmnist",
     "quadratic_features",
     "regression_split",
+    "segmentation_folder",
     "split_indices",
+    "streethazards",
     "svhn",
     "three_clusters",
     "train_validation",
     "two_moons",
     "uci_classification",
     "uci_regression",
+    "with_unknown",
     "x_sin_x",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ("images", "shipped", "tabular", "toy"):
+        for file in ("images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

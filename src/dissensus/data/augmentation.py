@@ -1,13 +1,37 @@
-"""Augmentation of small images, a whole batch at a time on the device it lies on: crop, flip, cutout."""
+"""Augmentation of images, or images and masks, a whole batch at a time on the device it lies on."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.numerics.checks import whole
+from dissensus.data.segmentation import VOID
+from dissensus.numerics.checks import number, whole
 
 
-class Augmentation:
+class Streams:
+    """A random stream for every device, all from one seed; None takes the devices' global generators."""
+
+    seed: int | None
+    _generators: dict[torch.device, torch.Generator]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Device -> where its stream stands; none without a seed."""
+        return {str(device): generator.get_state() for device, generator in self._generators.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on where another with a seed stood."""
+        self._generators = {}
+        for device, stream in state.items() if self.seed is not None else ():
+            self._generators[torch.device(device)] = torch.Generator(device)
+            self._generators[torch.device(device)].set_state(stream.cpu())
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        if self.seed is not None and device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators.get(device)
+
+
+class Augmentation(Streams):
     """(B, C, H, W) -> the same shape: each image cropped from a zero-padded copy, flipped with probability ½, cut out.
 
     `padding`: pixels added on each side before a crop of the old size; `flip`: left–right; `cutout`: side of a square set
@@ -38,17 +62,6 @@ class Augmentation:
             out = torch.where(self._hole(batch, height, width, images.device), 0, out)
         return out
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Device -> where its stream stands; none without a seed."""
-        return {str(device): generator.get_state() for device, generator in self._generators.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Goes on where another with a seed stood."""
-        self._generators = {}
-        for device, stream in state.items() if self.seed is not None else ():
-            self._generators[torch.device(device)] = torch.Generator(device)
-            self._generators[torch.device(device)].set_state(stream.cpu())
-
     def _hole(self, batch: int, height: int, width: int, device: torch.device) -> Tensor:
         """(B, 1, H, W): where the square is."""
         top = self._integers(height, batch, device)[:, None] - self.cutout // 2
@@ -59,9 +72,56 @@ class Augmentation:
         return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
 
     def _integers(self, high: int, count: int, device: torch.device) -> Tensor:
-        generator = None
-        if self.seed is not None:
-            if device not in self._generators:
-                self._generators[device] = torch.Generator(device).manual_seed(self.seed)
-            generator = self._generators[device]
-        return torch.randint(high, (count,), generator=generator, device=device)
+        return torch.randint(high, (count,), generator=self._generator(device), device=device)
+
+
+class SegmentationAugmentation(Streams):
+    """(images (B, C, H, W), masks (B, H, W)) -> both changed alike: flipped with probability ½, scaled, cropped at random.
+
+    `scale`: the bounds of a factor drawn for every image. `crop`: (height, width) of what is returned; None: as it came.
+    Images are floating point and interpolated bilinearly; a mask's pixels are the nearest ones', so no label is blended.
+    What lies outside an image is 0, and VOID in the mask. `seed`: a stream of its own; None takes the device's global
+    generator. `Batches(images, masks, augment=...)` applies it.
+    """
+
+    joint = True  # takes inputs and targets
+
+    def __init__(
+        self,
+        *,
+        flip: bool = True,
+        scale: tuple[float, float] = (1.0, 1.6),
+        crop: tuple[int, int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        low = number("scale", scale[0], above=0)
+        self.flip, self.scale, self.seed = flip, (low, number("scale", scale[1], least=low)), seed
+        self.crop = None if crop is None else (whole("crop", crop[0]), whole("crop", crop[1]))
+        self._generators = {}
+
+    def __call__(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        size = images.shape[2:]
+        draws = torch.rand(4, len(images), generator=self._generator(images.device), device=images.device)
+        factor = self.scale[0] + (self.scale[1] - self.scale[0]) * draws[0]
+        places = []  # where in the image the centres of the new rows and columns lie, in pixels from its edge: (B, h), (B, w)
+        for axis, (old, new) in enumerate(zip(size, self.crop or size, strict=True)):
+            # The window has new / factor of the image's pixels and lies inside it, or the image inside the window.
+            start = draws[1 + axis] * (old - new / factor)
+            steps = torch.arange(new, device=images.device) + 0.5
+            places.append(start[:, None] + steps / factor[:, None])
+        if self.flip:
+            places[1] = torch.where(draws[3, :, None] < 0.5, size[1] - places[1], places[1])
+        return _sampled(images, masks, *places)
+
+
+def _sampled(images: Tensor, masks: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Images (B, C, h, w) and masks (B, h, w) at these places, rows (B, h) and columns (B, w) in pixels from the edges."""
+    height, width = masks.shape[1:]
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    # grid_sample's coordinates run from −1 to 1 between the edges of an image.
+    x, y = 2 * columns / width - 1, 2 * rows / height - 1
+    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1)  # (B, h, w, 2)
+    seen = F.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
+    i, j = rows.long().clamp(0, height - 1), columns.long().clamp(0, width - 1)
+    labels = masks[torch.arange(len(masks), device=masks.device)[:, None, None], i[:, :, None], j[:, None, :]]
+    return torch.where(inside[:, None], seen, 0), torch.where(inside, labels, VOID)

@@ -20,7 +20,8 @@ class Batches:
     every epoch. With a seed the orders come from a generator of this object that goes on from epoch to epoch, so a run
     repeats exactly; without one every epoch draws its seed from the global generator, as a DataLoader does. Batches lie
     where x and y lie; unshuffled ones are views of them. augment: a function of a batch of inputs, applied where they
-    lie (`dissensus.data.Augmentation`); put small image sets on the GPU as a whole.
+    lie (`dissensus.data.Augmentation`), or of inputs and targets that gives both, where its attribute `joint` is True
+    (`SegmentationAugmentation`); put small image sets on the GPU as a whole.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Batches:
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
-        augment: Callable[[Any], Any] | None = None,
+        augment: Callable[..., Any] | None = None,
     ) -> None:
         lengths = {len(tensor) for tensor in _tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
@@ -91,8 +92,11 @@ class Batches:
             rows: Any = slice(start, start + self.batch_size)
             if order is not None:
                 rows = order[rows]
-            x = _rows(self.x, rows)
-            batch = (x if self.augment is None else self.augment(x), _rows(self.y, rows))
+            x, y = _rows(self.x, rows), _rows(self.y, rows)
+            if getattr(self.augment, "joint", False):
+                batch = self.augment(x, y)
+            else:
+                batch = (x if self.augment is None else self.augment(x), y)
             yield batch if self.weight is None else (*batch, _rows(self.weight, rows))
 
 

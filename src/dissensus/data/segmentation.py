@@ -1,0 +1,182 @@
+"""Images with a class for every pixel: sets read from folders, classes made unknown, weights of rare classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.damage import reading
+
+VOID = 255  # the label of pixels that count nowhere: not in the loss, not in the metrics
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+Pair = tuple[str, Path, Path]  # name, image, mask
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentationSet:
+    """Images of one size and the class of every pixel. What `camvid` and the other readers give."""
+
+    images: Tensor  # (N, 3, H, W) uint8
+    masks: Tensor  # (N, H, W) uint8: classes 0…C−1, VOID
+    classes: tuple[str, ...]
+    files: tuple[str, ...]  # names of the images in their folder
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def subset(self, rows: Tensor) -> SegmentationSet:
+        """The images, masks and files of these rows, in this order; rows: (K,) int64."""
+        files = tuple(self.files[row] for row in rows.tolist())
+        return replace(self, images=self.images[rows], masks=self.masks[rows], files=files)
+
+
+def segmentation_folder(
+    images: str | Path,
+    masks: str | Path,
+    classes: Sequence[str],
+    *,
+    void: int = VOID,
+    size: tuple[int, int] | None = None,
+) -> SegmentationSet:
+    """SegmentationSet of two folders: masks have the names of their images, but for the suffix; subfolders are read too.
+
+    Masks are images of one channel or with a palette, and hold numbers. Those of the classes are 0, 1, … in their order,
+    with `void` left out: void=0 makes 1 the first class. `size`: (H, W) to resize to; images by antialiased bilinear
+    interpolation, masks by the nearest pixel.
+    """
+    return read_pairs(paired(Path(images), Path(masks)), classes, void=void, size=size)
+
+
+def with_unknown(found: SegmentationSet, unknown: Sequence[str]) -> tuple[SegmentationSet, Tensor]:
+    """(the set without the unknown classes, OOD masks (N, H, W) uint8): what a network is to know, and what it never saw.
+
+    Pixels of unknown classes are VOID in the set, whose other classes are numbered anew. In the OOD masks they are 1, known
+    ones 0, void ones VOID.
+    """
+    if isinstance(unknown, str) or not unknown:
+        raise ValueError(f"expected unknown classes as a list of names, got {unknown!r}; pass ['pedestrian']")
+    for name in unknown:
+        one_of("unknown class", name, found.classes)
+    known = [name for name in found.classes if name not in unknown]
+    labels, foreign = (torch.full((256,), VOID, dtype=torch.uint8, device=found.masks.device) for _ in range(2))
+    for label, name in enumerate(found.classes):
+        labels[label] = known.index(name) if name in known else VOID
+        foreign[label] = name not in known
+    masks = found.masks.long()
+    return replace(found, masks=labels[masks], classes=tuple(known)), foreign[masks]
+
+
+def class_weights(masks: Tensor, classes: int | Sequence[str]) -> Tensor:
+    """(C,) 1 / ln(1.02 + p_c), between 1.4 and 50: how much a pixel of every class counts in ENet's training.
+
+    Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016. p_c: the share of class c among the pixels of all images that are
+    not VOID; SegNet's median frequencies count only the images that hold the class. For `Classification(class_weights=)`.
+    """
+    count = whole("classes", classes if isinstance(classes, int) else len(classes), least=2)
+    pixels = torch.bincount(masks[masks != VOID].flatten(), minlength=count)
+    if len(pixels) > count or not pixels.any():
+        got = len(pixels) - 1 if len(pixels) > count else "none but VOID"
+        raise ValueError(f"expected labels from 0 to {count - 1}, got {got}; pass the masks of these classes")
+    return (1 / (1.02 + pixels / pixels.sum(dtype=torch.float64)).log()).to(torch.get_default_dtype())
+
+
+def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
+    """Every image of a folder with its mask: of the same name plus `ending`, whatever the suffixes; in order of names."""
+    for folder in (images, masks):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"expected a folder {folder}, got none; check its name")
+    found = {path.relative_to(masks).with_suffix(""): path for path in _files(masks)}
+    pairs = []
+    for path in _files(images):
+        name = path.relative_to(images)
+        wanted = name.with_name(name.stem + ending)
+        if wanted not in found:
+            raise FileNotFoundError(
+                f"expected a mask {masks / wanted}.png for the image {path}, got none; add it, or take the image away"
+            )
+        pairs.append((name.as_posix(), path, found[wanted]))
+    if not pairs:
+        raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {images}, got none; name another folder")
+    return pairs
+
+
+def read_pairs(
+    pairs: Sequence[Pair], classes: Sequence[str], *, void: int, size: tuple[int, int] | None
+) -> SegmentationSet:
+    """SegmentationSet of these files."""
+    from PIL import Image
+
+    table = numbers_of_classes(classes, void)
+    shape = None if size is None else (whole("size", size[0]), whole("size", size[1]))
+    images = masks = torch.empty(0)
+    for row, (name, image_path, mask_path) in enumerate(pairs):
+        mask = read_mask(mask_path, table)
+        with reading(image_path, "save it again", kind="an image"), Image.open(image_path) as opened:
+            image = opened.convert("RGB")
+        if image.size != mask.shape[::-1]:
+            raise ValueError(
+                f"expected an image and a mask of one size, got {_by(image.size[::-1])} in {image_path} and "
+                f"{_by(mask.shape)} in {mask_path}; make them again from one picture"
+            )
+        if shape is not None and mask.shape != shape:
+            image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
+            mask = np.asarray(Image.fromarray(mask).resize(shape[::-1], Image.Resampling.NEAREST))
+        if row == 0:
+            images = torch.empty(len(pairs), 3, *mask.shape, dtype=torch.uint8)
+            masks = torch.empty(len(pairs), *mask.shape, dtype=torch.uint8)
+        if mask.shape != masks.shape[1:]:
+            raise ValueError(
+                f"expected images of one size, got {_by(masks.shape[1:])} in {pairs[0][0]} and {_by(mask.shape)} in {name}; "
+                "pass size=(height, width) to resize them"
+            )
+        images[row] = torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
+        masks[row] = torch.from_numpy(np.array(mask))
+    return SegmentationSet(images, masks, tuple(classes), tuple(name for name, _, _ in pairs))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def numbers_of_classes(classes: Sequence[str], void: int) -> dict[int, int]:
+    """Number in a file -> class, or VOID."""
+    if isinstance(classes, str) or not 2 <= len(set(classes)) == len(classes) < VOID:
+        raise ValueError(f"expected 2 to 254 different names of classes, got {classes!r}; pass a list of them")
+    number("void", whole("void", void, least=0), most=VOID)
+    values = [value for value in range(len(classes) + 1) if value != void]
+    return {**dict(zip(values, range(len(classes)), strict=False)), void: VOID}
+
+
+def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
+    """(H, W) uint8: the class of every pixel of one file."""
+    from PIL import Image
+
+    with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+        found = np.asarray(opened, np.int32)
+    if found.ndim != 2:
+        raise ValueError(
+            f"expected a mask of one channel that holds class numbers, got {found.shape[2]} channels in {path}; "
+            "turn colours into numbers first"
+        )
+    lookup = np.full(256, -1, np.int16)
+    lookup[[*table]] = [*table.values()]
+    labels = lookup[np.clip(found, 0, 255)]
+    labels[(found < 0) | (found > 255)] = -1
+    if (labels < 0).any():
+        known = sorted(value for value, label in table.items() if label != VOID)
+        void = next(value for value, label in table.items() if label == VOID)
+        raise ValueError(
+            f"expected values {known[0]} to {known[-1]} for {len(known)} classes or {void} for void in {path}, got "
+            f"{found[labels < 0].min()}; name all classes, or the value of void pixels by void="
+        )
+    return labels.astype(np.uint8)
+
+
+def _by(size: Sequence[int]) -> str:
+    return "×".join(map(str, size))

