@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from dissensus.reporting.plots import STYLE, Array, short
 
@@ -131,7 +132,7 @@ def _legends(figure: Figure, classes: Sequence[str], largest: float) -> None:
         base = 0.62 + 0.2 * (-(-len(names) // 6) - 1)
         bar = figure.add_axes((left / width, base / height, (width / 2 - 0.6) / width, 0.09 / height))
         scale = matplotlib.cm.ScalarMappable(Normalize(0, top), colours_of)
-        figure.colorbar(scale, cax=bar, orientation="horizontal")
+        figure.colorbar(scale, cax=bar, orientation="horizontal", ticks=MaxNLocator(5))
         bar.tick_params(labelsize=7, length=2, pad=1)
         bar.set_title(label, fontsize=8, pad=2)
 
