@@ -74,6 +74,7 @@ FLOORS = {
         "together",
         "gather processes",
         "jobs",
+        "images",
     ],
     "bench/theory": ["runs", "figures", "cli"],
     "bench/width": ["grid", "rows", "claims verdicts", "figures", "report"],

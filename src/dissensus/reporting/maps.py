@@ -118,20 +118,33 @@ def _row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *,
             axes.fill(np.array(x) - 0.5, np.array(y) - 0.5, fill=False, edgecolor="white", linewidth=0.9)
 
 
+def class_legend(classes: Sequence[str]) -> Figure:
+    """The names of classes with their colours."""
+    lines = -(-(len(classes) + 2) // 6)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
+        _class_names(figure, classes, loc="center")
+    return figure
+
+
+def _class_names(figure: Figure, classes: Sequence[str], *, loc: str) -> None:
+    colours = [*(class_colours(len(classes)) / 255), UNKNOWN_COLOUR, VOID_COLOUR]
+    names = [*map(short, classes), "unknown", "void"]
+    patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
+    figure.legend(handles=patches, loc=loc, ncols=6, handlelength=1.2, fontsize=8)
+
+
 def _legends(figure: Figure, classes: Sequence[str], largest: float) -> None:
     """The classes with their colours, and the two scales, below everything."""
-    colours = [*(class_colours(len(classes)) / 255), UNKNOWN_COLOUR, VOID_COLOUR]
-    names = [*classes, "unknown", "void"]
-    patches = [Patch(color=colour, label=short(name)) for colour, name in zip(colours, names, strict=True)]
+    _class_names(figure, classes, loc="lower center")
     width, height = figure.get_size_inches()
-    figure.legend(handles=patches, loc="lower center", ncols=6, handlelength=1.2, fontsize=8)
-    for left, colours_of, top, label in (
+    base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))
+    for left, colours, top, label in (
         (0.3, CONFIDENCE, 1.0, "confidence"),
         (width / 2 + 0.2, EPISTEMIC, largest, "mutual information (nats)"),
     ):
-        base = 0.62 + 0.2 * (-(-len(names) // 6) - 1)
         bar = figure.add_axes((left / width, base / height, (width / 2 - 0.6) / width, 0.09 / height))
-        scale = matplotlib.cm.ScalarMappable(Normalize(0, top), colours_of)
+        scale = matplotlib.cm.ScalarMappable(Normalize(0, top), colours)
         figure.colorbar(scale, cax=bar, orientation="horizontal", ticks=MaxNLocator(5))
         bar.tick_params(labelsize=7, length=2, pad=1)
         bar.set_title(label, fontsize=8, pad=2)

@@ -328,7 +328,7 @@ SETS: dict[str, TaskSet] = {
     },
     "camvid": TaskSet(partial(_scenes, camvid), "segmentation", "11 classes of street scenes", "your files"),
     "streethazards": TaskSet(
-        partial(_scenes, streethazards), "segmentation", "12 classes of simulated streets, and anomalies", "your files"
+        partial(_scenes, streethazards), "segmentation", "13 classes of simulated streets, and anomalies", "your files"
     ),
     "bdd_anomaly": TaskSet(
         partial(_scenes, bdd_anomaly), "segmentation", "19 classes of streets, of which some are anomalies", "your files"

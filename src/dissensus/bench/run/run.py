@@ -229,6 +229,9 @@ class Run:
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+        if self.kind == "segmentation":  # what an image of the user's needs, who may not have the data
+            scale = self.data.standardiser
+            facts |= {"classes": self.data.classes, "mean": scale.mean.tolist(), "std": scale.std.tolist()}
         write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
