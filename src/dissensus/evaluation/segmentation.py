@@ -22,6 +22,9 @@ from dissensus.metrics import CalibrationBins, ConfusionCounts, ScoreHistogram
 from dissensus.metrics.checks import labelled
 
 
+CURVE = 1000  # points kept of a curve over pixels
+
+
 @dataclass
 class PixelSums:
     """What is known of the pixels of a labelled set: sums only."""
@@ -30,6 +33,7 @@ class PixelSums:
     bins: CalibrationBins = field(default_factory=CalibrationBins.empty)
     nll: float = 0.0
     brier: float = 0.0
+    ranked: ScoreHistogram = field(default_factory=ScoreHistogram.empty)  # how unsure right and wrong pixels are
     member_nll: Tensor | None = None  # (M,) sums
     disagreement: float = 0.0  # summed over pixels
     pixels: int = 0
@@ -42,6 +46,7 @@ class PixelSums:
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
             self.bins = CalibrationBins.empty(device=mean.device)
+            self.ranked = ScoreHistogram.empty(device=mean.device)
             self.member_nll = torch.zeros(len(members), dtype=torch.float64)
         self.confusion = self.confusion.update(mean, y, ignore_index=ignore_index)
         self.bins = self.bins.update(mean, y, ignore_index=ignore_index)
@@ -49,6 +54,8 @@ class PixelSums:
         if not len(labels):
             return
         self.pixels += len(labels)
+        wrong, unsure = rows.argmax(1) != labels, metrics.max_probability_score(rows)
+        self.ranked = self.ranked.update(unsure[~wrong], unsure[wrong])
         self.nll += float(metrics.nll_values(rows, labels).sum())
         self.brier += float(metrics.brier_values(rows.exp(), labels).sum())
         keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
@@ -69,7 +76,7 @@ class PixelSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """accuracy, nll, brier, ece and miou, pooled over all pixels that count."""
+        """accuracy, nll, brier, ece, aurc and miou, pooled over all pixels that count."""
         if self.confusion is None or not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
         return {
@@ -77,8 +84,18 @@ class PixelSums:
             "nll": self.nll / self.pixels,
             "brier": self.brier / self.pixels,
             "ece": float(self.bins.ece()),
+            "aurc": self._risk_coverage()[2],
             "miou": float(self.confusion.miou()),
         }
+
+    def _risk_coverage(self) -> tuple[Tensor, Tensor, float]:
+        """(coverage, errors among the pixels answered, their mean over all coverages), the surest pixels first, bin by bin."""
+        right, wrong = (counts.double().cpu() for counts in self.ranked)
+        used = right + wrong > 0
+        right, wrong = right[used], wrong[used]
+        answered, errors = (right + wrong).cumsum(0), wrong.cumsum(0)
+        risk = errors / answered
+        return answered / answered[-1], risk, float((risk * (right + wrong)).sum() / answered[-1])
 
     def member_metrics(self) -> dict[str, float]:
         """members/nll, nll_best, diversity and disagreement; nothing for a single member."""
@@ -97,7 +114,11 @@ class PixelSums:
         """Per-image means, the reliability bins and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
+        coverage, risk, _ = self._risk_coverage()
+        kept = torch.linspace(0, len(risk) - 1, min(len(risk), CURVE)).round().long()
         return {
+            "risk_coverage/coverage": coverage[kept],
+            "risk_coverage/risk": risk[kept],
             **{f"test/{name}": torch.cat([each[name] for each in self.images]) for name in self.images[0]},
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,

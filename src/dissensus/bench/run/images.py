@@ -43,7 +43,7 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path) -> Iterator[Path]
                 "prediction": maps.class_image(predictive.mean[0].argmax(0).cpu().numpy(), len(classes)),
                 "confidence": _heat(predictive.confidence, 1.0, maps.CONFIDENCE),
                 "entropy": _heat(predictive.total, largest, maps.EPISTEMIC),
-                "mutual_information": _heat(predictive.epistemic, largest / 2, maps.EPISTEMIC),
+                "mutual_information": _heat(predictive.epistemic, None, maps.EPISTEMIC),
             }
             for name, pixels in shown.items():
                 written = folder / f"{path.stem}-{name}.png"
@@ -51,10 +51,12 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path) -> Iterator[Path]
                 yield written
 
 
-def _heat(values: Tensor, largest: float, colours: str) -> np.ndarray:
+def _heat(values: Tensor, largest: float | None, colours: str) -> np.ndarray:
+    """None: the largest value of the image."""
     from dissensus.reporting import maps
 
-    return maps.heat_image(values[0].cpu().numpy(), largest=largest, colours=colours)
+    top = float(values.max()) or 1.0 if largest is None else largest
+    return maps.heat_image(values[0].cpu().numpy(), largest=top, colours=colours)
 
 
 def _facts(run: Run) -> tuple[list[str], Standardiser]:
