@@ -177,6 +177,55 @@ def test_weights_are_spread_over_pixels_of_their_own_example():
             spread(weight, like)
 
 
+@pytest.mark.parametrize("space", [(), (5, 4)])
+@pytest.mark.parametrize("ignore", [None, 255, 1])
+def test_class_weights_are_those_of_torchs_cross_entropy(space, ignore):
+    outputs, y = torch.randn(6, 3, *space, dtype=F64), torch.randint(3, (6, *space))
+    weights = torch.tensor([0.5, 3.0, 40.0], dtype=F64)
+    likelihood = ds.Classification(ignore_index=ignore, class_weights=weights)
+    if ignore is not None:
+        y[0] = ignore
+    ignored = -100 if ignore is None else ignore
+    expected = nn.functional.cross_entropy(outputs, y, weight=weights, ignore_index=ignored)
+    torch.testing.assert_close(likelihood.nll(outputs, y), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(likelihood.nll(outputs, y.to(torch.uint8)), expected, rtol=0, atol=1e-12)
+    rows = torch.tensor([0, 1, 1, 3])
+    twice = likelihood.nll(outputs[rows], y[rows])
+    torch.testing.assert_close(
+        likelihood.nll(outputs, y, torch.tensor([1.0, 2, 0, 1, 0, 0])), twice, rtol=0, atol=1e-12
+    )
+    assert torch.equal(likelihood.log_prob(outputs, y), ds.Classification(ignore).log_prob(outputs, y))
+
+
+def test_class_weights_of_soft_labels_are_those_of_torch():
+    outputs, y = torch.randn(6, 3, 2, 2, dtype=F64), torch.rand(6, 3, 2, 2, dtype=F64).softmax(1)
+    likelihood = ds.Classification(class_weights=[1.0, 2.0, 5.0])
+    expected = nn.functional.cross_entropy(outputs, y, weight=torch.tensor([1.0, 2, 5], dtype=F64))
+    torch.testing.assert_close(likelihood.nll(outputs, y), expected, rtol=0, atol=1e-12)
+
+
+def test_class_weights_are_trained_with_saved_and_loaded(tmp_path):
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    weights = ds.data.class_weights(torch.tensor([[0, 0, 1, 1, 1, 2]]), 3)
+    posterior = ds.DeepEnsemble(
+        [nn.Linear(4, 3) for _ in range(2)], likelihood=ds.Classification(class_weights=weights)
+    )
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.save(posterior, tmp_path / "posterior")
+    loaded = ds.load(tmp_path / "posterior", nn.Linear(4, 3))
+    assert loaded.likelihood.class_weights == weights.tolist()
+    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+
+
+def test_class_weights_that_are_none():
+    with pytest.raises(ValueError, match="expected every class weight above 0, got 0"):
+        ds.Classification(class_weights=[1.0, 0.0])
+    with pytest.raises(ValueError, match="expected 3 class weights, one per class of the outputs, got 2"):
+        ds.Classification(class_weights=[1.0, 2.0]).check(torch.Size((4, 3)), torch.zeros(4).long())
+    with pytest.raises(ValueError, match="expected a likelihood without class_weights"):
+        ds.Laplace(nn.Linear(4, 3), likelihood=ds.Classification(class_weights=[1.0, 2.0, 3.0]))
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 

@@ -65,7 +65,8 @@ def test_a_step_of_fewer_batches_at_the_end_of_an_epoch_is_that_of_one_large_bat
     assert tiny.largest_difference(run(cut, 3), run(large, 1)) < 1e-10
 
 
-def test_void_pixels_count_for_nothing_in_a_step_of_several_batches():
+@pytest.mark.parametrize("class_weights", [None, [1.0, 5.0, 30.0]])
+def test_void_pixels_count_for_nothing_in_a_step_of_several_batches(class_weights):
     x = torch.randn(6, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6 * 16).reshape(6, 4, 4) % 3
     y[:2, 1:] = 255
@@ -73,7 +74,8 @@ def test_void_pixels_count_for_nothing_in_a_step_of_several_batches():
 
     def run(cuts):
         torch.manual_seed(0)
-        posterior = ds.MAP(tiny.segmenter().double(), likelihood=ds.Classification(ignore_index=255))
+        likelihood = ds.Classification(ignore_index=255, class_weights=class_weights)
+        posterior = ds.MAP(tiny.segmenter().double(), likelihood=likelihood)
         batches = [(x[i:j], y[i:j], weight[i:j]) for i, j in pairwise(cuts)]
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.3)
         ds.fit(posterior, batches, epochs=1, accumulate=len(batches), optimizer=optimizer, progress=False)

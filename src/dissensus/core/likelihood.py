@@ -7,6 +7,7 @@ Your own likelihood subclasses `Likelihood` and defines three methods; docs/trai
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,11 @@ class Likelihood(nn.Module, ABC):
     def counted(self, y: Tensor) -> Tensor | None:
         """(B, ...) which entries of log_prob count, or None where all do."""
         return None
+
+    def training_weight(self, y: Tensor) -> Tensor | None:
+        """(B, ...) how much every entry of log_prob counts in the training loss, or None where all count alike."""
+        counted = self.counted(y)
+        return None if counted is None else counted.to(torch.get_default_dtype())
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         """Raises a ValueError where y cannot belong to outputs of this shape. Values are read only on the host."""
@@ -78,12 +84,12 @@ class Likelihood(nn.Module, ABC):
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """() −Σ w log p / Σ w over the entries that count: weight 2 is the same as having the example twice."""
         log_prob = self.log_prob(full_precision(outputs), y)
-        counted = self.counted(y)
+        counted = self.training_weight(y)
         if weight is None and counted is None:
             return -log_prob.mean()
         w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
         if counted is not None:
-            w = torch.where(counted, w, 0.0)
+            w = torch.where(counted > 0, w * counted.to(w.dtype), 0.0)
         # A batch in which nothing counts has loss 0 and gradient 0, not 0/0.
         return -(w * log_prob).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
 
@@ -96,11 +102,26 @@ class Classification(Likelihood):
 
     Classes are axis 1, as in torch's cross_entropy: transpose token logits (B, T, C). As (B, C, T) with T = C could be those,
     it is refused: return (B, C, T, 1), with targets (B, T, 1). `ignore_index`: the label of positions that do not count.
+    `class_weights`: C numbers; training minimises −Σ w_y log p_y / Σ w_y, as torch's cross_entropy(weight=) does, of soft
+    labels −Σ_c w_c y_c log p_c over their number. Predictions, validation and evaluation are not weighted.
     """
 
-    def __init__(self, ignore_index: int | None = None) -> None:
+    def __init__(
+        self, ignore_index: int | None = None, *, class_weights: Sequence[float] | Tensor | None = None
+    ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self.class_weights: list[float] | None = None
+        if class_weights is not None:
+            given = class_weights.tolist() if isinstance(class_weights, Tensor) else [*class_weights]
+            self.class_weights = [
+                float(
+                    number("every class weight", w, above=0, hint="name a class that should not count by ignore_index")
+                )
+                for w in given
+            ]
+        # Kept by device and dtype, not as a buffer: it is no tensor of a member. Made before a CUDA graph is captured.
+        self._weights: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._clear = False  # whether a batch has shown which axis is the classes
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -110,10 +131,26 @@ class Classification(Likelihood):
         return -F.cross_entropy(outputs, y.long(), reduction="none", ignore_index=ignored)
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        plain = weight is None and self.ignore_index is None and not y.is_floating_point()
+        unweighted = weight is None and self.class_weights is None
+        plain = unweighted and self.ignore_index is None and not y.is_floating_point()
         if plain and type(self) is Classification:  # the same bits without changing signs twice, in every graph
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
+        if self.class_weights is not None and y.is_floating_point():
+            w = self._weight_of_classes(y.device, y.dtype)
+            y = y * w.reshape(-1, *[1] * (y.ndim - 2))
         return super().nll(outputs, y, weight)
+
+    def training_weight(self, y: Tensor) -> Tensor | None:
+        if self.class_weights is None or y.is_floating_point():
+            return super().training_weight(y)
+        table, counted = self._weight_of_classes(y.device, torch.float64), self.counted(y)
+        return table[y.long()] if counted is None else torch.where(counted, table[torch.where(counted, y, 0).long()], 0)
+
+    def _weight_of_classes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """(C,) the class weights as a tensor."""
+        if (device, dtype) not in self._weights:
+            self._weights[device, dtype] = torch.tensor(self.class_weights, device=device, dtype=dtype)
+        return self._weights[device, dtype]
 
     def counted(self, y: Tensor) -> Tensor | None:
         return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
@@ -143,11 +180,16 @@ class Classification(Likelihood):
         )
 
     def config(self) -> dict[str, Any]:
-        return {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
+        given = {"ignore_index": self.ignore_index, "class_weights": self.class_weights}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
         batch, classes, *space = output_shape
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise ValueError(
+                f"expected {classes} class weights, one per class of the outputs, got {len(self.class_weights)}; pass as many"
+            )
         if y.is_floating_point():
             if y.shape != output_shape:
                 raise ValueError(

@@ -96,7 +96,7 @@ class EagerStep:
         """
         if self.accumulate == 1:
             return None
-        counted = self.posterior.likelihood.counted(batch.y)
+        counted = self.posterior.likelihood.training_weight(batch.y)
         w = torch.ones(len(batch.y), device=batch.y.device) if batch.weight is None else batch.weight
         if counted is not None:
             w = spread(w, counted.to(w.dtype)) * counted

@@ -73,6 +73,11 @@ class Laplace(SamplingPosterior):
         if covariance not in ("rows", "joint"):
             raise ValueError(f'expected a covariance of "rows" or "joint", got {covariance!r}; name one of them')
         check_precision(prior_precision)
+        if getattr(likelihood, "class_weights", None) is not None:
+            raise ValueError(
+                "expected a likelihood without class_weights, got them: the curvature is that of log p, not of that loss; "
+                "train with class_weights and MAP, then pass the network with a Classification that has none"
+            )
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = structure
         self.covariance = covariance

@@ -176,7 +176,11 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
     """
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
-        return 0.5 / outputs[0, :, 0].numel()  # diag p − ppᵀ has no eigenvalue above ½
+        weights = getattr(particles.likelihood, "class_weights", None) or [1.0]
+        uneven = max(weights) / min(
+            weights
+        )  # an example's share in the weighted mean is at most this over their number
+        return 0.5 * uneven / outputs[0, :, 0].numel()  # diag p − ppᵀ has no eigenvalue above ½
     if y is None and form is Likelihood.curvature:
         return None
     largest = 0.0
