@@ -65,7 +65,7 @@ FLOORS = {
         "report",
     ],
     "bench": ["names fitting printing", "rows", "task", "run", "theory width", "cli"],
-    "bench/rows": ["sources geometry", "sets loaders"],
+    "bench/rows": ["learned", "scenes", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
         "provenance records measured pixels watch same weights",

@@ -140,9 +140,7 @@ def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels):
     for split, place in places.items():  # what is unknown is in test scenes alone
         write_scenes(tmp_path, {split: place}, labels if split == "test" else [*labels[:-1], labels[1]])
     loaded = load_task(task, size="smoke")
-    _, evaluations = run_all(
-        loaded, methods=["map", "tradi"], seeds=[0], out=tmp_path / "runs", source=str(tmp_path)
-    )
+    _, evaluations = run_all(loaded, methods=["map", "tradi"], seeds=[0], out=tmp_path / "runs", source=str(tmp_path))
     for evaluation in evaluations:
         assert 0 <= evaluation.metrics["ood/unknown/auroc"] <= 1
     assert load_task(task).settings["network"]["name"] == "PSPNet"
@@ -150,7 +148,9 @@ def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels):
 
 def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, monkeypatch, capsys):
     task = load_task("camvid-ood", size="smoke")
-    runs, _ = run_all(task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
+    runs, _ = run_all(
+        task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path))
+    )
     image = tmp_path / "street.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)).save(image)
     monkeypatch.setattr("sys.argv", ["dissensus", "predict", str(runs[0].folder), str(image)])
@@ -161,5 +161,5 @@ def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, monkeypatch
     assert written.keys() == names
     assert {str(path) for path in written.values()} == set(capsys.readouterr().out.split())
     assert all(Image.open(path).size == (100, 60) for name, path in written.items() if name != "classes")
-    with pytest.raises(FileNotFoundError, match="expected an image at .*gone.png, got none"):
+    with pytest.raises(FileNotFoundError, match=r"expected an image at .*gone.png, got none"):
         list(write_maps(runs[0], [tmp_path / "gone.png"], tmp_path))

@@ -22,9 +22,6 @@ from dissensus.metrics import CalibrationBins, ConfusionCounts, ScoreHistogram
 from dissensus.metrics.checks import labelled
 
 
-CURVE = 1000  # points kept of a curve over pixels
-
-
 @dataclass
 class PixelSums:
     """What is known of the pixels of a labelled set: sums only."""
@@ -33,7 +30,6 @@ class PixelSums:
     bins: CalibrationBins = field(default_factory=CalibrationBins.empty)
     nll: float = 0.0
     brier: float = 0.0
-    ranked: ScoreHistogram = field(default_factory=ScoreHistogram.empty)  # how unsure right and wrong pixels are
     member_nll: Tensor | None = None  # (M,) sums
     disagreement: float = 0.0  # summed over pixels
     pixels: int = 0
@@ -46,7 +42,6 @@ class PixelSums:
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
             self.bins = CalibrationBins.empty(device=mean.device)
-            self.ranked = ScoreHistogram.empty(device=mean.device)
             self.member_nll = torch.zeros(len(members), dtype=torch.float64)
         self.confusion = self.confusion.update(mean, y, ignore_index=ignore_index)
         self.bins = self.bins.update(mean, y, ignore_index=ignore_index)
@@ -54,8 +49,6 @@ class PixelSums:
         if not len(labels):
             return
         self.pixels += len(labels)
-        wrong, unsure = rows.argmax(1) != labels, metrics.max_probability_score(rows)
-        self.ranked = self.ranked.update(unsure[~wrong], unsure[wrong])
         self.nll += float(metrics.nll_values(rows, labels).sum())
         self.brier += float(metrics.brier_values(rows.exp(), labels).sum())
         keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
@@ -76,7 +69,7 @@ class PixelSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """accuracy, nll, brier, ece, aurc and miou, pooled over all pixels that count."""
+        """accuracy, nll, brier, ece and miou, pooled over all pixels that count."""
         if self.confusion is None or not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
         return {
@@ -84,18 +77,8 @@ class PixelSums:
             "nll": self.nll / self.pixels,
             "brier": self.brier / self.pixels,
             "ece": float(self.bins.ece()),
-            "aurc": self._risk_coverage()[2],
             "miou": float(self.confusion.miou()),
         }
-
-    def _risk_coverage(self) -> tuple[Tensor, Tensor, float]:
-        """(coverage, errors among the pixels answered, their mean over all coverages), the surest pixels first, bin by bin."""
-        right, wrong = (counts.double().cpu() for counts in self.ranked)
-        used = right + wrong > 0
-        right, wrong = right[used], wrong[used]
-        answered, errors = (right + wrong).cumsum(0), wrong.cumsum(0)
-        risk = errors / answered
-        return answered / answered[-1], risk, float((risk * (right + wrong)).sum() / answered[-1])
 
     def member_metrics(self) -> dict[str, float]:
         """members/nll, nll_best, diversity and disagreement; nothing for a single member."""
@@ -114,11 +97,7 @@ class PixelSums:
         """Per-image means, the reliability bins and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
-        coverage, risk, _ = self._risk_coverage()
-        kept = torch.linspace(0, len(risk) - 1, min(len(risk), CURVE)).round().long()
         return {
-            "risk_coverage/coverage": coverage[kept],
-            "risk_coverage/risk": risk[kept],
             **{f"test/{name}": torch.cat([each[name] for each in self.images]) for name in self.images[0]},
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,

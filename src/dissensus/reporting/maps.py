@@ -67,7 +67,9 @@ def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, clas
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         grid = figure.subplots(rows, 5 if window else 3, squeeze=False)
         bottom, top = legend / figure.get_figheight(), 1 - 0.22 / figure.get_figheight()
-        figure.subplots_adjust(left=0.3 / across, right=1 - 0.1 / across, top=top, bottom=bottom, wspace=0.04, hspace=0.16)
+        figure.subplots_adjust(
+            left=0.3 / across, right=1 - 0.1 / across, top=top, bottom=bottom, wspace=0.04, hspace=0.16
+        )
         for axes in grid.flat:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
@@ -114,7 +116,10 @@ def _row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *,
         axes.set_title(each[0], fontsize=8, pad=2)
         if window is not None and i in marked:
             rows, columns = window
-            x, y = [columns.start, columns.stop, columns.stop, columns.start], [rows.start, rows.start, rows.stop, rows.stop]
+            x, y = (
+                [columns.start, columns.stop, columns.stop, columns.start],
+                [rows.start, rows.start, rows.stop, rows.stop],
+            )
             axes.fill(np.array(x) - 0.5, np.array(y) - 0.5, fill=False, edgecolor="white", linewidth=0.9)
 
 

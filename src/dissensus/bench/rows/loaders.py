@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.bench.rows.sources import TaskRows
+from dissensus.bench.rows.learned import TaskRows
 from dissensus.data import Batches, SegmentationAugmentation, Standardiser
 
 # What makes an augmentation, with the settings that a task may write.

@@ -11,7 +11,8 @@ import torch
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
-from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, Folder, SetKind, TaskRows, rows_elsewhere
+from dissensus.bench.rows.learned import Folder, SetKind, TaskRows
+from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, rows_elsewhere
 from dissensus.data import split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of

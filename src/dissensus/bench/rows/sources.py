@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from dissensus.bench.rows.learned import Folder, LearnedRows, SetKind, TaskRows
+from dissensus.bench.rows.scenes import own_scenes, scene_folder, scenes
 from dissensus.data import (
     cubic,
     cubic_gap,
@@ -29,39 +30,9 @@ from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.formats import read_npz
 from dissensus.data.images import ImageSet
 from dissensus.data.locate import data_folder, locate
-from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
-from dissensus.data.street_scenes import SPLITS, bdd_anomaly, camvid, streethazards
+from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder, uci_regression
 from dissensus.numerics.checks import one_of
-
-SetKind = Literal["classification", "regression", "segmentation"]
-Folder = str | Path | None
-
-
-class TaskRows(NamedTuple):
-    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,), masks (N, H, W) uint8 or values (N, 1)."""
-
-    x: Tensor
-    y: Tensor
-
-    def at(self, rows: Tensor) -> TaskRows:
-        return TaskRows(self.x[rows], self.y[rows])
-
-    def first(self, count: int | None, *, seed: int) -> TaskRows:
-        """At most `count` rows, chosen by the seed and kept in order."""
-        if count is None or count >= len(self.y):
-            return self
-        return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
-
-
-class LearnedRows(NamedTuple):
-    """The rows of a set to learn. `validation`: None where a set has none of its own; `ood`: foreign pixels of its test rows."""
-
-    train: TaskRows
-    test: TaskRows
-    classes: tuple[str, ...]
-    validation: TaskRows | None = None
-    ood: dict[str, TaskRows] = {}
 
 
 class TaskSet(NamedTuple):
@@ -135,43 +106,6 @@ def _npz(name: str, folder: Folder) -> TaskRows:
         )
     images, labels = read_npz(path)
     return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
-
-
-# ------------------------------------------------------------------------------------------- segmentations
-
-UNKNOWN = "unknown"  # the set of foreign pixels: of test images, 1 at those of unknown classes
-
-
-def _scenes(
-    read: Callable[..., SegmentationSet], folder: Folder, unknown: Sequence[str] = (), size: Sequence[int] | None = None
-) -> LearnedRows:
-    """Images and masks of a set's own splits. `unknown`: classes that do not count in training, foreign at test time."""
-    train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
-    ood = {}
-    if unknown:
-        (train, _), (validation, _), (test, foreign) = (with_unknown(each, unknown) for each in (train, validation, test))
-        ood = {UNKNOWN: TaskRows(test.images, foreign)}
-    learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
-    return LearnedRows(learned, tested, train.classes, held, ood)
-
-
-def _own_scenes(
-    folder: Folder,
-    images: str,
-    masks: str,
-    classes: Sequence[str],
-    void: int = VOID,
-    unknown: Sequence[str] = (),
-    size: Sequence[int] | None = None,
-) -> LearnedRows:
-    """Folders of images and of masks, in whose names {split} stands for train, val and test."""
-
-    def read(split: str, *, folder: Folder, size: Any) -> SegmentationSet:
-        root = data_folder(folder) or Path()
-        inside = [root / name.replace("{split}", split) for name in (images, masks)]
-        return segmentation_folder(*inside, classes, void=void, size=size)
-
-    return _scenes(read, folder, unknown, size)
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -326,15 +260,23 @@ SETS: dict[str, TaskSet] = {
         )
         for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")
     },
-    "camvid": TaskSet(partial(_scenes, camvid), "segmentation", "11 classes of street scenes", "your files"),
+    "camvid": TaskSet(
+        partial(scenes, camvid), "segmentation", "11 classes of street scenes", partial(scene_folder, "trainannot")
+    ),
     "streethazards": TaskSet(
-        partial(_scenes, streethazards), "segmentation", "13 classes of simulated streets, and anomalies", "your files"
+        partial(scenes, streethazards),
+        "segmentation",
+        "13 classes of simulated streets, and anomalies",
+        partial(scene_folder, "train/annotations/training"),
     ),
     "bdd_anomaly": TaskSet(
-        partial(_scenes, bdd_anomaly), "segmentation", "19 classes of streets, of which some are anomalies", "your files"
+        partial(scenes, bdd_anomaly),
+        "segmentation",
+        "19 classes of streets, of which some are anomalies",
+        partial(scene_folder, "seg/labels/train"),
     ),
     "segmentation_folder": TaskSet(
-        _own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
+        own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
     ),
     "uci_regression": TaskSet(
         _uci_regression, "regression", f"data.set of {', '.join(REGRESSION_SETS)}; data.split", _uci_folder

@@ -144,7 +144,9 @@ def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Map
 def output_count(config: RunConfig, data: TaskData) -> int:
     """How many outputs a network of the run has."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
-    return count * (2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1)  # a mean and a variance each
+    return count * (
+        2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1
+    )  # a mean and a variance each
 
 
 def check_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:

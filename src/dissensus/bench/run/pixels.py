@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from dissensus.bench.rows.learned import TaskRows
+from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import UNKNOWN, TaskRows
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data.segmentation import VOID
 from dissensus.evaluate import joined_evaluation
@@ -44,7 +45,12 @@ def read_measured(path: Path) -> Measured:
 
 
 def measured_pixels(
-    split: str, rows: TaskRows, data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iterable[Any]], score: str
+    split: str,
+    rows: TaskRows,
+    data: TaskData,
+    functions: Functions,
+    loader: Callable[[TaskRows], Iterable[Any]],
+    score: str,
 ) -> Measured:
     """The numbers of one split: "test" with the numbers of members, cost and maps, "ood-SET", "train" or "shift-SET"."""
     kind, _, name = split.partition("-")
@@ -91,7 +97,8 @@ def evaluation_of_pixels(
     metrics = {key: value for part in parts.values() for key, value in part.metrics.items()}
     arrays = {key: value for part in parts.values() for key, value in part.arrays.items()}
     ood, shift = (
-        tuple(split.removeprefix(f"{kind}-") for split in parts if split.startswith(f"{kind}-")) for kind in ("ood", "shift")
+        tuple(split.removeprefix(f"{kind}-") for split in parts if split.startswith(f"{kind}-"))
+        for kind in ("ood", "shift")
     )
     milliseconds = metrics.pop("cost/predict_ms")
     found = Evaluation("segmentation", metrics, arrays, score, ood, shift)

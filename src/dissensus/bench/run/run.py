@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from dissensus import storage
+from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import StandardisedBatches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
+from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
@@ -157,7 +158,9 @@ class Run:
             rows,
             self.data.standardiser,
             targets=self.data.targets,
-            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 4 if scenes else 250),
+            batch_size=training.get("batch_size", 64)
+            if shuffle
+            else evaluation.get("batch_size", 4 if scenes else 250),
             shuffle=shuffle,
             augment=written("augment", training.get("augment", "none")).made() if shuffle else None,
         )
@@ -287,7 +290,9 @@ class Run:
             evaluation = evaluation_of(
                 test,
                 ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
-                shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
+                shift={
+                    s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")
+                },
                 corrupted=counts,
                 score=score(members=test.members),
                 prevalence=self.config.evaluation.get("prevalence"),

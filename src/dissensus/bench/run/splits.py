@@ -12,9 +12,11 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.bench.names import listed
 from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
+from dissensus.bench.rows.learned import TaskRows
 from dissensus.bench.rows.loaders import StandardisedBatches
+from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import SETS, UNKNOWN, TaskRows
+from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run.pixels import measured_pixels, write_measured
 from dissensus.bench.run.records import write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig

@@ -44,6 +44,7 @@ def pca(inputs: Any, alpha: float = 1.0, **options: Any) -> Lengthscales | None:
 
 pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-defined]
 
+
 def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str | None = None) -> Likelihood:
     """Pixels of training masks (N, H, W), void ones left out. class_weights: of each class, or "enet", by how rare it is."""
     if isinstance(class_weights, str):
