@@ -318,6 +318,11 @@ def test_segmentation_metrics_are_those_of_all_pixels_at_once():
     for name, value in expected.items():
         assert result.metrics[name] == pytest.approx(float(value), abs=1e-6), name
     assert result.kind == "segmentation"
+    wrong = (predictive.mean.argmax(1) != y).double()[y != 255]
+    score = metrics.max_probability_score(predictive.log_mean)[y != 255]
+    assert result.metrics["aurc"] == pytest.approx(float(metrics.aurc(-score, wrong)), abs=2e-3)  # binned
+    assert result.arrays["risk_coverage/coverage"][-1] == 1
+    assert float(result.arrays["risk_coverage/risk"][-1]) == pytest.approx(1 - result.metrics["accuracy"], abs=1e-12)
     damaged = [posterior.predict(corrupt(x, "contrast", s)).mean for s in range(1, 6)]
     direct = sum(float(metrics.accuracy(mean, y, ignore_index=255)) for mean in damaged) / 5
     assert result.metrics["corrupt/accuracy"] == pytest.approx(direct, abs=1e-6)
@@ -341,8 +346,46 @@ def test_segmentation_ranks_ood_pixels_image_by_image(score):
     assert result.metrics["ood/odd/auroc"] == pytest.approx(float(expected.auroc), abs=1e-6)
     assert result.metrics["ood/odd/aupr"] == pytest.approx(float(expected.aupr), abs=1e-6)
     assert result.metrics["ood/odd/fpr95"] == pytest.approx(float(expected.fpr95), abs=1e-6)
-    pooled = metrics.auroc(value[mask == 0], value[mask == 1])
-    assert result.metrics["ood/odd/pooled_auroc"] == pytest.approx(float(pooled), abs=2e-2)
+    inside, outside = value[mask == 0], value[mask == 1]
+    for name in ("auroc", "aupr", "fpr95", "fpr95_in"):
+        pooled = getattr(metrics, name)(inside, outside)
+        assert result.metrics[f"ood/odd/pooled_{name}"] == pytest.approx(float(pooled), abs=2e-2)
+        alone = [getattr(metrics, name)(value[i][mask[i] == 0], value[i][mask[i] == 1]) for i in range(4)]
+        torch.testing.assert_close(result.arrays[f"ood/odd/{name}"], torch.stack(alone), rtol=0, atol=1e-6)
+        assert result.metrics[f"ood/odd/{name}"] == pytest.approx(float(torch.stack(alone).mean()), abs=1e-6)
+        assert result.metrics[f"ood/odd/{score}/{name}"] == result.metrics[f"ood/odd/{name}"]
+    others = {"max_probability", "entropy", "mutual_information"} - {score}
+    assert all(len(result.arrays[f"ood/odd/{other}/fpr95_in"]) == 4 for other in others)
+
+
+def test_ece_union_has_the_known_pixels_of_the_test_set_and_all_ood_pixels_wrong():
+    posterior, x, y = segmentation()
+    mask = torch.randint(2, (5, 12, 12)).masked_fill(y == 255, 255).to(torch.uint8)
+    known = y.masked_fill(mask == 1, 255)
+    result = evaluate(posterior, [(x, known)], ood={"odd": [(x[:3], mask[:3]), (x[3:], mask[3:])]})
+    mean = posterior.predict(x).mean.movedim(1, -1)
+    expected = metrics.union_ece(mean[known != 255], known[known != 255], mean[mask == 1])
+    assert result.metrics["ood/odd/ece_union"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_every_class_has_its_intersection_over_union_and_every_image_what_it_is_made_of():
+    posterior, x, y = segmentation()
+    names = ("sky", "road", "tree", "car")
+    result = evaluate(posterior, [(x[:4], y[:4]), (x[4:], y[4:])], classes=names)
+    prediction = posterior.predict(x).mean.argmax(1)
+    matrix = metrics.confusion_matrix(prediction, y, classes=4, ignore_index=255)
+    iou = metrics.intersection_over_union(matrix)
+    assert [result.metrics[f"iou/{name}"] for name in names] == pytest.approx(iou.tolist(), abs=1e-12)
+    inside, union = result.arrays["test/intersection"], result.arrays["test/union"]
+    assert inside.shape == union.shape == (5, 4)
+    torch.testing.assert_close(inside.sum(0) / union.sum(0).double(), iou, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.arrays["test/nll"].mean(), torch.tensor(result.metrics["nll"]).double())
+    assert result.notes["classes"] == "\n".join(names)
+    y = y.clamp(max=2)  # no pixel of the last class, and none predicted
+    unseen = evaluate(posterior, [(x, torch.where(prediction == 3, 255, y))])
+    assert {key for key in unseen.metrics if key.startswith("iou/")} == {"iou/0", "iou/1", "iou/2"}
+    with pytest.raises(ValueError, match="expected the names of 4 classes, got 2"):
+        evaluate(posterior, [(x, y)], classes=("sky", "road"))
 
 
 def test_labels_to_ignore_are_left_out_of_a_classification():

@@ -35,6 +35,7 @@ def evaluate(
     shift: Loaders | None = None,
     corrupt: str | Sequence[str] | Corruptions | None = None,
     score: str | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
@@ -42,7 +43,8 @@ def evaluate(
     name -> loader of inputs of another distribution with targets of the same task. `corrupt`: "all", "benchmark", names
     of corruptions or Corruptions(...), applied to the loader's images; the loader is then gone through twice. `score`:
     what OOD inputs are ranked by, "max_probability" (None), "entropy", "mutual_information" or "energy"; for a
-    regression "variance" (None) or "epistemic". Loaders give a fixed order where methods are to be compared.
+    regression "variance" (None) or "epistemic". `classes`: their names, for a segmentation's iou/CLASS and for reports.
+    Loaders give a fixed order where methods are to be compared.
     """
     spec = as_corruptions(corrupt)
     for keyword, sets in (("ood", ood), ("shift", shift)):
@@ -59,7 +61,7 @@ def evaluate(
         kind, loader_again = _kind_of_predictions(functions, loader)
         score = checked_score(score, kind, functions.members)
         if kind == "segmentation":
-            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score)
+            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score, classes)
         else:
             picture = None if spec is None or spec.standardiser is None else spec.standardiser.inverse
             test = predictions(functions, loader_again, picture=picture)
@@ -76,7 +78,7 @@ def evaluate(
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
-    return replace(found, notes=cautions)
+    return replace(found, notes=({} if classes is None else {"classes": "\n".join(classes)}) | cautions)
 
 
 def evaluation_of(
@@ -208,17 +210,20 @@ def _segmentation(
     shift: Loaders,
     spec: Corruptions | None,
     score: str,
+    classes: Sequence[str] | None,
 ) -> Evaluation:
     sums, shapes, images = segmentation.pixel_sums(functions, once)
-    found = sums.metrics()
+    found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():
-        ranking = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
-        found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
+        rankings, foreign = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
+        found[f"ood/{name}/ece_union"] = float(sums.bins.merge(foreign).ece())
+        numbers, of_images = segmentation.ranking_numbers(rankings, score, f"ood/{name}")
+        found, arrays = found | numbers, arrays | of_images
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
-        found |= {f"shift/{name}/{key}": value for key, value in moved.metrics().items()}
+        found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     return joined_evaluation(
-        Evaluation("segmentation", found, sums.arrays(), score, tuple(ood), tuple(shift)),
+        Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
         None if spec is None else corrupted_counts(functions, loader, spec),
         sums.member_metrics(),
         float(functions.posterior.temperature),

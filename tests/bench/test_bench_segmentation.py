@@ -76,7 +76,8 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path):
     results, _ = bench(task, out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
     assert list(results.methods) == task.methods
     wanted = {"accuracy", "nll", "ece", "aurc", "miou", "cost/train_seconds"}
-    wanted |= {f"ood/unknown/{key}" for key in ("auroc", "aupr", "fpr95", "pooled_auroc")}
+    wanted |= {f"ood/unknown/{key}" for key in ("auroc", "aupr", "fpr95", "pooled_auroc", "ece_union", "entropy/auroc")}
+    wanted |= {"iou/sky", "iou/car"}
     for (evaluation,) in results.methods.values():
         assert wanted <= evaluation.metrics.keys()
         assert evaluation.arrays["scenes/prediction"].shape == (3, 24, 32)
@@ -84,7 +85,13 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path):
     truth = results.methods["map"][0].arrays["scenes/truth"]
     assert set(truth.unique().tolist()) == {-2, -1, *range(9)}
     page = (tmp_path / "runs" / "report.html").read_text()
-    for text in ("Where in the image is it sure?", "What if it may refuse?", "published 75.40"):
+    for text in (
+        "Where in the image is it sure?",
+        "What if it may refuse?",
+        "published 75.40",
+        "published 14.60",
+        "published 1,800",
+    ):
         assert text in page
     assert [shares(run_config(task, name, 0)) for name in task.methods] == [True] * 5 + [False] * 4
     stored = sum(path.stat().st_size for path in (tmp_path / "runs" / "map-seed0" / "predictions").iterdir())

@@ -144,3 +144,21 @@ def test_sizes_out_of_range_are_refused():
         metrics.ScoreHistogram.empty(8)
     with pytest.raises(ValueError, match="expected bins of at least 1"):
         metrics.CalibrationBins.empty(0)
+
+
+def test_streamed_risks_are_those_of_the_binned_scores():
+    generator = torch.Generator().manual_seed(0)
+    score = torch.randint(1, 50, (4, 300), generator=generator).double()  # ties, each in a bin of its own
+    wrong = torch.rand(4, 300, generator=generator) < score / 60
+    parts = [metrics.RiskHistogram.empty(), metrics.RiskHistogram.empty()]
+    for i in range(4):
+        parts[i % 2] = parts[i % 2].update(score[i], wrong[i])
+    found = parts[0].merge(parts[1])
+    assert found.aurc().item() == pytest.approx(metrics.aurc(-score, wrong.double()).item(), abs=1e-12)
+    curve, exact = found.risk_coverage(), metrics.risk_coverage(-score, wrong.double())
+    assert len(curve.coverage) == 49
+    places = (curve.coverage * 1200).round().long() - 1
+    torch.testing.assert_close(curve.risk, exact.risk[places], rtol=0, atol=1e-12)
+    assert len(found.risk_coverage(10).coverage) <= 10
+    with pytest.raises(ValueError, match="at least one"):
+        metrics.RiskHistogram.empty().aurc()

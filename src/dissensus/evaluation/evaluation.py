@@ -18,7 +18,9 @@ class Evaluation:
 
     arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions: squared_error,
     nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more foreign),
-    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`.
+    `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity), `examples/GROUP/…`. Segmentations
+    have one number per image: `test/correct`, `test/nll`, and under the key of an `ood/…` metric that is a mean over images,
+    what it is the mean of; `test/intersection` and `test/union` (N, C) are what mIoU is found from.
     """
 
     kind: PredictionKind

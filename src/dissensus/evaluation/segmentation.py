@@ -1,12 +1,13 @@
-"""The numbers of a segmentation: sums over pixels, batch by batch; OOD pixels ranked image by image.
+"""The numbers of a segmentation: sums over pixels, image by image; OOD pixels ranked image by image and all together.
 
 Pixels are never stored. Accuracy, likelihood, calibration and intersection over union lose nothing by that; pooled OOD
-ranking is binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width), ranking within an image is exact.
+ranking and risk–coverage are binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width), ranking within an image is
+exact. What is kept of every image, a few numbers, is what methods are compared by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,66 +19,85 @@ from dissensus.core import batch as batches
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.evaluation.functions import Answer, Functions
 from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, unweighted
-from dissensus.metrics import CalibrationBins, ConfusionCounts, ScoreHistogram
+from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
+from dissensus.metrics.calibration import bin_sums
 from dissensus.metrics.checks import labelled
+from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+
+RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; by the energy where that is asked for
+RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")
 
 
 @dataclass
 class PixelSums:
-    """What is known of the pixels of a labelled set: sums only."""
+    """What is known of the pixels of a labelled set: sums, and a few numbers of every image."""
 
     confusion: ConfusionCounts | None = None
     bins: CalibrationBins = field(default_factory=CalibrationBins.empty)
+    risk: RiskHistogram = field(default_factory=RiskHistogram.empty)
     nll: float = 0.0
     brier: float = 0.0
     member_nll: Tensor | None = None  # (M,) sums
     disagreement: float = 0.0  # summed over pixels
     pixels: int = 0
     seconds: float = 0.0
-    images: list[dict[str, Tensor]] = field(default_factory=list)  # per-image means, for intervals
+    images: list[dict[str, Tensor]] = field(default_factory=list)  # of every image with a labelled pixel
 
     def update(self, predictive: ClassificationPredictive, y: Tensor, ignore_index: int | None) -> None:
+        """Adds one image: predictions (M, 1, C, ...) and labels (1, ...)."""
         log_mean, members = predictive.log_mean, predictive.members
         mean = predictive.mean
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
             self.bins = CalibrationBins.empty(device=mean.device)
-            self.member_nll = torch.zeros(len(members), dtype=torch.float64)
-        self.confusion = self.confusion.update(mean, y, ignore_index=ignore_index)
-        self.bins = self.bins.update(mean, y, ignore_index=ignore_index)
-        rows, labels = labelled(log_mean, y, ignore_index, log=True)
+            self.risk = RiskHistogram.empty(device=mean.device)
+            self.member_nll = torch.zeros(len(members), dtype=torch.float64, device=mean.device)
+        rows, labels = labelled(log_mean, y, ignore_index, log=True)  # (n, C), (n,)
         if not len(labels):
             return
+        seen = ConfusionCounts.empty(mean.shape[1], mean.device).update(mean, y, ignore_index=ignore_index)
+        self.confusion = self.confusion.merge(seen)
+        self.bins = self.bins.update(mean, y, ignore_index=ignore_index)
+        wrong = rows.argmax(1) != labels
+        self.risk = self.risk.update(metrics.max_probability_score(rows), wrong)
+        nll = metrics.nll_values(rows, labels)
         self.pixels += len(labels)
-        self.nll += float(metrics.nll_values(rows, labels).sum())
+        self.nll += float(nll.sum())
         self.brier += float(metrics.brier_values(rows.exp(), labels).sum())
-        keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
-        for m, member in enumerate(members):
-            self.member_nll[m] += float(metrics.nll_values(member, y, ignore_index=ignore_index).sum())  # type: ignore[index]
+        alone = [metrics.nll_values(member, y, ignore_index=ignore_index).sum() for member in members]
+        self.member_nll += torch.stack(alone)  # type: ignore[operator]
         if len(members) > 1:
+            keep = torch.ones_like(y, dtype=torch.bool) if ignore_index is None else y != ignore_index
             counted = members.movedim(2, -1)[:, keep]  # (M, n, C)
             self.disagreement += float(metrics.disagreement(counted)) * len(labels)
-        safe = torch.where(keep, y, 0)
-        per_pixel = {
-            "correct": (mean.argmax(1) == safe).double(),
-            "nll": -log_mean.gather(1, safe.unsqueeze(1)).squeeze(1).double(),
+        hits = seen.matrix.diagonal()
+        kept = {
+            "correct": (~wrong).double().mean(),
+            "nll": nll.mean(),
+            "intersection": hits,
+            "union": seen.matrix.sum(0) + seen.matrix.sum(1) - hits,
         }
-        number = keep.flatten(1).sum(1)
-        shown = number > 0
-        self.images.append(
-            {name: ((value * keep).flatten(1).sum(1)[shown] / number[shown]).cpu() for name, value in per_pixel.items()}
-        )
+        self.images.append({name: value.cpu() for name, value in kept.items()})
 
-    def metrics(self) -> dict[str, float]:
-        """accuracy, nll, brier, ece and miou, pooled over all pixels that count."""
+    def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
+        """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all pixels that count."""
         if self.confusion is None or not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
+        iou = metrics.intersection_over_union(self.confusion.matrix).tolist()
+        names = range(len(iou)) if classes is None else classes
+        if len(names) != len(iou):
+            raise ValueError(
+                f"expected the names of {len(iou)} classes, got {len(names)}; name every output of the network"
+            )
         return {
             "accuracy": float(self.confusion.accuracy()),
             "nll": self.nll / self.pixels,
             "brier": self.brier / self.pixels,
             "ece": float(self.bins.ece()),
+            "aurc": float(self.risk.aurc()),
             "miou": float(self.confusion.miou()),
+            # A class that is neither there nor predicted has none.
+            **{f"iou/{name}": value for name, value in zip(names, iou, strict=True) if value == value},
         }
 
     def member_metrics(self) -> dict[str, float]:
@@ -94,15 +114,16 @@ class PixelSums:
         }
 
     def arrays(self) -> dict[str, Tensor]:
-        """Per-image means, the reliability bins and the confusion matrix."""
+        """Numbers of every image, the reliability bins, risk by coverage and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
         return {
-            **{f"test/{name}": torch.cat([each[name] for each in self.images]) for name in self.images[0]},
+            **{f"test/{name}": torch.stack([each[name] for each in self.images]) for name in self.images[0]},
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,
             "reliability/accuracy": correct / counts,
             "reliability/edges": edges,
+            **{f"risk_coverage/{name}": each.cpu() for name, each in self.risk.risk_coverage()._asdict().items()},
             "confusion": self.confusion.matrix.cpu() if self.confusion is not None else torch.zeros(0, 0),
         }
 
@@ -119,59 +140,93 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
         start = now(functions.device)
         predictive: Any = functions.predict(x)
         sums.seconds += now(functions.device) - start
-        sums.update(predictive, y.to(functions.device), functions.ignore_index)
+        y = y.to(functions.device)
+        for row in range(len(y)):  # one by one: what scores take of memory grows with members × pixels
+            sums.update(predictive[row], y[row : row + 1], functions.ignore_index)
         images += batches.size(x)
     return sums, shapes.pop() if len(shapes) == 1 else None, images
 
 
+@dataclass
+class PixelRanking:
+    """How well one score tells OOD pixels from others: within every image, and binned, over all of them."""
+
+    histogram: ScoreHistogram
+    images: list[Tensor] = field(default_factory=list)  # (4,) of RANKING
+
+    def update(self, score_in: Tensor, score_ood: Tensor) -> None:
+        """Adds the pixels of one image; one without OOD pixels, or with nothing else, has no ranking of its own."""
+        self.histogram = self.histogram.update(score_in, score_ood)
+        if len(score_in) and len(score_ood):
+            counts: RankedCounts = ranked_counts(score_in, score_ood)[1]
+            each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swapped().fpr()
+            self.images.append(torch.stack(each).cpu())
+
+    def numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """(means over images and pooled_… numbers, the values (n,) of every image that has a ranking) of every metric."""
+        values = dict(zip(RANKING, torch.stack(self.images).unbind(1), strict=True))
+        found = {name: float(value.mean()) for name, value in values.items()}
+        return found | {f"pooled_{name}": float(getattr(self.histogram, name)().value) for name in RANKING}, values
+
+
 def pixel_ood(
     functions: Functions, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
-) -> dict[str, float]:
-    """OOD metrics of a loader of (x, mask): mask (B, H, W) is boolean, or 1 at OOD pixels, 0 elsewhere.
+) -> tuple[dict[str, PixelRanking], CalibrationBins]:
+    """(score -> ranking, confidence bins of OOD pixels, all wrong) of a loader of (x, mask).
 
-    One other number may mark void pixels: the likelihood's ignore_index, or one that is no class. auroc, aupr and fpr95 are
-    means over images of the ranking within each; pooled_auroc, pooled_aupr and pooled_fpr95 rank all images' pixels together.
+    mask (B, H, W) is boolean, or 1 at OOD pixels, 0 elsewhere. One other number may mark void pixels: the likelihood's
+    ignore_index, or one that is no class.
     """
-    histogram = ScoreHistogram.empty(device=functions.device)
-    total, images, voids = torch.zeros(3, dtype=torch.float64), 0, set[int]()
+    scores = [each for each in RANKED_BY if functions.members > 1 or each != "mutual_information"]
+    scores += [score] if score not in scores else []
+    rankings = {each: PixelRanking(ScoreHistogram.empty(device=functions.device)) for each in scores}
+    bins, voids = CalibrationBins.empty(device=functions.device), set[int]()
     for x, mask, _ in batches.each(loader, anywhere=True):
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
-        value = pixel_score(answer, score)
-        if mask.is_floating_point() or mask.shape != value.shape:
+        members = answer.predictive.members  # (M, B, C, ...)
+        expected = (members.shape[1], *members.shape[3:])
+        if mask.is_floating_point() or mask.shape != expected:
             raise ValueError(
-                f"expected a mask of shape {tuple(value.shape)} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
+                f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
                 "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void ones"
             )
         voids |= set(torch.unique(mask).tolist()) - {0, 1}
-        if len(voids) > 1 or voids & (set(range(answer.predictive.members.shape[2])) - {functions.ignore_index}):
+        if len(voids) > 1 or voids & (set(range(members.shape[2])) - {functions.ignore_index}):
             raise ValueError(
                 f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
                 "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
             )
-        mask = mask.to(value.device)
-        ood, void = mask == 1, (mask != 0) & (mask != 1)
-        histogram = histogram.update(value[~ood & ~void], value[ood])
-        both = (ood.flatten(1).any(1)) & ((~ood & ~void).flatten(1).any(1))
-        if both.any():
-            found = metrics.per_image_ood(value[both], ood[both], void=void[both])
-            total += found.images * torch.stack([found.auroc, found.aupr, found.fpr95]).cpu()
-            images += found.images
-    if not images:
+        mask = mask.to(functions.device)
+        for row in range(len(mask)):
+            energy = None if answer.energy is None else answer.energy[:, row : row + 1]
+            one = Answer(answer.predictive[row], energy)
+            inside, outside = mask[row : row + 1] == 0, mask[row : row + 1] == 1
+            confidence = one.predictive.confidence[outside]
+            bins = bins.merge(CalibrationBins(*bin_sums(confidence, torch.zeros_like(confidence), len(bins.counts))))
+            for each, ranking in rankings.items():
+                value = pixel_score(one, each)
+                ranking.update(value[inside], value[outside])
+    if not rankings[score].images:
         raise ValueError(f"expected an image with both OOD and other pixels in {name!r}, got none; check its masks")
-    auroc, aupr, fpr95 = (total / images).tolist()
-    return {
-        "auroc": auroc,
-        "aupr": aupr,
-        "fpr95": fpr95,
-        "pooled_auroc": float(histogram.auroc().value),
-        "pooled_aupr": float(histogram.aupr().value),
-        "pooled_fpr95": float(histogram.fpr95().value),
-    }
+    return rankings, bins
+
+
+def ranking_numbers(
+    rankings: Mapping[str, PixelRanking], score: str, prefix: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """(metrics, their values for every image) under prefix/SCORE/NAME; those of the chosen score under prefix/NAME as well."""
+    found, arrays = dict[str, float](), dict[str, Tensor]()
+    for by, ranking in rankings.items():
+        numbers, of_images = ranking.numbers()
+        for place in (prefix, f"{prefix}/{by}") if by == score else (f"{prefix}/{by}",):
+            found |= {f"{place}/{key}": value for key, value in numbers.items()}
+            arrays |= {f"{place}/{key}": values for key, values in of_images.items()}
+    return found, arrays
 
 
 def pixel_score(answer: Answer, score: str) -> Tensor:
-    """(B, H, W) how foreign every pixel is."""
+    """(B, H, W) how foreign every pixel is, higher = more."""
     predictive: Any = answer.predictive
     if score == "energy" and answer.energy is not None:
         return answer.energy.mean(0)

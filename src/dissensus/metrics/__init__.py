@@ -85,6 +85,7 @@ from dissensus.metrics.selective import risk_coverage as risk_coverage
 from dissensus.metrics.streaming import Bounded as Bounded
 from dissensus.metrics.streaming import CalibrationBins as CalibrationBins
 from dissensus.metrics.streaming import ConfusionCounts as ConfusionCounts
+from dissensus.metrics.streaming import RiskHistogram as RiskHistogram
 from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
 
 if TYPE_CHECKING:

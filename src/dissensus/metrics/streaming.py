@@ -15,6 +15,7 @@ from dissensus.metrics.calibration import bin_sums, ece_from_sums
 from dissensus.metrics.checks import labelled, not_empty, scores
 from dissensus.metrics.proper import confusion_matrix, intersection_over_union, mean_of_present
 from dissensus.metrics.ranked_counts import RankedCounts
+from dissensus.metrics.selective import RiskCoverage
 from dissensus.numerics.checks import number, whole
 
 
@@ -140,6 +141,47 @@ class ScoreHistogram(NamedTuple):
             raise ValueError("expected scores of both kinds, got none of at least one; update with both first")
         used = (self.in_counts + self.ood_counts) > 0
         return RankedCounts(self.in_counts[used].flip(0), self.ood_counts[used].flip(0))
+
+
+class RiskHistogram(NamedTuple):
+    """Counts of examples and of errors by how unsure they are, binned as in `ScoreHistogram`: 0.2 % relative width for 18 bits.
+
+    Examples of one bin are taken as equally sure.
+    """
+
+    counts: Tensor  # (2^bits,) surest first
+    errors: Tensor  # (2^bits,)
+
+    @classmethod
+    def empty(cls, bits: int = 18, device: torch.device | str | None = None) -> RiskHistogram:
+        """RiskHistogram that holds nothing yet."""
+        return cls(*ScoreHistogram.empty(bits, device))
+
+    def update(self, score: Tensor, wrong: Tensor) -> RiskHistogram:
+        """RiskHistogram with scores, higher = less sure, and whether the answers are wrong added; both of any one shape."""
+        k = len(self.counts)
+        right, bad = ScoreHistogram.empty(k.bit_length() - 1, score.device).update(score[~wrong], score[wrong])
+        return RiskHistogram(self.counts + right + bad, self.errors + bad)
+
+    def merge(self, other: RiskHistogram) -> RiskHistogram:
+        """RiskHistogram of both."""
+        return RiskHistogram(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def risk_coverage(self, points: int = 200) -> RiskCoverage:
+        """RiskCoverage at no more than about this many coverages, evenly spread over those that bins end at."""
+        taken, lost = (each[_with_examples(self)[0] > 0].cumsum(0).double() for each in self)
+        index = torch.linspace(0, taken[-1], whole("points", points) + 1, dtype=torch.float64, device=taken.device)[1:]
+        ends = torch.unique(torch.searchsorted(taken, index.ceil()).clamp(max=len(taken) - 1))
+        return RiskCoverage(taken[ends] / taken[-1], lost[ends] / taken[ends])
+
+    def aurc(self) -> Tensor:
+        """() area under the risk-coverage curve of the binned scores, as `aurc` defines it, ties included."""
+        counts, errors = _with_examples(self)
+        taken, lost = counts[counts > 0].double(), errors[counts > 0].double()  # w, w l
+        before, lost_before = taken.cumsum(0) - taken, lost.cumsum(0) - lost  # W, L
+        # H_{W+w} − H_W, without a table of the harmonic numbers of all pixels
+        rise = torch.special.digamma(before + taken + 1) - torch.special.digamma(before + 1)
+        return (lost + (lost_before - lost / taken * before) * rise).sum() / taken.sum()
 
 
 def _aupr(counts: RankedCounts) -> Bounded:

@@ -82,6 +82,8 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             ),
             Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
         ]
+        if evaluation.kind == "segmentation":  # means over images
+            found = [replace(m, samples=((m.key,),), statistic=weighted_mean) if m.group == told else m for m in found]
     for name in evaluation.shift:
         found += [
             Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
@@ -150,14 +152,26 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
     confidence: tuple[ArrayNames, ...] = (("test/confidence", "test/correct"),) if whole else ()
     ranked: tuple[ArrayNames, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
     brier: tuple[ArrayNames, ...] = (("test/brier",),) if whole else ()
+    overlap = ("test/intersection", "test/union")
+    overlaps: tuple[ArrayNames, ...] = (overlap,) if overlap[0] in evaluation.arrays else ()
     return [
         Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
         Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
-        Measure("miou", "mIoU", test, "high", 100, 2, "%"),
+        Measure("miou", "mIoU", test, "high", 100, 2, "%", overlaps, _miou),
+        *(
+            Measure(key, key.removeprefix("iou/"), "IoU by class", "high", 100, 1, "%")
+            for key in evaluation.metrics
+            if key.startswith("iou/")
+        ),
     ]
+
+
+def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Tensor:
+    """(R,) mIoU of images (N, C) counted with these weights."""
+    return (weights[0] @ intersection.double() / (weights[0] @ union.double())).nanmean(1)
 
 
 def _calibrated(evaluation: Evaluation) -> list[Measure]:

@@ -18,10 +18,12 @@ from dissensus.evaluate import joined_evaluation
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import Functions
-from dissensus.evaluation.segmentation import pixel_ood, pixel_sums
+from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
+from dissensus.metrics import CalibrationBins
 from dissensus.numerics.damage import damaged
 from dissensus.storage.files import read_tensors, write_tensors
 
+BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both
 SHOWN = 3  # test images with maps
 VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.reporting.maps`
 
@@ -55,13 +57,20 @@ def measured_pixels(
     """The numbers of one split: "test" with the numbers of members, cost and maps, "ood-SET", "train" or "shift-SET"."""
     kind, _, name = split.partition("-")
     if kind == "ood":
-        ranking = pixel_ood(functions, loader(rows), score, name=name, like=None)
-        return Measured({f"ood/{name}/{key}": value for key, value in ranking.items()}, {})
+        rankings, bins = pixel_ood(functions, loader(rows), score, name=name, like=None)
+        metrics, arrays = ranking_numbers(rankings, score, f"ood/{name}")
+        return Measured(metrics, arrays | {f"{BINS}{name}": _stored(bins)})
     sums, _, images = pixel_sums(functions, loader(rows), name=split)
+    found = sums.metrics(data.classes)
     if split != "test":
-        return Measured({f"{split.replace('-', '/')}/{key}": value for key, value in sums.metrics().items()}, {})
+        return Measured({f"{split.replace('-', '/')}/{key}": value for key, value in found.items()}, {})
     cost = {"cost/predict_ms": 1000 * sums.seconds / images}
-    return Measured(sums.metrics() | sums.member_metrics() | cost, sums.arrays() | maps(data, functions, loader))
+    arrays = sums.arrays() | maps(data, functions, loader) | {f"{BINS}test": _stored(sums.bins)}
+    return Measured(found | sums.member_metrics() | cost, arrays)
+
+
+def _stored(bins: CalibrationBins) -> Tensor:
+    return torch.stack([each.double().cpu() for each in bins])  # (3, K)
 
 
 def maps(data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iterable[Any]]) -> dict[str, Tensor]:
@@ -83,6 +92,14 @@ def maps(data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iter
     }
 
 
+def image_facts(data: TaskData) -> dict[str, Any]:
+    """What maps of the user's own images need, who may not have the data; nothing where there are no masks."""
+    if data.kind != "segmentation":
+        return {}
+    scale = data.standardiser
+    return {"classes": data.classes, "mean": scale.mean.tolist(), "std": scale.std.tolist()}
+
+
 def shown_rows(foreign: Tensor) -> Tensor:
     """(K,) rows to look at: of each of K parts of the set the one with most foreign pixels; foreign (N, H, W) boolean."""
     counts = foreign.flatten(1).sum(1)
@@ -101,5 +118,8 @@ def evaluation_of_pixels(
         for kind in ("ood", "shift")
     )
     milliseconds = metrics.pop("cost/predict_ms")
+    bins = {key.removeprefix(BINS): CalibrationBins(*arrays.pop(key)) for key in [*arrays] if key.startswith(BINS)}
+    for name in ood:
+        metrics[f"ood/{name}/ece_union"] = float(bins["test"].merge(bins[name]).ece())
     found = Evaluation("segmentation", metrics, arrays, score, ood, shift)
     return joined_evaluation(found, corrupted, {}, temperature, parameters, milliseconds)

@@ -28,7 +28,7 @@ from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
-from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
+from dissensus.bench.run.pixels import evaluation_of_pixels, image_facts, read_measured
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same, check_same_weights
@@ -151,9 +151,10 @@ class Run:
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
         training, evaluation = self.config.training, self.config.evaluation
-        scenes = self.kind == "segmentation"
-        if shuffle and scenes:  # augmented on the device: scaling images takes a processor as long as a step
-            rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
+        if (
+            scenes := self.kind == "segmentation"
+        ) and shuffle:  # augmented on the device: scaling images takes a processor as long as a step
+            rows = TaskRows(*(each.to(self.device) for each in rows))
         return StandardisedBatches(
             rows,
             self.data.standardiser,
@@ -232,9 +233,7 @@ class Run:
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
-        if self.kind == "segmentation":  # what an image of the user's needs, who may not have the data
-            scale = self.data.standardiser
-            facts |= {"classes": self.data.classes, "mean": scale.mean.tolist(), "std": scale.std.tolist()}
+        facts |= image_facts(self.data)
         write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
@@ -282,8 +281,7 @@ class Run:
         about = {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
         score = partial(checked_score, self.config.evaluation.get("score"), self.kind)
         if self.kind == "segmentation":
-            parts = {split: read_measured(path) for split, path in splits.items() if split not in (CORRUPT, CHOOSE)}
-            splits = {split: path for split, path in splits.items() if split not in parts}
+            parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
             evaluation = evaluation_of_pixels(parts, corrupted=counts, score=score(members=2), **about)
         else:
             test = read_predictions(splits["test"])
