@@ -341,3 +341,57 @@ def test_inputs_that_are_not_numbers_are_refused(value):
     for call in calls:
         with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
             call()
+
+
+@pytest.mark.parametrize("tile", [None, 9, (8, 30), (64, 7)])
+def test_an_image_is_predicted_in_tiles_as_it_would_be_as_a_whole(tile):
+    posterior = ds.DeepEnsemble([tiny.segmenter().double() for _ in range(3)])
+    image = torch.randn(2, 21, 17, dtype=F64)
+    found = ds.predict_image(posterior, image, tile=tile, overlap=2)  # the network sees one pixel around each
+    expected = posterior.predict(image[None])
+    for mine, theirs in zip(found, (expected.mean, expected.total, expected.epistemic), strict=True):
+        torch.testing.assert_close(mine, theirs[0], rtol=0, atol=1e-12)
+    assert found.mean.shape == (3, 21, 17)
+    assert found.entropy.shape == found.mutual_information.shape == (21, 17)
+
+
+def test_tiles_that_see_too_little_differ_only_where_they_meet():
+    posterior = ds.MAP(tiny.segmenter().double())
+    image = torch.randn(2, 12, 12, dtype=F64)
+    wrong = ds.predict_image(posterior, image, tile=6, overlap=0).mean != posterior.predict(image[None]).mean[0]
+    middle = torch.isin(torch.arange(12), torch.tensor([5, 6]))
+    assert torch.equal(wrong.any(0), middle[:, None] | middle)
+
+
+def test_members_of_a_large_image_run_one_at_a_time_and_as_before_afterwards():
+    posterior = ds.DeepEnsemble([tiny.segmenter() for _ in range(3)])
+    image = torch.randn(2, 9, 9)
+    posterior.predict(image[None])
+    how = posterior.particles.how
+    sizes = []
+    handle = posterior.particles.template.network[0].register_forward_hook(lambda *args: sizes.append(args[2].shape))
+    ds.predict_image(posterior, image)
+    handle.remove()
+    assert len(sizes) == 3
+    assert posterior.particles.how == how
+
+
+@pytest.mark.parametrize("samples", [ds.MCDropout, ds.GaussianPerturbation])
+def test_one_draw_serves_all_tiles(samples):
+    posterior = samples(tiny.segmenter(dropout=0.3).double(), samples=4)
+    image = torch.randn(2, 16, 9, dtype=F64)
+    torch.manual_seed(3)
+    in_tiles = ds.predict_image(posterior, image, tile=8, overlap=2)
+    torch.manual_seed(3)
+    torch.testing.assert_close(ds.predict_image(posterior, image), in_tiles, rtol=0, atol=1e-12)
+
+
+def test_what_is_no_image_or_no_segmentation_is_refused():
+    posterior = ds.MAP(tiny.segmenter())
+    with pytest.raises(ValueError, match=r"expected one image \(channels, H, W\), got \(1, 2, 9, 9\)"):
+        ds.predict_image(posterior, torch.randn(1, 2, 9, 9))
+    with pytest.raises(ValueError, match="expected overlap below 4, got 4"):
+        ds.predict_image(posterior, torch.randn(2, 9, 9), tile=4, overlap=4)
+    flat = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(162, 3)))
+    with pytest.raises(ValueError, match=r"expected logits \(B, C, 9, 9\)"):
+        ds.predict_image(flat, torch.randn(2, 9, 9))

@@ -42,7 +42,7 @@ from dissensus.methods import (
 from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.predict import predict, predict_batches, summarise
+from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.storage import load, save
 from dissensus.surgery.modulation import Modulation
@@ -81,6 +81,7 @@ __all__ = [
     "GaussianPrior",
     "HeteroscedasticRegression",
     "History",
+    "ImagePrediction",
     "Laplace",
     "Lengthscales",
     "Likelihood",
@@ -109,6 +110,7 @@ __all__ = [
     "pca_lengthscales",
     "predict",
     "predict_batches",
+    "predict_image",
     "refresh",
     "report",
     "save",

@@ -1,4 +1,4 @@
-"""Prediction over whole loaders: members kept, summarised, or batch by batch; one draw for all of it."""
+"""Prediction over whole loaders: members kept, summarised, or batch by batch; of large images; one draw for all of it."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.core.running import Ways
@@ -22,7 +23,7 @@ from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
-from dissensus.numerics.checks import one_of
+from dissensus.numerics.checks import number, one_of, whole
 from dissensus.storage.members import read_members
 
 log = logging.getLogger("dissensus")
@@ -84,13 +85,93 @@ def predict_batches(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory."""
-    for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, whole=True):
+    for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, together=True):
         (predictive,) = parts
         yield predictive, y
 
 
+class ImagePrediction(NamedTuple):
+    """What `predict_image` says about an image, without its members."""
+
+    mean: Tensor  # (C, H, W) probabilities
+    entropy: Tensor  # (H, W) of the mean, in nats
+    mutual_information: Tensor  # (H, W) the part of it that is the members' disagreement
+
+
+def predict_image(
+    posterior: Posterior,
+    image: Tensor,
+    *,
+    tile: int | tuple[int, int] | None = None,
+    overlap: int = 64,
+    precision: PredictionPrecision = "float32",
+) -> ImagePrediction:
+    """ImagePrediction of one image (channels, H, W), as the network takes it, in memory that does not grow with members.
+
+    Functions run one after the other and only sums are kept. `tile`: (height, width) of the parts that the image is cut into,
+    for one that does not fit; None: none. Neighbouring tiles share `overlap` pixels, of which each keeps the half that is
+    farther from its edge: the result is that of the whole image if half the overlap reaches as far as the network sees and
+    tile − overlap is a multiple of the network's stride. What looks at a whole image (PSPNet's pooling) sees a tile only.
+    `precision`: "bf16" runs the network in mixed precision, likelihoods stay in float32.
+    """
+    if image.ndim != 3:
+        raise ValueError(
+            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch in turn"
+        )
+    size = image.shape[1:]
+    sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
+    rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
+    places = [(row, column) for row in rows for column in columns]
+    loader = [
+        (image[None, :, row.start : row.stop, column.start : column.stop], torch.zeros(1))
+        for (row, _), (column, _) in places
+    ]
+    found: tuple[Tensor, ...] = ()
+    parts = _predicted_in_parts(posterior, loader, precision=precision, compiled=False, one_at_a_time=True)
+    for ((row, kept_rows), (column, kept_columns)), (pieces, _) in zip(places, parts, strict=True):
+        running = RunningSummary()
+        for predictive in pieces:
+            running.add(predictive)
+        summary = running.summary()
+        new = (summary.mean, summary.total, summary.epistemic)
+        if summary.mean.shape[2:] != (len(row), len(column)):
+            raise ValueError(
+                f"expected logits (B, C, {len(row)}, {len(column)}) for images of that size, got {tuple(summary.mean.shape)}; "
+                "predict_image is for segmentations"
+            )
+        if not found:
+            found = tuple(image.new_empty(*each.shape[1:-2], *size, dtype=each.dtype) for each in new)
+        inside = (..., _within(kept_rows, row), _within(kept_columns, column))
+        for whole_map, part in zip(found, new, strict=True):
+            whole_map[..., kept_rows.start : kept_rows.stop, kept_columns.start : kept_columns.stop] = part[0][inside]
+    return ImagePrediction(*found)
+
+
+def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
+    """(what a tile covers, what is kept of it) along one axis."""
+    if whole("tile", side) >= length:
+        return [(range(length), range(length))]
+    step = side - whole(
+        "overlap", number("overlap", overlap, below=side, hint="tiles are larger than what they share"), least=0
+    )
+    starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
+    covered = [range(start, min(start + side, length)) for start in starts]
+    ends = [*(tile.stop - overlap // 2 for tile in covered[:-1]), length]
+    return [(tile, range(start, end)) for tile, start, end in zip(covered, [0, *ends[:-1]], ends, strict=True)]
+
+
+def _within(kept: range, tile: range) -> slice:
+    return slice(kept.start - tile.start, kept.stop - tile.start)
+
+
 def _predicted_in_parts(
-    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool, whole: bool = False
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    precision: PredictionPrecision,
+    compiled: bool,
+    together: bool = False,
+    one_at_a_time: bool = False,
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
     one_of("precision", precision, ("float32", "bf16"))
@@ -125,12 +206,20 @@ def _predicted_in_parts(
             yield posterior.checked(piece, first=seen)
             seen += len(piece.described()[0])
 
-    parts = at_once if whole or compiled or drawn.particles.how == "vectorised" else one_by_one
-    for batch in batches.each(loader, anywhere=True):
-        x, y, _ = batch.to(device)
-        with autocast(device, dtype):
-            posterior.check_inputs(x)
-        yield parts(x), y
+    stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
+    ways = [particles.how for particles in stored]
+    for particles in stored:
+        particles.how = "loop"
+    parts = at_once if together or compiled or drawn.particles.how == "vectorised" else one_by_one
+    try:
+        for batch in batches.each(loader, anywhere=True):
+            x, y, _ = batch.to(device)
+            with autocast(device, dtype):
+                posterior.check_inputs(x)
+            yield parts(x), y
+    finally:
+        for particles, how in zip(stored, ways, strict=True):
+            particles.how = how
 
 
 def _note_uncompiled(name: str, reason: str, *args: object) -> None:
@@ -142,11 +231,11 @@ def _summarise_stored(
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
-    for number, member in enumerate(members):
+    for index, member in enumerate(members):
         seen = 0
         try:
             for predictive, y in predict_batches(member, loader, precision=precision):
-                if number == 0:
+                if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)
                 if seen == len(targets) or not torch.equal(y, targets[seen]):
@@ -155,7 +244,7 @@ def _summarise_stored(
                 running[seen].add(predictive)
                 seen += 1
         except Diverged as error:  # with the number that the member has among all
-            raise Diverged([number + i for i in error.members], error.step, error.what) from None
+            raise Diverged([index + i for i in error.members], error.step, error.what) from None
         if seen != len(targets):  # other batches, or none: a generator that the first member has used up
             raise ValueError(
                 "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
