@@ -166,9 +166,10 @@ def predict_command(
     run: Annotated[Path, typer.Argument(help="The folder of a trained run of a segmentation.")],
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; RUN/maps by default.")] = None,
+    tile: Annotated[int | None, typer.Option(help="Side of the parts that a very large image is cut into.")] = None,
 ) -> None:
     """Write maps of images as PNG files: classes, confidence, entropy and mutual information of every pixel."""
-    _print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out))
+    _print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
 
 
 @app.command("convert")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -42,7 +42,8 @@ def class_colours(count: int) -> np.ndarray:
 def class_image(labels: Array, count: int) -> np.ndarray:
     """(H, W, 3) uint8: labels (H, W) in the colours of `count` classes, VOID and UNKNOWN pixels in their own."""
     table = np.concatenate([class_colours(count), [_rgb(UNKNOWN_COLOUR), _rgb(VOID_COLOUR)]]).astype(np.uint8)
-    return table[np.asarray(labels)]  # −1 and −2 are the last rows
+    found: np.ndarray = table[np.asarray(labels)]  # −1 and −2 are the last rows
+    return found
 
 
 def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:
@@ -132,7 +133,7 @@ def class_legend(classes: Sequence[str]) -> Figure:
     return figure
 
 
-def _class_names(figure: Figure, classes: Sequence[str], *, loc: str) -> None:
+def _class_names(figure: Figure, classes: Sequence[str], *, loc: Literal["center", "lower center"]) -> None:
     colours = [*(class_colours(len(classes)) / 255), UNKNOWN_COLOUR, VOID_COLOUR]
     names = [*map(short, classes), "unknown", "void"]
     patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]

@@ -42,8 +42,8 @@ def own_scenes(
 
     def read(split: str, *, folder: Folder, size: Any) -> SegmentationSet:
         root = data_folder(folder) or Path()
-        inside = [root / name.replace("{split}", split) for name in (images, masks)]
-        return segmentation_folder(*inside, classes, void=void, size=size)
+        pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
+        return segmentation_folder(pictures, labels, classes, void=void, size=size)
 
     return scenes(read, folder, unknown, size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from dissensus.bench.run.jobs import checked_folder
 from dissensus.bench.run.run import Run
-from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.functions import drawn_once
 from dissensus.numerics.damage import damaged, reading
+from dissensus.predict import predict_image
 from dissensus.storage.files import read_json
 
 
-def write_maps(run: Run, images: Sequence[Path], folder: Path) -> Iterator[Path]:
+def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | None = None) -> Iterator[Path]:
     """The files written: NAME-prediction.png in the colours of classes.png, and NAME-QUANTITY.png for what is measured.
 
-    Images are brought to the height that the run's had; maps have the size of the image.
+    Images are brought to the height that the run's had; maps have the size of the image. `tile`: as in `predict_image`.
     """
     from PIL import Image
 
@@ -34,29 +33,25 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path) -> Iterator[Path]
     checked_folder(folder)
     maps.class_legend(classes).savefig(folder / "classes.png", dpi=110, facecolor="white")
     yield folder / "classes.png"
-    with drawn_once(run.posterior()) as functions:
-        for path, picture in zip(images, pictures, strict=True):
-            x = standardiser(_resized(picture, run.config.data.get("size")))
-            predictive = cast(ClassificationPredictive, functions.predict(x[None]))
-            largest = math.log(len(classes))
-            shown = {
-                "prediction": maps.class_image(predictive.mean[0].argmax(0).cpu().numpy(), len(classes)),
-                "confidence": _heat(predictive.confidence, 1.0, maps.CONFIDENCE),
-                "entropy": _heat(predictive.total, largest, maps.EPISTEMIC),
-                "mutual_information": _heat(predictive.epistemic, None, maps.EPISTEMIC),
-            }
-            for name, pixels in shown.items():
-                written = folder / f"{path.stem}-{name}.png"
-                Image.fromarray(pixels).resize(picture.size, Image.Resampling.NEAREST).save(written)
-                yield written
-
-
-def _heat(values: Tensor, largest: float | None, colours: str) -> np.ndarray:
-    """None: the largest value of the image."""
-    from dissensus.reporting import maps
-
-    top = float(values.max()) or 1.0 if largest is None else largest
-    return maps.heat_image(values[0].cpu().numpy(), largest=top, colours=colours)
+    posterior, entropy = run.posterior(), math.log(len(classes))
+    for path, picture in zip(images, pictures, strict=True):
+        said = predict_image(posterior, standardiser(_resized(picture, run.config.data.get("size"))), tile=tile)
+        confidence, prediction = said.mean.cpu().max(0)
+        heat = {  # with the largest value of its scale; that of the mutual information is the image's own
+            "confidence": (confidence, 1.0, maps.CONFIDENCE),
+            "entropy": (said.entropy.cpu(), entropy, maps.EPISTEMIC),
+            "mutual_information": (
+                said.mutual_information.cpu(),
+                float(said.mutual_information.max()) or 1.0,
+                maps.EPISTEMIC,
+            ),
+        }
+        shown = {"prediction": maps.class_image(prediction.numpy(), len(classes))}
+        shown |= {name: maps.heat_image(v.numpy(), largest=top, colours=c) for name, (v, top, c) in heat.items()}
+        for name, pixels in shown.items():
+            written = folder / f"{path.stem}-{name}.png"
+            Image.fromarray(pixels).resize(picture.size, Image.Resampling.NEAREST).save(written)
+            yield written
 
 
 def _facts(run: Run) -> tuple[list[str], Standardiser]:

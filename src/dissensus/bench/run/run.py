@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,18 +149,15 @@ class Run:
         return table if isinstance(table, dict) else {}
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> StandardisedBatches:
-        training, evaluation = self.config.training, self.config.evaluation
-        if (
-            scenes := self.kind == "segmentation"
-        ) and shuffle:  # augmented on the device: scaling images takes a processor as long as a step
+        training, scenes = self.config.training, self.kind == "segmentation"
+        if scenes and shuffle:  # augmented on the device: a processor takes as long to scale images as a step does
             rows = TaskRows(*(each.to(self.device) for each in rows))
+        asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
         return StandardisedBatches(
             rows,
             self.data.standardiser,
             targets=self.data.targets,
-            batch_size=training.get("batch_size", 64)
-            if shuffle
-            else evaluation.get("batch_size", 4 if scenes else 250),
+            batch_size=training.get("batch_size", 64) if shuffle else asked,
             shuffle=shuffle,
             augment=written("augment", training.get("augment", "none")).made() if shuffle else None,
         )
@@ -277,22 +273,23 @@ class Run:
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
         splits, posterior = self._splits(), self.posterior()
-        counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
-        about = {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
-        score = partial(checked_score, self.config.evaluation.get("score"), self.kind)
+        score = self.config.evaluation.get("score")
+        about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
+        about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
         if self.kind == "segmentation":
             parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
-            evaluation = evaluation_of_pixels(parts, corrupted=counts, score=score(members=2), **about)
+            evaluation = evaluation_of_pixels(parts, score=checked_score(score, self.kind, 2), **about)
         else:
             test = read_predictions(splits["test"])
+            elsewhere = {
+                kind: {s.removeprefix(kind): read_predictions(p) for s, p in splits.items() if s.startswith(kind)}
+                for kind in ("ood-", "shift-")
+            }
             evaluation = evaluation_of(
                 test,
-                ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
-                shift={
-                    s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")
-                },
-                corrupted=counts,
-                score=score(members=test.members),
+                ood=elsewhere["ood-"],
+                shift=elsewhere["shift-"],
+                score=checked_score(score, self.kind, test.members),
                 prevalence=self.config.evaluation.get("prevalence"),
                 **about,
             )

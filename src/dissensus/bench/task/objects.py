@@ -47,10 +47,11 @@ pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-def
 
 def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str | None = None) -> Likelihood:
     """Pixels of training masks (N, H, W), void ones left out. class_weights: of each class, or "enet", by how rare it is."""
+    weights: Any = class_weights
     if isinstance(class_weights, str):
         one_of("class_weights", class_weights, ("enet",), hint="or list a number for each class")
-        class_weights = enet_weights(masks, classes)
-    return Classification(ignore_index=VOID, class_weights=class_weights)
+        weights = enet_weights(masks, classes)
+    return Classification(ignore_index=VOID, class_weights=weights)
 
 
 OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
