@@ -20,6 +20,7 @@ from dissensus.bench.printing import print_results, wide_console
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert
+from dissensus.bench.run.images import write_maps
 from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
@@ -159,6 +160,17 @@ def report_command(
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
     _print_each(written)
+
+
+@app.command("predict")
+def predict_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a trained run of a segmentation.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; RUN/maps by default.")] = None,
+    tile: Annotated[int | None, typer.Option(help="Side of the parts that a very large image is cut into.")] = None,
+) -> None:
+    """Write maps of images as PNG files: classes, confidence, entropy and mutual information of every pixel."""
+    _print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
 
 
 @app.command("convert")

@@ -121,7 +121,7 @@ def evaluation_of(
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)
-    return _joined_evaluation(
+    return joined_evaluation(
         Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
         corrupted,
         members,
@@ -137,7 +137,7 @@ def numbers_of(test: Predictions) -> Numbers:
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 
-def _joined_evaluation(
+def joined_evaluation(
     found: Evaluation,
     corrupted: CorruptedCounts | None,
     members: Mapping[str, float],
@@ -221,15 +221,12 @@ def _segmentation(
     for name, each in ood.items():
         rankings, foreign = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
         found[f"ood/{name}/ece_union"] = float(sums.bins.merge(foreign).ece())
-        for by, ranking in rankings.items():
-            numbers, of_images = ranking.numbers()
-            for prefix in (f"ood/{name}", f"ood/{name}/{by}") if by == score else (f"ood/{name}/{by}",):
-                found |= {f"{prefix}/{key}": value for key, value in numbers.items()}
-                arrays |= {f"{prefix}/{key}": values.clone() for key, values in of_images.items()}
+        numbers, of_images = segmentation.ranking_numbers(rankings, score, f"ood/{name}")
+        found, arrays = found | numbers, arrays | of_images
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
-    return _joined_evaluation(
+    return joined_evaluation(
         Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
         None if spec is None else corrupted_counts(functions, loader, spec),
         sums.member_metrics(),

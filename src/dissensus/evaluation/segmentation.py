@@ -5,7 +5,7 @@ ranking and risk–coverage are binned (`dissensus.metrics.ScoreHistogram`: 0.2 
 exact. What is kept of every image, a few numbers, is what methods are compared by.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,6 +213,19 @@ def pixel_ood(
     if not rankings[score].images:
         raise ValueError(f"expected an image with both OOD and other pixels in {name!r}, got none; check its masks")
     return rankings, bins
+
+
+def ranking_numbers(
+    rankings: Mapping[str, PixelRanking], score: str, prefix: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """(metrics, their values for every image) under prefix/SCORE/NAME; those of the chosen score under prefix/NAME as well."""
+    found, arrays = dict[str, float](), dict[str, Tensor]()
+    for by, ranking in rankings.items():
+        numbers, of_images = ranking.numbers()
+        for place in (prefix, f"{prefix}/{by}") if by == score else (f"{prefix}/{by}",):
+            found |= {f"{place}/{key}": value for key, value in numbers.items()}
+            arrays |= {f"{place}/{key}": values for key, values in of_images.items()}
+    return found, arrays
 
 
 def pixel_score(answer: Answer, score: str) -> Tensor:

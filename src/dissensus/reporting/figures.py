@@ -43,6 +43,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
     palette = plots.colours(list(first))
     made: list[tuple[Made | None, dict[str, bool]]] = [
         (scenes.looked_at(first, palette), {"first_seed": True, "wide": True}),
+        (scenes.segmented(first), {"first_seed": True, "wide": True}),
         (scenes.swept(results, palette), {"wide": True}),
         (scenes.over_training(results, palette), {"wide": True}),
         (_calibration(first, palette), {"first_seed": True}),
@@ -119,7 +120,7 @@ def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | 
         for name, e in first.items()
         if "risk_coverage/risk" in e.arrays
     }
-    classes = next(iter(first.values())).kind == "classification"
+    classes = next(iter(first.values())).kind != "regression"
     risk = "errors among answered" if classes else "mean squared error"
     figures = []
     if curves:

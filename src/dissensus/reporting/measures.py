@@ -161,6 +161,11 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
         Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
         Measure("miou", "mIoU", test, "high", 100, 2, "%", overlaps, _miou),
+        *(
+            Measure(key, key.removeprefix("iou/"), "IoU by class", "high", 100, 1, "%")
+            for key in evaluation.metrics
+            if key.startswith("iou/")
+        ),
     ]
 
 

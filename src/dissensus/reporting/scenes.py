@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting import curves, panels
+from dissensus.reporting import curves, maps, panels
 from dissensus.reporting.regions import as_square, window
 from dissensus.reporting.results import Results
 from dissensus.reporting.sweep import accuracies, sweep_of
@@ -44,6 +44,29 @@ def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
     )
     text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
     return "Where is it sure?", text, [("Predictions along the line, method by method", figure)]
+
+
+def segmented(first: dict[str, Evaluation]) -> Made | None:
+    """What every method says of each pixel of some test images, the same ones for all."""
+    known = {name: each.arrays for name, each in first.items() if "scenes/image" in each.arrays}
+    if not known:
+        return None
+    some = next(iter(known.values()))
+    classes = next(iter(first.values())).notes.get("classes", "").split("\n")
+    figures = []
+    for i, (image, truth) in enumerate(zip(some["scenes/image"], some["scenes/truth"], strict=True)):
+        said = {
+            name: maps.PixelMaps(*(arrays[f"scenes/{key}"][i].numpy() for key in maps.PixelMaps._fields))
+            for name, arrays in known.items()
+        }
+        figure = maps.scene(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
+        figures.append((f"Test image {i + 1}: truth, predictions, confidence and mutual information", figure))
+    text = (
+        "Test images, the truth, and what every method says: the class of each pixel, its probability, and the mutual "
+        "information, by which the members differ (none with a single network). Unknown classes did not count in training; "
+        "the frame is where most of their pixels are."
+    )
+    return "Where in the image is it sure?", text, figures
 
 
 def over_training(results: Results, palette: dict[str, str]) -> Made | None:

@@ -176,16 +176,24 @@ def corruption_table(results: Results, metric: str, measure: Measure, *, marked:
 def score_table(results: Results) -> Table | None:
     """AUROC of every score on every OOD set."""
     evaluations = [several[0] for several in results.methods.values()]
-    known = [n for n in (*CLASS_SCORES, *TARGET_SCORES) if any(f"test/score/{n}" in e.arrays for e in evaluations)]
     rows = []
     for foreign in evaluations[0].ood:
-        for name in known:
-            cells = []
-            for several in results.methods.values():
-                pairs = [pair for each in several if (pair := score_pair(each, foreign, name)) is not None]
-                cells.append(Cell(f"{100 * fmean(float(auroc(*pair)) for pair in pairs):.2f}" if pairs else "–"))
+        for name in (*CLASS_SCORES, *TARGET_SCORES):
+            found = [
+                [value for each in several if (value := _score_auroc(each, foreign, name)) is not None]
+                for several in results.methods.values()
+            ]
+            if not any(found):
+                continue
+            cells = [Cell(f"{100 * fmean(values):.2f}" if values else "–") for values in found]
             rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
     return Table(columns(results), rows) if rows else None
+
+
+def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
+    """The AUROC of a score: of pixels as it was measured, else from the scores; None where the evaluation has neither."""
+    pair = score_pair(evaluation, foreign, score)
+    return evaluation.metrics.get(f"ood/{foreign}/{score}/auroc") if pair is None else float(auroc(*pair))
 
 
 def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:

@@ -18,7 +18,7 @@ def test_every_shipped_task_resolves_at_every_size(name, size):
         config = run_config(task, method, seed=1)
         assert (config.task, config.size, config.method, config.seed) == (name, size, method, 1)
         assert config.training["epochs"] >= (0 if "weights" in config.network else 1)
-        assert config.data["validation"] > 0 or not config.training["keep_best"]
+        assert config.data.get("validation", 1) > 0 or not config.training["keep_best"]
         assert "training" not in config.settings
 
 
@@ -152,4 +152,15 @@ def test_merging_leaves_the_originals_alone():
 
 
 def test_every_data_set_says_what_it_is():
-    assert all(source.about and source.kind in ("classification", "regression") for source in SETS.values())
+    assert all(
+        source.about and source.kind in ("classification", "regression", "segmentation") for source in SETS.values()
+    )
+
+
+def test_an_augmentation_is_written_as_other_objects_are():
+    scaled = load_task("camvid-ood", overrides=["training.augment={segmentation={scale=[1.0, 2.0]}}"])
+    assert scaled.settings["training"]["augment"] == {"segmentation": {"scale": [1.0, 2.0]}}
+    with pytest.raises(ValueError, match=r"expected augment of none, crop, flip_crop.*got 'crob'.*crop"):
+        load_task("digits", overrides=["training.augment=crob"])
+    with pytest.raises(ValueError, match="expected scale"):
+        load_task("camvid-ood", overrides=["training.augment={segmentation={scale=[-1.0, 2.0]}}"])

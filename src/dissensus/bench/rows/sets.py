@@ -11,7 +11,8 @@ import torch
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
-from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, Folder, SetKind, TaskRows, rows_elsewhere
+from dissensus.bench.rows.learned import Folder, SetKind, TaskRows
+from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, rows_elsewhere
 from dissensus.data import split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
@@ -64,16 +65,25 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     """The rows of a run's [data] section; a set that is not there is a FileNotFoundError that says what to put where."""
     options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)
-    validation, calibration = options.pop("validation", 0.1), options.pop("calibration", 0)
+    validation, calibration = options.pop("validation", None), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
     source = SETS[name]
     with fitting(f"the data set {name}"):
-        everything, test, classes = source.make(folder, **options)
-    _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), classes)
-    _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), classes)
-    training, held = _split(everything.first(train_rows, seed=seed), validation, seed, source.kind)
-    test, held_test = _split(test.first(test_rows, seed=seed), calibration, seed, source.kind)
+        everything, test, classes, own_validation, foreign = source.make(folder, **options)
+    labels = () if source.kind == "segmentation" else classes  # masks are checked where they are read
+    _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
+    _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
+
+    def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
+        return _split(rows.first(test_rows, seed=seed), calibration, seed, source.kind)
+
+    training = everything.first(train_rows, seed=seed)
+    if own_validation is None:
+        training, held = _split(training, 0.1 if validation is None else validation, seed, source.kind)
+    else:
+        held = own_validation if validation is None else _split(own_validation, validation, seed, source.kind)[1]
+    test, held_test = tested(test)
 
     def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
         """The sets that the key names, no two of which would be reported under one name."""
@@ -95,7 +105,8 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
         validation=held,
         calibration=held_test,
         test=test,
-        ood={each: rows.first(ood_rows, seed=seed) for each, rows in elsewhere("ood", FOREIGN).items()},
+        ood={each: rows.first(ood_rows, seed=seed) for each, rows in elsewhere("ood", FOREIGN).items()}
+        | {each: tested(rows)[0] for each, rows in foreign.items()},
         shift=elsewhere("shift", SHIFTED, **options),
         standardiser=_of_inputs(training, standardise),
         targets=_of_targets(training, targets, source.kind),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from dissensus.bench.rows.learned import Folder, LearnedRows, SetKind, TaskRows
+from dissensus.bench.rows.scenes import own_scenes, scene_folder, scenes
 from dissensus.data import (
     cubic,
     cubic_gap,
@@ -29,30 +30,9 @@ from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.formats import read_npz
 from dissensus.data.images import ImageSet
 from dissensus.data.locate import data_folder, locate
+from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder, uci_regression
 from dissensus.numerics.checks import one_of
-
-SetKind = Literal["classification", "regression"]
-Folder = str | Path | None
-
-
-class TaskRows(NamedTuple):
-    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,) or values (N, 1)."""
-
-    x: Tensor
-    y: Tensor
-
-    def at(self, rows: Tensor) -> TaskRows:
-        return TaskRows(self.x[rows], self.y[rows])
-
-    def first(self, count: int | None, *, seed: int) -> TaskRows:
-        """At most `count` rows, chosen by the seed and kept in order."""
-        if count is None or count >= len(self.y):
-            return self
-        return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
-
-
-LearnedRows = tuple[TaskRows, TaskRows, tuple[str, ...]]  # train, test, class names
 
 
 class TaskSet(NamedTuple):
@@ -87,12 +67,12 @@ def present(name: str, folder: Folder) -> str:
 
 def _digits(folder: Folder) -> LearnedRows:
     train, test = digits()
-    return _rows(train), _rows(test), train.classes
+    return LearnedRows(_rows(train), _rows(test), train.classes)
 
 
 def _images(name: str, folder: Folder) -> LearnedRows:
     train, test = (image_set(name, split, folder=folder) for split in ("train", "test"))
-    return _rows(train), _rows(test), train.classes
+    return LearnedRows(_rows(train), _rows(test), train.classes)
 
 
 def _image_folder(name: str, folder: Folder) -> Path:
@@ -104,7 +84,8 @@ def _own_images(folder: Folder, train_file: str, test_file: str, classes: int | 
     train, test = _npz(train_file, folder), _npz(test_file, folder)
     if not len(train.y):
         raise ValueError(f"expected images in {train_file!r}, got none; write at least one for each class")
-    return train, test, tuple(str(i) for i in range(int(train.y.max()) + 1 if classes is None else classes))
+    count = int(train.y.max()) + 1 if classes is None else classes
+    return LearnedRows(train, test, tuple(map(str, range(count))))
 
 
 def _test_images(name: str, folder: Folder) -> TaskRows:
@@ -139,8 +120,9 @@ def _uci_regression(folder: Folder, set: str, split: int = 0, inner: float = 0.0
     train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
     if inner:
         rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
-        return train.at(rest), train.at(held), ()
-    return train, TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test)), ()
+        return LearnedRows(train.at(rest), train.at(held), ())
+    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
+    return LearnedRows(train, test, ())
 
 
 def _uci_folder(folder: Folder) -> Path:
@@ -157,7 +139,7 @@ def _uci_folder(folder: Folder) -> Path:
 
 
 def _two_moons(folder: Folder, count: int = 1000, noise: float = 0.1) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*two_moons(count, noise=noise, seed=0)),
         TaskRows(*two_moons(count, noise=noise, seed=1)),
         ("upper", "lower"),
@@ -171,22 +153,24 @@ def _far_ring(folder: Folder) -> TaskRows:
 
 def _five_blobs(folder: Folder, points: int = 40, scale: float = 0.4, draw: int = 0) -> LearnedRows:
     train, test = five_blobs(points, scale=scale, seed=draw), five_blobs(20, scale=scale, seed=1000 + draw)
-    return TaskRows(*train), TaskRows(*test), tuple("12345")
+    return LearnedRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
 
 
 def _three_clusters(folder: Folder) -> LearnedRows:
     """The papers' 400 points have no test set: errors are those at the points that were fitted."""
     rows = TaskRows(*three_clusters())
-    return rows, rows, ()
+    return LearnedRows(rows, rows, ())
 
 
 def _x_sin_x(folder: Folder, points: int = 45, noise: float = 0.25) -> LearnedRows:
-    return TaskRows(*x_sin_x(points, noise=noise, seed=0)), TaskRows(*x_sin_x(4 * points, noise=noise, seed=1)), ()
+    train, test = x_sin_x(points, noise=noise, seed=0), x_sin_x(4 * points, noise=noise, seed=1)
+    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
 
 
 def _x_sin_x_features(folder: Folder, points: int = 45, noise: float = 0.25, draw: int = 0) -> LearnedRows:
     train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
-    return TaskRows(quadratic_features(train[0]), train[1]), TaskRows(quadratic_features(test[0]), test[1]), ()
+    first, second = (TaskRows(quadratic_features(x), y) for x, y in (train, test))
+    return LearnedRows(first, second, ())
 
 
 def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> TaskRows:
@@ -197,7 +181,7 @@ def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> TaskRows:
 
 
 def _cubic(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*cubic(points, noise=noise, seed=2 * draw)),
         TaskRows(*cubic(200, noise=noise, seed=2 * draw + 1)),
         (),
@@ -213,7 +197,7 @@ def _outside(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0
 
 
 def _cubic_gap(folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0) -> LearnedRows:
-    return (
+    return LearnedRows(
         TaskRows(*cubic_gap(points, noise=noise, seed=2 * draw)),
         TaskRows(*cubic_gap(noise=noise, seed=2 * draw + 1)),
         (),
@@ -235,7 +219,7 @@ def _gp_draw(
     folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
 ) -> LearnedRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
-    return seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ()
+    return LearnedRows(seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ())
 
 
 def _gp_gap(folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
@@ -276,6 +260,24 @@ SETS: dict[str, TaskSet] = {
         )
         for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")
     },
+    "camvid": TaskSet(
+        partial(scenes, camvid), "segmentation", "11 classes of street scenes", partial(scene_folder, "trainannot")
+    ),
+    "streethazards": TaskSet(
+        partial(scenes, streethazards),
+        "segmentation",
+        "13 classes of simulated streets, and anomalies",
+        partial(scene_folder, "train/annotations/training"),
+    ),
+    "bdd_anomaly": TaskSet(
+        partial(scenes, bdd_anomaly),
+        "segmentation",
+        "19 classes of streets, of which some are anomalies",
+        partial(scene_folder, "seg/labels/train"),
+    ),
+    "segmentation_folder": TaskSet(
+        own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
+    ),
     "uci_regression": TaskSet(
         _uci_regression, "regression", f"data.set of {', '.join(REGRESSION_SETS)}; data.split", _uci_folder
     ),

@@ -45,7 +45,7 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
     settings = arguments(config, data, networks[0])
     one = key != "members" and count == 1
     with fitting(f"the method {config.method}"):
-        return constructor(config, settings)(networks[0] if one else networks, likelihood=likelihood(config))
+        return constructor(config, settings)(networks[0] if one else networks, likelihood=likelihood(config, data))
 
 
 def counted(config: RunConfig) -> tuple[str | None, int]:
@@ -108,10 +108,13 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
     return settings
 
 
-def likelihood(config: RunConfig) -> Likelihood:
+def likelihood(config: RunConfig, data: TaskData | None = None) -> Likelihood:
     """What the outputs of a run's networks mean."""
+    masks = data is not None and data.kind == "segmentation"
+    supplied = {"masks": data.train.y, "classes": len(data.classes)} if data is not None and masks else {}
     with fitting("the likelihood"):
-        made: Likelihood = written("likelihood", config.likelihood or "classification").made()
+        named = config.likelihood or ("segmentation" if masks else "classification")
+        made: Likelihood = written("likelihood", named).made(**supplied)
     return made
 
 
@@ -145,7 +148,9 @@ def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Map
 def output_count(config: RunConfig, data: TaskData) -> int:
     """How many outputs a network of the run has."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
-    return count * (2 if isinstance(likelihood(config), HeteroscedasticRegression) else 1)  # a mean and a variance each
+    return count * (
+        2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1
+    )  # a mean and a variance each
 
 
 def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
@@ -202,6 +207,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
     factors: dict[str, Callable[[float], float]] = {
         "plateau": lambda t: plateau_linear(t, floor=floor),
         "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+        "polynomial": lambda t: (1 - t) ** 0.9,  # as usual for segmentation
         "thirds": lambda t: 0.1 ** int(3 * t + 1e-9),  # a tenth of the rate after every third of the run
         "late": lambda t: plateau_linear(t, start=0.75, end=1.0, floor=floor),
         "constant": lambda t: 1.0,

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from dissensus import storage
+from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
+from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
+from dissensus.bench.run.pixels import evaluation_of_pixels, image_facts, read_measured
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same
@@ -42,6 +44,7 @@ from dissensus.bench.run.splits import (
 )
 from dissensus.bench.run.watch import ROWS, watcher, with_distances
 from dissensus.bench.task.config import RunConfig, run_config_of
+from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
@@ -148,14 +151,18 @@ class Run:
         return table if isinstance(table, dict) else {}
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
-        training, evaluation = self.config.training, self.config.evaluation
+        training, scenes = self.config.training, self.kind == "segmentation"
+        if scenes and shuffle:  # augmented on the device: a processor takes as long to scale images as a step does
+            rows = TaskRows(*(each.to(self.device) for each in rows))
+        asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
+        augment = training.get("augment", "none") if shuffle else "none"
         return standardised_batches(
             rows,
             self.data.standardiser,
             targets=self.data.targets,
-            batch_size=training.get("batch_size", 64) if shuffle else evaluation.get("batch_size", 250),
+            batch_size=training.get("batch_size", 64) if shuffle else asked,
             shuffle=shuffle,
-            augment=training.get("augment", "none") if shuffle else "none",
+            augment=written("augment", augment).made(),
         )
 
     # ------------------------------------------------------------------ stages
@@ -225,6 +232,7 @@ class Run:
         storage.save(posterior, self.folder / "posterior")
         # Written whole once more: a run that was stopped may have lost or doubled its last line.
         write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+        facts |= image_facts(self.data)
         write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
@@ -267,19 +275,27 @@ class Run:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        splits = self._splits()
-        test, posterior = read_predictions(splits["test"]), self.posterior()
-        counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
-        evaluation = evaluation_of(
-            test,
-            ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
-            shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
-            corrupted=counts,
-            score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
-            parameters=parameter_count(posterior),
-            prevalence=self.config.evaluation.get("prevalence"),
-            temperature=float(posterior.temperature),
-        )
+        splits, posterior = self._splits(), self.posterior()
+        score = self.config.evaluation.get("score")
+        about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
+        about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
+        if self.kind == "segmentation":
+            parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
+            evaluation = evaluation_of_pixels(parts, score=checked_score(score, self.kind, 2), **about)
+        else:
+            test = read_predictions(splits["test"])
+            elsewhere = {
+                kind: {s.removeprefix(kind): read_predictions(p) for s, p in splits.items() if s.startswith(kind)}
+                for kind in ("ood-", "shift-")
+            }
+            evaluation = evaluation_of(
+                test,
+                ood=elsewhere["ood-"],
+                shift=elsewhere["shift-"],
+                score=checked_score(score, self.kind, test.members),
+                prevalence=self.config.evaluation.get("prevalence"),
+                **about,
+            )
         facts = read_json(self.folder / "training.json")
         if not is_number(facts.get("seconds")):
             raise damaged(self.folder / "training.json", "without 'seconds'")

@@ -12,14 +12,18 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.bench.names import listed
 from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
+from dissensus.bench.rows.learned import TaskRows
+from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import TaskRows
+from dissensus.bench.rows.sources import SETS
+from dissensus.bench.run.pixels import measured_pixels, write_measured
 from dissensus.bench.run.records import write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
+from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import Predictions, predictions
 
@@ -30,14 +34,20 @@ CALIBRATION = "calibration"  # held-out test rows
 
 def split_names(config: RunConfig) -> list[str]:
     """test, calibration, ood-SET, shift-SET, grid, train, corrupt and validation-corrupt: each is a file of predictions."""
-    names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0)
+    scenes = is_segmentation(config)  # of whose calibration rows only a temperature is wanted
+    names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
     names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
+    names += [f"ood-{UNKNOWN}"] * bool(config.data.get("unknown"))
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
     if config.evaluation.get("train_rows", False):
         names.append(TRAIN)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
+
+
+def is_segmentation(config: RunConfig) -> bool:
+    return SETS[config.data["name"]].kind == "segmentation"
 
 
 def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
@@ -79,6 +89,10 @@ def write_split(
     tell(split)
     kind, _, name = split.partition("-")
     rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
+    if is_segmentation(config):
+        score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
+        write_measured(path, measured_pixels(split, rows, data, functions, loader, score))
+        return
     picture = data.standardiser.inverse if data.images else None
     found = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
     write_predictions(path, in_original_units(found, data.targets, rows.y))

@@ -222,7 +222,7 @@ def _recorded(config: RunConfig) -> tuple[str, Settings]:
 def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
     """The likelihood and the prior that all watchers have."""
     settings = build.arguments(config, data, network)
-    return {"likelihood": build.likelihood(config), **{key: settings[key] for key in PRIOR if key in settings}}
+    return {"likelihood": build.likelihood(config, data), **{key: settings[key] for key in PRIOR if key in settings}}
 
 
 def _tail(method: type[Posterior]) -> str | None:

@@ -18,15 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dissensus.bench.rows.loaders import AUGMENTATIONS
 from dissensus.core.empcov import EmpCov
+from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import GaussianPrior
+from dissensus.data.segmentation import VOID
+from dissensus.data.segmentation import class_weights as enet_weights
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage.skeletons import LIKELIHOODS
 from dissensus.surgery.modulation import Modulation
 
-SUPPLIED = {"inputs", "network"}  # arguments that are the run's to give, never the task's
+SUPPLIED = {"inputs", "network", "masks", "classes"}  # arguments that are the run's to give, never the task's
 
 
 def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) -> Annealing:
@@ -40,6 +44,16 @@ def pca(inputs: Any, alpha: float = 1.0, **options: Any) -> Lengthscales | None:
 
 pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-defined]
 
+
+def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str | None = None) -> Likelihood:
+    """Pixels of training masks (N, H, W), void ones left out. class_weights: of each class, or "enet", by how rare it is."""
+    weights: Any = class_weights
+    if isinstance(class_weights, str):
+        one_of("class_weights", class_weights, ("enet",), hint="or list a number for each class")
+        weights = enet_weights(masks, classes)
+    return Classification(ignore_index=VOID, class_weights=weights)
+
+
 OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "annealing": {  # each takes only what its schedule reads
         "constant": lambda weight=1.0: Annealing("constant", weight=weight),
@@ -52,8 +66,10 @@ OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
         "classification": LIKELIHOODS["Classification"],
         "regression": LIKELIHOODS["Regression"],
         "heteroscedastic_regression": LIKELIHOODS["HeteroscedasticRegression"],
+        "segmentation": segmentation,
         **LIKELIHOODS,
     },
+    "augment": AUGMENTATIONS,
     "prior": {"gaussian": GaussianPrior, "empcov": EmpCov},
     "modulation": {
         "constant": Modulation.constant,

@@ -52,7 +52,8 @@ NETWORK: dict[str, ValueRule] = {
 }
 DATA: dict[str, ValueRule] = {
     "name": TEXT,  # of SETS
-    "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none
+    "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none. Of a set with validation
+    # rows of its own so many of those; all by default
     "train": whole,  # at most so many training rows
     "test": whole,  # at most so many test rows
     "calibration": NOT_NEGATIVE,  # of those, rows held out to fit temperatures, or their share; the others are tested on
@@ -71,12 +72,12 @@ TRAINING: dict[str, ValueRule] = {
     "weight_decay": NOT_NEGATIVE,
     "momentum": NOT_NEGATIVE,  # of sgd
     "nesterov": TRUTH,  # of sgd
-    "schedule": TEXT,  # plateau, cosine, thirds, late, constant or own: the method's
+    "schedule": TEXT,  # plateau, cosine, polynomial, thirds, late, constant or own: the method's
     "floor": NOT_NEGATIVE,  # where plateau and late end, as a share of lr
     "clip": POSITIVE,
     "patience": whole,
     "keep_best": TRUTH,  # by the validation likelihood
-    "augment": TEXT,  # none, crop or flip_crop
+    "augment": lambda what, value: written("augment", value).check(),  # none, crop, flip_crop or segmentation
     "precision": TEXT,
     "engine": TEXT,
     "threads": whole,  # of the processor; small networks run faster on one

@@ -1,0 +1,57 @@
+"""Segmentations as rows: images and masks of a set's own splits, classes made unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dissensus.bench.rows.learned import Folder, LearnedRows, TaskRows
+from dissensus.data.locate import data_folder
+from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
+from dissensus.data.street_scenes import SPLITS
+
+UNKNOWN = "unknown"  # the set of foreign pixels: of test images, 1 at those of unknown classes
+
+
+def scenes(
+    read: Callable[..., SegmentationSet], folder: Folder, unknown: Sequence[str] = (), size: Sequence[int] | None = None
+) -> LearnedRows:
+    """Images and masks of a set's own splits. `unknown`: classes that do not count in training, foreign at test time."""
+    train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
+    ood = {}
+    if unknown:
+        (train, _), (validation, _), (test, foreign) = (
+            with_unknown(each, unknown) for each in (train, validation, test)
+        )
+        ood = {UNKNOWN: TaskRows(test.images, foreign)}
+    learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
+    return LearnedRows(learned, tested, train.classes, held, ood)
+
+
+def own_scenes(
+    folder: Folder,
+    images: str,
+    masks: str,
+    classes: Sequence[str],
+    void: int = VOID,
+    unknown: Sequence[str] = (),
+    size: Sequence[int] | None = None,
+) -> LearnedRows:
+    """Folders of images and of masks, in whose names {split} stands for train, val and test."""
+
+    def read(split: str, *, folder: Folder, size: Any) -> SegmentationSet:
+        root = data_folder(folder) or Path()
+        pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
+        return segmentation_folder(pictures, labels, classes, void=void, size=size)
+
+    return scenes(read, folder, unknown, size)
+
+
+def scene_folder(part: str, folder: Folder) -> Path:
+    """Where a set lies that has a folder of this name."""
+    root = data_folder(folder)
+    for path in [] if root is None else [root / part, *root.glob(f"*/{part}")]:
+        if path.is_dir():
+            return path.parents[part.count("/")]
+    raise FileNotFoundError

@@ -1,0 +1,83 @@
+"""A trained segmentation on the user's own images: what it says of every pixel, as pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.bench.run.jobs import checked_folder
+from dissensus.bench.run.run import Run
+from dissensus.data.standardise import Standardiser
+from dissensus.numerics.damage import damaged, reading
+from dissensus.predict import predict_image
+from dissensus.storage.files import read_json
+
+
+def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | None = None) -> Iterator[Path]:
+    """The files written: NAME-prediction.png in the colours of classes.png, and NAME-QUANTITY.png for what is measured.
+
+    Images are brought to the height that the run's had; maps have the size of the image. `tile`: as in `predict_image`.
+    """
+    from PIL import Image
+
+    from dissensus.reporting import maps  # loads matplotlib
+
+    classes, standardiser = _facts(run)
+    pictures = [_read(path) for path in images]  # all of them before anything is written
+    checked_folder(folder)
+    maps.class_legend(classes).savefig(folder / "classes.png", dpi=110, facecolor="white")
+    yield folder / "classes.png"
+    posterior, entropy = run.posterior(), math.log(len(classes))
+    for path, picture in zip(images, pictures, strict=True):
+        said = predict_image(posterior, standardiser(_resized(picture, run.config.data.get("size"))), tile=tile)
+        confidence, prediction = said.mean.cpu().max(0)
+        heat = {  # with the largest value of its scale; that of the mutual information is the image's own
+            "confidence": (confidence, 1.0, maps.CONFIDENCE),
+            "entropy": (said.entropy.cpu(), entropy, maps.EPISTEMIC),
+            "mutual_information": (
+                said.mutual_information.cpu(),
+                float(said.mutual_information.max()) or 1.0,
+                maps.EPISTEMIC,
+            ),
+        }
+        shown = {"prediction": maps.class_image(prediction.numpy(), len(classes))}
+        shown |= {name: maps.heat_image(v.numpy(), largest=top, colours=c) for name, (v, top, c) in heat.items()}
+        for name, pixels in shown.items():
+            written = folder / f"{path.stem}-{name}.png"
+            Image.fromarray(pixels).resize(picture.size, Image.Resampling.NEAREST).save(written)
+            yield written
+
+
+def _facts(run: Run) -> tuple[list[str], Standardiser]:
+    """The classes of a trained segmentation, and how its inputs are standardised."""
+    if run.kind != "segmentation" or not run.trained:
+        got = "one that is not trained" if not run.trained else f"a {run.kind}"
+        raise ValueError(f"expected a trained run of a segmentation, got {got} in {run.folder}; train one first")
+    facts = read_json(run.folder / "training.json")
+    try:
+        mean, std = (torch.tensor(facts[name], dtype=torch.float64) for name in ("mean", "std"))
+        return facts["classes"], Standardiser(mean, std)
+    except (KeyError, TypeError) as error:
+        raise damaged(run.folder / "training.json", f"without {error}") from error
+
+
+def _read(path: Path) -> Any:
+    from PIL import Image
+
+    if not path.is_file():
+        raise FileNotFoundError(f"expected an image at {path}, got none; correct its name")
+    with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+        return opened.convert("RGB")
+
+
+def _resized(picture: Any, size: Sequence[int] | None) -> Tensor:
+    """(3, H, W) uint8 of the height that training images had; the picture's own where they were not resized."""
+    if size is not None:
+        picture = picture.resize((max(1, round(picture.width * size[0] / picture.height)), size[0]))
+    return torch.from_numpy(np.array(picture)).movedim(2, 0)

@@ -1,0 +1,172 @@
+"""Tasks of segmentations, run whole at their smallest size, on scenes written here."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dissensus.bench.cli import main
+from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run.images import write_maps
+from dissensus.bench.run.jobs import bench, run_all
+from dissensus.bench.run.pixels import shown_rows
+from dissensus.bench.run.run import Run
+from dissensus.bench.run.together import shares
+from dissensus.bench.task.config import load_task, run_config
+from dissensus.data import VOID
+from small_scenes import write_camvid, write_scenes
+
+UNKNOWN = ["pedestrian", "bicyclist"]
+CAMVID = {"name": "camvid", "unknown": UNKNOWN, "size": [24, 32]}
+
+
+def test_unknown_classes_do_not_count_in_training_and_are_foreign_at_test_time(tmp_path):
+    data = task_data(CAMVID | {"train": 3, "validation": 2, "test": 3}, str(write_camvid(tmp_path)))
+    assert (data.kind, len(data.classes)) == ("segmentation", 9)
+    assert (len(data.train.y), len(data.validation.y), len(data.test.y)) == (3, 2, 3)  # validation: of the set's own
+    assert set(data.train.y.unique().tolist()) == {*range(9), VOID}
+    foreign = data.ood["unknown"]
+    assert torch.equal(foreign.x, data.test.x)  # the same images, though only some were chosen
+    assert set(foreign.y.unique().tolist()) == {0, 1, VOID}
+    assert bool((data.test.y[foreign.y == 1] == VOID).all())
+    assert bool((data.test.y[foreign.y == 0] != VOID).all())
+
+
+def test_all_validation_scenes_are_held_out_where_a_task_does_not_say_how_many(tmp_path):
+    data = task_data(CAMVID, str(write_camvid(tmp_path)))
+    assert (len(data.train.y), len(data.validation.y)) == (4, 4)
+    assert "unknown" not in task_data({"name": "camvid"}, str(tmp_path)).ood
+
+
+def test_any_folder_of_images_and_masks_is_a_set(tmp_path):
+    splits = ("train", "val", "test")
+    places = {split: (f"mine/{split}/{{:02d}}.jpg", f"mine/{split}-masks/{{:02d}}.png") for split in splits}
+    write_scenes(tmp_path, places, [0, 1, 2, 7])
+    own = {"images": "mine/{split}", "masks": "mine/{split}-masks", "classes": ["grass", "wall", "cat"], "void": 7}
+    data = task_data({"name": "segmentation_folder", "unknown": ["cat"], **own}, str(tmp_path))
+    assert data.classes == ("grass", "wall")
+    assert set(data.ood["unknown"].y.unique().tolist()) == {0, 1, VOID}
+
+
+def test_images_and_masks_are_augmented_alike(tmp_path):
+    data = task_data(CAMVID, str(write_camvid(tmp_path)))
+    augment = AUGMENTATIONS["segmentation"](scale=[1.0, 1.0])  # flips alone
+    torch.manual_seed(0)
+    loader = standardised_batches(data.train, data.standardiser, batch_size=4, augment=augment)
+    (x, y), plain = next(iter(loader)), data.standardiser(data.train.x)
+    flipped = [not torch.equal(y[i], data.train.y[i].long()) for i in range(4)]
+    assert y.dtype == torch.int64
+    assert 0 < sum(flipped) < 4
+    for i, turned in enumerate(flipped):
+        torch.testing.assert_close(x[i], plain[i].flip(2) if turned else plain[i], rtol=0, atol=1e-4)
+
+
+def test_scenes_to_look_at_are_those_with_most_unknown_pixels_of_each_part_of_the_set():
+    foreign = torch.zeros(9, 2, 2, dtype=torch.bool)
+    foreign[1, 0] = foreign[4, 0, 0] = foreign[8] = True
+    assert shown_rows(foreign).tolist() == [1, 4, 8]
+    assert shown_rows(foreign[:2]).tolist() == [0, 1]
+
+
+def test_camvid_with_unknown_objects_runs_whole(tmp_path):
+    task = load_task("camvid-ood", size="smoke")
+    results, _ = bench(task, out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
+    assert list(results.methods) == task.methods
+    wanted = {"accuracy", "nll", "ece", "aurc", "miou", "cost/train_seconds"}
+    wanted |= {f"ood/unknown/{key}" for key in ("auroc", "aupr", "fpr95", "pooled_auroc", "ece_union", "entropy/auroc")}
+    wanted |= {"iou/sky", "iou/car"}
+    for (evaluation,) in results.methods.values():
+        assert wanted <= evaluation.metrics.keys()
+        assert evaluation.arrays["scenes/prediction"].shape == (3, 24, 32)
+        assert max(each.numel() for each in evaluation.arrays.values()) <= 3 * 3 * 24 * 32  # no pixels but the maps'
+    truth = results.methods["map"][0].arrays["scenes/truth"]
+    assert set(truth.unique().tolist()) == {-2, -1, *range(9)}
+    page = (tmp_path / "runs" / "report.html").read_text()
+    for text in (
+        "Where in the image is it sure?",
+        "What if it may refuse?",
+        "published 75.40",
+        "published 14.60",
+        "published 1,800",
+    ):
+        assert text in page
+    assert [shares(run_config(task, name, 0)) for name in task.methods] == [True] * 5 + [False] * 4
+    stored = sum(path.stat().st_size for path in (tmp_path / "runs" / "map-seed0" / "predictions").iterdir())
+    assert stored < 3e5
+
+
+def test_a_segmentation_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    folder, task = str(write_camvid(tmp_path)), load_task("camvid-ood", size="smoke")
+    settings = {"methods": ["map"], "seeds": [0], "source": folder}
+    _, (whole,) = run_all(task, out=tmp_path / "whole", **settings)
+    monkeypatch.setattr(Run, "predict", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(task, out=tmp_path / "parts", **settings)
+    monkeypatch.undo()
+    _, (parts,) = run_all(task, out=tmp_path / "parts", **settings)
+    same = {key: value for key, value in whole.metrics.items() if not key.startswith("cost/")}
+    assert same == {key: parts.metrics[key] for key in same}
+
+
+def test_a_temperature_is_fitted_on_the_validation_scenes(tmp_path):
+    task = load_task("camvid-ood", size="smoke", overrides=["training.temperature=true"])
+    _, (found,) = run_all(task, methods=["map"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
+    facts = json.loads((tmp_path / "runs" / "map-seed0" / "training.json").read_text())
+    assert found.metrics["temperature"] == pytest.approx(facts["temperature"])
+
+
+@pytest.mark.parametrize(
+    ("task", "places", "labels"),
+    [
+        (
+            "streethazards",
+            {
+                split: (f"{archive}/images/{part}/t1/{{:02d}}.png", f"{archive}/annotations/{part}/t1/{{:02d}}.png")
+                for split, (archive, part) in {
+                    "train": ("train", "training"),
+                    "val": ("train", "validation"),
+                    "test": ("test", "test"),
+                }.items()
+            },
+            [*range(14), 14],
+        ),
+        (
+            "bdd-anomaly",
+            {
+                split: (f"seg/images/{part}/{split}{{:02d}}.jpg", f"seg/labels/{part}/{split}{{:02d}}_train_id.png")
+                for split, part in {"train": "train", "val": "val", "test": "train"}.items()
+            },
+            [0, 1, 2, 3, 10, 255, 18],
+        ),
+    ],
+)
+def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels):
+    for split, place in places.items():  # what is unknown is in test scenes alone
+        write_scenes(tmp_path, {split: place}, labels if split == "test" else [*labels[:-1], labels[1]])
+    loaded = load_task(task, size="smoke")
+    _, evaluations = run_all(loaded, methods=["map", "tradi"], seeds=[0], out=tmp_path / "runs", source=str(tmp_path))
+    for evaluation in evaluations:
+        assert 0 <= evaluation.metrics["ood/unknown/auroc"] <= 1
+    assert load_task(task).settings["network"]["name"] == "PSPNet"
+
+
+def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, monkeypatch, capsys):
+    task = load_task("camvid-ood", size="smoke")
+    runs, _ = run_all(
+        task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path))
+    )
+    image = tmp_path / "street.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)).save(image)
+    monkeypatch.setattr("sys.argv", ["dissensus", "predict", str(runs[0].folder), str(image)])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    names = {"classes", *(f"street-{each}" for each in ("prediction", "confidence", "entropy", "mutual_information"))}
+    written = {path.stem: path for path in (runs[0].folder / "maps").iterdir()}
+    assert written.keys() == names
+    assert {str(path) for path in written.values()} == set(capsys.readouterr().out.split())
+    assert all(Image.open(path).size == (100, 60) for name, path in written.items() if name != "classes")
+    with pytest.raises(FileNotFoundError, match=r"expected an image at .*gone.png, got none"):
+        list(write_maps(runs[0], [tmp_path / "gone.png"], tmp_path))
