@@ -74,7 +74,7 @@ def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") ->
     every = sorted({number for several in each.values() for number in several})
     fewer = {name: sorted(several) for name, several in each.items() if sorted(several) != every}
     if not fewer:
-        return f"{len(every)} {by}s"
+        return f"{len(every)} {by}{'s' * (len(every) > 1)}"
     others = "; ".join(
         f"{names.get(name, name)}: {', '.join(map(str, several))} only" for name, several in fewer.items()
     )

@@ -1,0 +1,208 @@
+"""CamVid with unknown objects: the numbers of finished runs as CSV, and what they say.
+
+    python benchmarks/camvid_ood.py runs/camvid runs/camvid-car
+    python benchmarks/tables.py
+
+docs/segmentation-results.md names the commands that make the runs. The network, the recipe and the paper's numbers stand in
+the task. Differences to MAP are paired image by image on the seeds that both methods have, by the report's own statistics,
+with Holm's adjustment for all comparisons of a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+
+from finished import finished
+from rows import Row, markdown, seeds_of, write_rows
+
+from dissensus.bench.task.config import read_task
+from dissensus.reporting.figures import write_png
+from dissensus.reporting.reference import published
+from dissensus.reporting.results import Results
+from dissensus.reporting.scenes import segmented
+from dissensus.reporting.spread import spread_of
+from dissensus.reporting.statistics import SIGNIFICANT
+from dissensus.reporting.tables import differences, draws_of, p_text
+
+HERE = Path(__file__).parent
+NUMBERS, PAIRS = "camvid_ood.csv", "camvid_ood_pairs.csv"
+PICTURE = HERE.parent / "docs" / "figures" / "camvid-ood.png"
+OOD = "ood/unknown/"
+COLUMNS = {  # metric -> (column, factor, digits)
+    "miou": ("mIoU %", 100, 1),
+    "nll": ("NLL", 1, 3),
+    "ece": ("ECE %", 100, 1),
+    f"{OOD}auroc": ("AUROC %", 100, 1),
+    f"{OOD}aupr": ("AUPR %", 100, 1),
+    f"{OOD}fpr95": ("FPR95 %", 100, 1),
+    f"{OOD}ece_union": ("ECE %, union", 100, 1),
+    f"{OOD}entropy/auroc": ("AUROC %, entropy", 100, 1),
+    f"{OOD}mutual_information/auroc": ("AUROC %, mutual information", 100, 1),
+    "cost/train_seconds": ("training, s", 1, 0),
+}
+COMPARED = ("miou", "nll", f"{OOD}auroc", f"{OOD}aupr", f"{OOD}fpr95", f"{OOD}fpr95_in")
+NAMES = {
+    "map": "MAP (MCP)",
+    "gaussian_perturbation": "Gaussian perturbation",
+    "mc_dropout": "MC dropout",
+    "swag": "SWAG",
+    "tradi": "TRADI",
+    "deep_ensemble": "Deep ensemble",
+    "batch_ensemble": "BatchEnsemble",
+    "node_bnn": "NodeBNN",
+    "forde": "FoRDE",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders that `dissensus bench camvid-ood` wrote")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    given = parser.parse_args()
+    numbers: list[Row] = []
+    pairs: list[Row] = []
+    for number, folder in enumerate(given.runs):
+        results = finished(folder)
+        config = tomllib.loads(next(folder.glob("*/config.toml")).read_text())
+        unknown = "+".join(config["data"]["unknown"])
+        for method, several in results.methods.items():
+            for origin, evaluation in zip(results.origins[method], several, strict=True):
+                kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
+                measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
+                numbers.append({"unknown": unknown} | origin | measured)
+        pairs += [{"unknown": unknown} | row for row in paired_rows(results)]
+        if number == 0 and (made := segmented({method: several[0] for method, several in results.methods.items()})):
+            write_png(made[2][1][1], PICTURE)  # the second scene: the first is a dark street
+    write_rows(given.results / NUMBERS, numbers)
+    write_rows(given.results / PAIRS, pairs)
+
+
+def paired_rows(results: Results) -> list[Row]:
+    """Every method minus MAP, image by image."""
+    found, draws = draws_of(results.compared_with("map", holm=True))
+    by_key = [measure for measure in found if measure.key in COMPARED]
+    against = differences(results.compared_with("map", holm=True), by_key, draws, "map")
+    rows = []
+    for (key, method), each in against.comparisons.items():
+        low, high = each.interval(against.level)[1:]
+        rows.append(
+            {
+                "metric": key,
+                "method": method,
+                "seeds": each.seeds,
+                "difference": each.difference,
+                "lower": low,
+                "upper": high,
+                "p_value": against.p_values[key, method],
+                "comparisons": len(against.comparisons),
+                "counted": each.counted,
+            }
+        )
+    return rows
+
+
+def page(numbers: list[Row], pairs: list[Row]) -> str:
+    """Tables of every choice of unknown classes, with what the comparisons say."""
+    parts = []
+    for unknown in dict.fromkeys(row["unknown"] for row in numbers):
+        mine = [row for row in numbers if row["unknown"] == unknown]
+        parts += [
+            f"### Unknown: {unknown.replace('+', ' and ')}",
+            number_table(mine),
+            pair_table([row for row in pairs if row["unknown"] == unknown]),
+            *said([row for row in pairs if row["unknown"] == unknown]),
+            class_table(mine),
+            f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
+            f"{origin(mine)}.*",
+        ]
+    return "\n\n".join(parts)
+
+
+def origin(rows: list[Row]) -> str:
+    """What the rows say of the program and the machine."""
+    commit, torch, device = (
+        " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
+    )
+    return f"commit {commit}, torch {torch}, {device}"
+
+
+def number_table(rows: list[Row]) -> str:
+    paper = published(read_task("camvid-ood")["reference"])
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        cells = [NAMES[method]]
+        for key, (_, factor, digits) in COLUMNS.items():
+            values = [factor * float(row[key]) for row in mine if row[key]]
+            if not values:
+                cells.append("–")
+                continue
+            mean = sum(values) / len(values)
+            half = f" ± {spread_of(values, 0.0).half_width():.{digits}f}" if len(values) > 1 else ""
+            number = paper.get(method, {}).get(key)
+            cells.append(
+                f"{mean:.{digits}f}{half}" + ("" if number is None else f" [{factor * number.value:.{digits}f}]")
+            )
+        lines.append(cells)
+    return markdown(["method", *(name for name, _, _ in COLUMNS.values())], lines)
+
+
+def pair_table(rows: list[Row]) -> str:
+    """Differences to MAP with simultaneous intervals, bold where the adjusted p-value is below 0.05."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    by_cell = {(row["method"], row["metric"]): row for row in rows}
+    keys = [key for key in COMPARED if any(row["metric"] == key for row in rows)]
+    lines = []
+    for method in methods:
+        cells = [f"{NAMES[method]} ({by_cell[method, keys[0]]['seeds']} seeds)".replace("(1 seeds)", "(1 seed)")]
+        for key in keys:
+            row = by_cell[method, key]
+            factor = 1 if key == "nll" else 100
+            digits = 3 if key == "nll" else 1
+            text = f"{minus(factor * float(row['difference']), digits)} ({p_text(float(row['p_value']))})"
+            cells.append(f"**{text}**" if float(row["p_value"]) < SIGNIFICANT else text)
+        lines.append(cells)
+    columns = ["minus MAP", *(COLUMNS[key][0] if key in COLUMNS else "FPR95 %, known positive" for key in keys)]
+    return markdown(columns, lines)
+
+
+def said(rows: list[Row]) -> list[str]:
+    """What the comparisons of deep ensemble and TRADI with MAP say of the paper's two claims."""
+    sentences = []
+    for method in ("deep_ensemble", "tradi"):
+        for key, better in ((f"{OOD}auroc", 1), (f"{OOD}fpr95", -1)):
+            row = next((row for row in rows if row["method"] == method and row["metric"] == key), None)
+            if row is None:
+                continue
+            sure = float(row["p_value"]) < SIGNIFICANT
+            ahead = better * float(row["difference"]) > 0
+            verdict = ("better than" if ahead else "worse than") if sure else "within chance of"
+            sentences.append(
+                f"{NAMES[method]} is {verdict} MAP in {COLUMNS[key][0].removesuffix(' %')} "
+                f"({minus(100 * float(row['difference']), 1)} points, {minus(100 * float(row['lower']), 1)} to "
+                f"{minus(100 * float(row['upper']), 1)}; counts {row['counted'].replace('test examples', 'test images')})."
+            )
+    adjusted = f"P-values and intervals are adjusted for all {rows[0]['comparisons']} comparisons of the table (Holm)."
+    return [" ".join([*sentences, adjusted])] if sentences else []
+
+
+def minus(value: float, digits: int) -> str:
+    """A signed number with a minus sign; none before a zero."""
+    text = f"{value:+.{digits}f}".replace("-", "−")
+    return text if any(digit in text for digit in "123456789") else text[1:]
+
+
+def class_table(rows: list[Row]) -> str:
+    keys = [key for key in rows[0] if key.startswith("iou/") and rows[0][key]]
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        means = [100 * sum(float(row[key]) for row in mine) / len(mine) for key in keys]
+        lines.append([NAMES[method], *(f"{mean:.1f}" for mean in means)])
+    return markdown(["IoU %", *(key.removeprefix("iou/") for key in keys)], lines)
+
+
+if __name__ == "__main__":
+    main()
