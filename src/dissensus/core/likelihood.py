@@ -121,15 +121,10 @@ class Classification(Likelihood):
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.class_weights: list[float] | None = None
-        if class_weights is not None:
-            given = class_weights.tolist() if isinstance(class_weights, Tensor) else [*class_weights]
-            self.class_weights = [
-                float(
-                    number("every class weight", w, above=0, hint="name a class that should not count by ignore_index")
-                )
-                for w in given
-            ]
+        given = class_weights.tolist() if isinstance(class_weights, Tensor) else class_weights
+        hint = "name a class that should not count by ignore_index"
+        weights = [float(number("every class weight", each, above=0, hint=hint)) for each in given or ()]
+        self.class_weights = None if given is None else weights
         # Kept by device and dtype, not as a buffer: it is no tensor of a member. Made before a CUDA graph is captured.
         self._weights: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._clear = False  # whether a batch has shown which axis is the classes

@@ -14,8 +14,8 @@ from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data.segmentation import VOID
-from dissensus.evaluation.evaluate import joined_evaluation
 from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.evaluate import joined_evaluation
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers

@@ -26,7 +26,13 @@ from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
-from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
+from dissensus.bench.run.measured import (
+    evaluation_of_rows,
+    with_calibration,
+    with_choice,
+    with_grid,
+    with_training_rows,
+)
 from dissensus.bench.run.pixels import evaluation_of_pixels, image_facts, read_measured
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
@@ -48,7 +54,7 @@ from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
+from dissensus.evaluation.evaluate import checked_score, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.methods.parts.embedded import collapse_note
@@ -276,26 +282,14 @@ class Run:
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
         splits, posterior = self._splits(), self.posterior()
-        score = self.config.evaluation.get("score")
         about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
         about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
         if self.kind == "segmentation":
             parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
-            evaluation = evaluation_of_pixels(parts, score=checked_score(score, self.kind, 2), **about)
+            score = checked_score(self.config.evaluation.get("score"), self.kind, 2)
+            evaluation = evaluation_of_pixels(parts, score=score, **about)
         else:
-            test = read_predictions(splits["test"])
-            elsewhere = {
-                kind: {s.removeprefix(kind): read_predictions(p) for s, p in splits.items() if s.startswith(kind)}
-                for kind in ("ood-", "shift-")
-            }
-            evaluation = evaluation_of(
-                test,
-                ood=elsewhere["ood-"],
-                shift=elsewhere["shift-"],
-                score=checked_score(score, self.kind, test.members),
-                prevalence=self.config.evaluation.get("prevalence"),
-                **about,
-            )
+            evaluation = evaluation_of_rows(splits, self.config.evaluation, self.kind, **about)
         facts = read_json(self.folder / "training.json")
         if not is_number(facts.get("seconds")):
             raise damaged(self.folder / "training.json", "without 'seconds'")
@@ -310,7 +304,9 @@ class Run:
         if TRAIN in splits:
             evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
         if CALIBRATION in splits:
-            evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
+            evaluation = with_calibration(
+                evaluation, *(read_predictions(splits[each]) for each in ("test", CALIBRATION))
+            )
         if CHOOSE in splits:
             evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
         if "distances_every" in self.config.evaluation:
