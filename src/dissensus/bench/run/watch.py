@@ -19,10 +19,10 @@ from dissensus.storage.files import write_text
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared
 
-Compared = Iterable[tuple[Tensor, Tensor]]
+ComparedRows = Iterable[tuple[Tensor, Tensor]]
 
 
-def watcher(folder: Path, posterior: Posterior, batches: Compared, *, every: int) -> DistancesOverTraining | None:
+def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int) -> DistancesOverTraining | None:
     """A callback that writes the distances every so many epochs, those before training as well; None for one network.
 
     A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
@@ -60,7 +60,7 @@ def read_distances(folder: Path) -> dict[int, MemberDistances]:
     return dict(sorted(found.items()))
 
 
-def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: Compared) -> Evaluation:
+def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: ComparedRows) -> Evaluation:
     """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
     if posterior.particles.members < 2 or not (folder / FILE).is_file():
         return evaluation
@@ -74,7 +74,7 @@ def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, b
     return more(evaluation, metrics, arrays)
 
 
-def joined(batches: Compared) -> tuple[Tensor, Tensor]:
+def joined(batches: ComparedRows) -> tuple[Tensor, Tensor]:
     """(x, y) of all batches in one."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)
