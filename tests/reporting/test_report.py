@@ -280,7 +280,7 @@ def test_the_baseline_and_holm_are_the_callers_choice(tmp_path):
     assert "No correction for many comparisons" in first
     assert "Differences to two" in second
     assert "(Holm)" in second
-    with pytest.raises(ValueError, match=r"as baseline of one, three, two, got 'tow'; did you mean 'two'"):
+    with pytest.raises(ValueError, match=r"as baseline of one, two, three, got 'tow'; did you mean 'two'"):
         report(evaluations, tmp_path / "third.md", baseline="tow")
 
 

@@ -31,16 +31,18 @@ def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every:
         return None
     path = folder / FILE
 
+    def line(epochs: int, found: MemberDistances) -> str:
+        return json.dumps({"epochs": epochs, **found._asdict()}) + "\n"
+
     def tell(epochs: int, found: MemberDistances) -> None:
         with path.open("a") as file:
-            file.write(json.dumps({"epochs": epochs, **found._asdict()}) + "\n")
+            file.write(line(epochs, found))
 
+    known = read_distances(folder) if path.is_file() else {}
+    # Without a last line that is not whole: what is appended begins a line of its own.
+    write_text(path, "".join(line(*each) for each in known.items()))
     record = DistancesOverTraining(posterior, *joined(batches), every=every, tell=tell)
-    if path.is_file():
-        # Without a last line that is not whole: what is appended begins a line of its own.
-        lines = (json.dumps({"epochs": epochs, **found._asdict()}) for epochs, found in read_distances(folder).items())
-        write_text(path, "".join(f"{line}\n" for line in lines))
-    if not path.is_file() or 0 not in read_distances(folder):
+    if 0 not in known:
         record.look(0)  # the networks are as they were built: a checkpoint is read later
     return record
 
