@@ -54,7 +54,7 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
     that is not there raises FileNotFoundError with the files to put there. verify: compare checksums before reading.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
-    images, labels = _read(variant.reader, paths)
+    images, labels = _arrays_of(variant.reader, paths)
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
 
 
@@ -91,7 +91,7 @@ def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool 
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
 
 
-def _read(reader: str, paths: list[Path]) -> Arrays:
+def _arrays_of(reader: str, paths: list[Path]) -> Arrays:
     if reader == "idx":  # images and labels in a file each
         images, labels = (read_idx(path) for path in paths)
         return images[:, None], labels.astype(np.int64)
