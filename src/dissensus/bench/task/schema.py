@@ -166,7 +166,8 @@ def ruled_values(settings: Mapping[str, Any], where: str) -> Iterator[Ruled]:
         for key, value in table.items():
             if section.startswith("method.") and key == "training":
                 continue  # a table of its own, checked as such
-            one_of(f"a key of [{section}]", key, known)
+            if key not in known:  # which a section of a network of one's own never says
+                one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
                 yield f"{where}: {section}.{key}", value, known[key]
     for name, table in settings.get("method", {}).items():
