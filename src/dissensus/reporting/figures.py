@@ -47,9 +47,9 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (scenes.over_training(results, palette), {"wide": True}),
         (_calibration(first, palette), {"first_seed": True}),
         (_coverage(first, palette), {"first_seed": True}),
-        (_foreign(first, palette), {"first_seed": True}),
+        (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
-        (_corrupted(results, palette), {}),
+        (_corrupted_section(results, palette), {}),
         (_cost(results, draws, palette), {}),
     ]
     numbered, count = [], 0
@@ -88,7 +88,7 @@ def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
     return "Are intervals as wide as they should be?", text, figures
 
 
-def _foreign(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     figures, names = [], next(iter(first.values())).ood
     for foreign in names:
         curves = {}
@@ -131,12 +131,12 @@ def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | 
     return "What if it may refuse?", text, figures
 
 
-def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
+def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None:
     first = next(iter(results.methods.values()))[0]
     figures = []
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
         values = {
-            name: (float(_stacked(several, f"corrupt/clean/{key}")), _stacked(several, f"corrupt/by_severity/{key}"))
+            name: (float(_mean_of(several, f"corrupt/clean/{key}")), _mean_of(several, f"corrupt/by_severity/{key}"))
             for name, several in results.methods.items()
             if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
         }
@@ -238,5 +238,5 @@ def png(image: Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _stacked(several: Sequence[Evaluation], name: str) -> Any:
+def _mean_of(several: Sequence[Evaluation], name: str) -> Any:
     return np.mean([e.arrays[name].numpy() for e in several], axis=0)
