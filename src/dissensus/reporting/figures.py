@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dissensus.reporting import plots, scenes
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
 from dissensus.reporting.tables import MeasureDraws, score_pair
-from dissensus.storage.files import write_bytes
+from dissensus.storage.files import write_bytes, write_text
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,15 @@ def write_png(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white")
     write_bytes(path, buffer.getvalue())
+
+
+def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
+    """The files of these names in a folder: figures as PNG, and texts."""
+    for name, figure in drawn.items():
+        write_png(figure, folder / name)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in (*drawn, *texts)]
 
 
 def svg(figure: Figure, prefix: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -105,6 +105,15 @@ def table_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+
+
+def table_values(path: Path, texts: Collection[str]) -> list[dict[str, Any]]:
+    """The same with numbers as numbers, but for the columns of texts, and None for what is empty."""
+
+    def value(key: str, text: str) -> Any:
+        return text if key in texts else (int(text) if text.isdigit() else float(text)) if text else None
+
+    return [{key: value(key, text) for key, text in line.items()} for line in table_rows(path)]
 
 
 def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
