@@ -100,20 +100,17 @@ def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
     return text.getvalue()
 
 
-def table_rows(path: Path) -> list[dict[str, str]]:
-    """The rows that `table_text` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
-
-
-def table_values(path: Path, texts: Collection[str]) -> list[dict[str, Any]]:
-    """The same with numbers as numbers, but for the columns of texts, and None for what is empty."""
+def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The rows that `table_text` wrote, all cells as text; or numbers and None but for the columns that are `texts`."""
 
     def value(key: str, text: str) -> Any:
-        return text if key in texts else (int(text) if text.isdigit() else float(text)) if text else None
+        if texts is None or key in texts:
+            return text
+        return (int(text) if text.isdigit() else float(text)) if text else None
 
-    return [{key: value(key, text) for key, text in line.items()} for line in table_rows(path)]
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
+    return [{key: value(key, text) for key, text in zip(lines[0], line, strict=True)} for line in lines[1:]]
 
 
 def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:

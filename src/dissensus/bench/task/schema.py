@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -121,44 +121,9 @@ class AnyKey(dict[str, ValueRule]):
         return ANY
 
 
-Ruled = tuple[str, Any, ValueRule]  # what a value is called in an error, the value, what it may be
-
-
 def check_task(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that does not belong, or whose value is not what it may be."""
     check_tables(settings, where)
-    for what, value, rule in ruled_values(settings, where):
-        rule(what, value)
-
-
-def check_tables(settings: Mapping[str, Any], where: str) -> None:
-    """An error that names the first key of a task that is not known, or is no table and should be."""
-    for what, value, rule in ruled_tables(settings, where):
-        rule(what, value)
-
-
-def ruled_tables(settings: Mapping[str, Any], where: str) -> Iterator[Ruled]:
-    """What stands at the top of a task, and what must be a table; an error for a key that is not known."""
-    rules: dict[str, ValueRule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ANY}  # written in several forms
-    for key, value in settings.items():
-        yield f"{where}: {key}", value, rules[one_of(f"a key of the task {where}", key, rules)]
-    for section in ("method", "size"):
-        for name, value in settings.get(section, {}).items():
-            yield f"{where}: {section}.{name}", value, TABLE
-            yield f"{where}: {section}.{name}.training", value.get("training", {}), TABLE
-    for name, row in settings.get("reference", {}).items():
-        if name == "source":
-            yield f"{where}: reference.source", row, TEXT
-            continue
-        base_name(name)
-        yield f"{where}: reference.{name}", row, TABLE
-        for key, value in row.items():
-            yield f"{where}: reference.{name}.{key}", value, number_with_error
-    listed(settings.get("methods", []))
-
-
-def ruled_values(settings: Mapping[str, Any], where: str) -> Iterator[Ruled]:
-    """The values in the sections of a task whose tables are tables; an error for a key that does not belong."""
     for section, known in known_keys(settings).items():
         if section.rpartition(".")[2] in OBJECTS:
             continue  # written in one of several forms, checked as such
@@ -169,14 +134,32 @@ def ruled_values(settings: Mapping[str, Any], where: str) -> Iterator[Ruled]:
             if key not in known:  # a section may take any
                 one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
-                yield f"{where}: {section}.{key}", value, known[key]
+                known[key](f"{where}: {section}.{key}", value)
     for name, table in settings.get("method", {}).items():
         base_name(name)
         if "-" not in name:  # a variant may say only what is different in an object; `run_config` checks the whole
             for key in table.keys() & OBJECTS.keys():
-                yield key, table[key], written
+                written(key, table[key])
     if settings.get("likelihood"):
-        yield "likelihood", settings["likelihood"], lambda keyword, value: written(keyword, value).check()
+        written("likelihood", settings["likelihood"]).check()
+
+
+def check_tables(settings: Mapping[str, Any], where: str) -> None:
+    """An error that names the first key of a task that is not known, or is no table and should be."""
+    rules: dict[str, ValueRule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ANY}  # written in several forms
+    for key, value in settings.items():
+        rules[one_of(f"a key of the task {where}", key, rules)](f"{where}: {key}", value)
+    for section in ("method", "size"):
+        for name, value in settings.get(section, {}).items():
+            TABLE(f"{where}: {section}.{name}", value)
+            TABLE(f"{where}: {section}.{name}.training", value.get("training", {}))
+    published = dict(settings.get("reference", {}))
+    TEXT(f"{where}: reference.source", published.pop("source", ""))
+    for name, row in published.items():
+        base_name(name)
+        for key, value in TABLE(f"{where}: reference.{name}", row).items():
+            number_with_error(f"{where}: reference.{name}.{key}", value)
+    listed(settings.get("methods", []))
 
 
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:

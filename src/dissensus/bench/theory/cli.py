@@ -14,9 +14,18 @@ from dissensus.bench.run.jobs import checked_folder
 from dissensus.bench.run.provenance import ORIGIN, provenance
 from dissensus.reporting.results import table_text
 
+
+def numbers(text: str) -> list[int]:
+    """Of "64,128"."""
+    found = sorted({int(each) if each.isdecimal() else 0 for each in listed(text)})
+    if not found or found[0] < 1:
+        raise ValueError(f"expected whole numbers with commas between, got {text!r}; for example 64,128")
+    return found
+
+
 app = typer.Typer(help="What wide ensembles do, computed and measured: figures.", no_args_is_help=True)
 OPTIONS = {
-    "widths": Annotated[str, typer.Option(help="Widths, with commas between.")],
+    "widths": Annotated[str, typer.Option(help="Widths, with commas between.", callback=numbers)],
     "width": Annotated[int, typer.Option(help="Units of a hidden layer.", min=1)],
     "seeds": Annotated[int, typer.Option(help="Random networks for each width.", min=1)],
     "members": Annotated[int, typer.Option(help="Members of the ensemble.", min=1)],
@@ -33,8 +42,6 @@ def command(name: str, summary: str, **defaults: Any) -> None:
         from dissensus.bench.theory import studies  # loads matplotlib
         from dissensus.reporting.figures import write_files
 
-        if "widths" in settings:
-            settings["widths"] = _numbers(settings["widths"])
         found = getattr(studies, name)(**settings)
         about = provenance(torch.device("cpu"))
         rows = [row | {key: about[key] for key in ORIGIN} for row in found.rows]
@@ -57,10 +64,3 @@ command(
     "width", "How the error of predicted training falls with the width.", widths="375,750,1500", seeds=10, members=4
 )
 command("regimes", "Collectivity and members: stable rates and speeds.")
-
-
-def _numbers(text: str) -> list[int]:
-    found = sorted({int(each) if each.isdecimal() else 0 for each in listed(text)})
-    if not found or found[0] < 1:
-        raise ValueError(f"expected whole numbers with commas between, got {text!r}; for example 64,128")
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +19,8 @@ from dissensus.theory import EmbeddedNetwork, embedded_kernels, ensemble_dynamic
 from dissensus.theory.dynamics import EnsembleDynamics
 from dissensus.theory.embedded import EmbeddedKernels
 
-Measured = dict[str, Any]  # a row of a table
 INPUTS, VARIANCE = 4, 2.0
+LAW: dict[str, Any] = {"depth": 2, "v": Modulation.constant(1.0), "weight_variance": VARIANCE}
 KERNELS = {
     "gp_same": "K_d, within a member",
     "gp_cross": "K_o, between members",
@@ -37,37 +37,29 @@ class Study(NamedTuple):
 
     figure: Figure
     said: list[str]
-    rows: Sequence[Measured] = ()
+    rows: Sequence[dict[str, Any]] = ()
 
 
 class Setting(NamedTuple):
-    """Modulations, which of them learn, and γ as a function of the number of members; two hidden layers."""
+    """Modulations, which of them learn, and γ, that of M members being M where it is None; two hidden layers."""
 
     u: Modulation
     trained: Literal["both", "none"] = "both"
-    gamma: Callable[[int], float] = float
-
-    @property
-    def law(self) -> dict[str, Any]:
-        return {"depth": 2, "u": self.u, "v": Modulation.constant(1.0), "weight_variance": VARIANCE}
+    gamma: float | None = None
 
     def kernels(self, x: Tensor, other: Tensor | None = None) -> EmbeddedKernels:
         """The analytic ones."""
-        return embedded_kernels(x, other, activation="relu", trained=self.trained, **self.law)
+        return embedded_kernels(x, other, activation="relu", trained=self.trained, u=self.u, **LAW)
 
     def dynamics(self, members: int) -> EnsembleDynamics:
         """Of training on the six points, by these kernels."""
-        return ensemble_dynamics(*SIX, kernels=self.kernels, members=members, gamma=self.gamma(members))
+        return ensemble_dynamics(*SIX, kernels=self.kernels, members=members, gamma=self.gamma or members)
 
     def draw(self, *, width: int, members: int, seed: int, dtype: torch.dtype) -> EmbeddedNetwork:
         """One random network."""
         generator = torch.Generator().manual_seed(seed)
-        return EmbeddedNetwork.draw(INPUTS, width=width, members=members, generator=generator, dtype=dtype, **self.law)
-
-
-def mean_gradient(members: int) -> float:
-    """γ = 1."""
-    return 1.0
+        size: dict[str, Any] = {"width": width, "members": members, "dtype": dtype}
+        return EmbeddedNetwork.draw(INPUTS, u=self.u, generator=generator, **size, **LAW)
 
 
 def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +71,7 @@ def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
 
 SETTINGS = {
     "independent: u = ±1, γ = M": Setting(Modulation.sign()),
-    "collective: dropout 0.8, γ = 1": Setting(Modulation.bernoulli(0.8), "none", mean_gradient),
+    "collective: dropout 0.8, γ = 1": Setting(Modulation.bernoulli(0.8), "none", 1.0),
 }
 SIX = data(6, seed=3)
 
@@ -94,12 +86,12 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
             for each, label, colour in zip(far, KERNELS.values(), PALETTE, strict=False)
             if each.any()
         ]
-        between = far[3]
-        guide = 1.6 * between[0] * (torch.tensor(widths) / widths[0]) ** -0.5
+        between = far[list(KERNELS).index("common_cross")].tolist()
+        guide = [1.6 * between[0] * (width / widths[0]) ** -0.5 for width in widths]
         curves.append(Curve(widths, guide, "N^−½", {"color": INK, "linestyle": "--", "linewidth": 0.9}))
         axes = {**LOGS, "ylabel": "deviation / kernel within a member", "title": name}
         panels.append(Panel(curves, axes, ticks=widths))
-        first, last = (f"by {float(between[i]):.3g} at N = {widths[i]}" for i in (0, -1))
+        first, last = (f"by {between[i]:.3g} at N = {widths[i]}" for i in (0, -1))
         said.append(f"{name}: Θ_o deviates {first}, {last}")
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
 
@@ -107,32 +99,31 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
 def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
     """(5, W) root mean square of empirical minus analytic KERNELS of two inputs, relative to the same within a member."""
     x, _ = data(2, seed=0)
-    expected = setting.kernels(x[:1], x[1:])
+    expected, found = setting.kernels(x[:1], x[1:]), []
     analytic = torch.cat([getattr(expected, kernel)[0] for kernel in KERNELS])  # (5,)
-    scale = torch.cat([getattr(expected, kernel.replace("cross", "same"))[0] for kernel in KERNELS])  # cross may be 0
-    found = []
+    scale = analytic[[0, 0, 2, 2, 4]]  # between members it may be 0
     for width, seed in product(widths, range(seeds)):
         network = setting.draw(width=width, members=2, seed=seed, dtype=torch.float64)
-        blocks = network.blocks(x[:1], x[1:])
         # The last hidden layer's units (M, 2, N): covariances given all layers below the output's.
         eye = math.sqrt(width) * torch.eye(width, dtype=x.dtype)
         last = network.outputs({**network.shared, "weight3": eye}, network.own, x)
-        covariances = VARIANCE / width * last[:, 1] @ last[0, 0]  # of the first member, and between it and the second
-        own = blocks.individual[0] if setting.trained == "both" else torch.zeros(1)
-        found.append(torch.cat([covariances, blocks.common[0].flatten(), own.flatten()]))
+        blocks = network.blocks(x[:1], x[1:])
+        own = blocks.individual[0] * (setting.trained == "both")
+        found.append(torch.cat([VARIANCE / width * last[:, 1] @ last[0, 0], blocks.common[0].flatten(), own.flatten()]))
     off = torch.stack(found).view(len(widths), seeds, -1) - analytic
     return (off.square().mean(1).sqrt() / torch.where(scale == 0, 1.0, scale)).T
 
 
-def course(setting: Setting, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
+def course(setting: str, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
     """Residuals (T, M, 6, 1) of a network trained at 0.1·B/λ_max on six points, what the kernels said before, and its error.
 
     The error is the largest over time, relative to the initial residual.
     """
-    (x, y), dynamics = SIX, setting.dynamics(members)
+    (x, y), law = SIX, SETTINGS[setting]
+    dynamics = law.dynamics(members)
     rate = 0.05 * dynamics.largest_rate
-    network = setting.draw(width=width, members=members, seed=seed, dtype=torch.float32)
-    learning: dict[str, Any] = {"train_modulations": setting.trained == "both", "gamma": dynamics.gamma}
+    network = law.draw(width=width, members=members, seed=seed, dtype=torch.float32)
+    learning: dict[str, Any] = {"train_modulations": law.trained == "both", "gamma": dynamics.gamma}
     outputs, _ = train_embedded(network, x.float(), y.float(), steps=steps, learning_rate=rate, **learning)
     found = outputs.double()
     predicted = dynamics.members(found[0], range(steps + 1), learning_rate=rate, descent="steps")
@@ -143,8 +134,8 @@ def course(setting: Setting, *, width: int, members: int, steps: int, seed: int)
 def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
     """Training curves of both modes in each setting, points measured and lines predicted."""
     panels, said, times = [], [], range(steps + 1)
-    for name, setting in SETTINGS.items():
-        *both, error = course(setting, width=width, members=members, steps=steps, seed=seed)
+    for name in SETTINGS:
+        *both, error = course(name, width=width, members=members, steps=steps, seed=seed)
         means = [residual.mean(1, keepdim=True) for residual in both]
         modes = {"mean − target": means, "members − mean": [f - mean for f, mean in zip(both, means, strict=True)]}
         curves = []
@@ -159,26 +150,23 @@ def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
 
 def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
     """Error of predicted training over the width, a point a seed, with the slope of its logarithm, fitted seed by seed."""
-    rows: list[Measured] = []
+    asked = product(SETTINGS, widths, range(seeds))
+    places = [{"setting": name, "width": width, "seed": seed} for name, width, seed in asked]
+    rows = [place | {"error": course(**place, members=members, steps=60)[2]} for place in places]
+    errors = array_over(rows, "error", setting=SETTINGS, seed=range(seeds), width=widths)  # (2, S, W, 1)
     curves, said = [], []
-    for (name, setting), colour, shift in zip(SETTINGS.items(), PALETTE, (0.97, 1.03), strict=False):
-        mine: list[Measured] = []
-        for width, seed in product(widths, range(seeds)):
-            *_, error = course(setting, width=width, members=members, steps=60, seed=seed)
-            mine.append({"setting": name, "width": width, "seed": seed, "error": error})
-        errors = array_over(mine, "error", seed=range(seeds), width=widths)  # (S, W, 1)
-        slope = claim_of("", "slope", slope_weights(widths) @ np.log2(errors), "")
+    for name, each, colour, shift in zip(SETTINGS, errors, PALETTE, (0.97, 1.03), strict=False):
+        slope = claim_of("", "", slope_weights(widths) @ np.log2(each), "")
         said.append(f"{name}: slope {slope.text}")
-        x, y = [shift * row["width"] for row in mine], [row["error"] for row in mine]
-        curves.append(Curve(x, y, said[-1], {"color": colour, "alpha": 0.6, **DOTS}))
-        rows += mine
+        x = shift * np.tile(widths, seeds)
+        curves.append(Curve(x, each.ravel(), said[-1], {"color": colour, "alpha": 0.6, **DOTS}))
     axes = {**LOGS, "ylabel": "largest error / initial residual"}
     return Study(curve_figure([Panel(curves, axes, ticks=widths)], size=(6.2, 3.8)), said, rows)
 
 
 def regimes() -> Study:
     """The numbers of `regime_map` over the collectivity, a curve for each number of members."""
-    collectivities, members = [i / 20 for i in range(21)], [2, 4, 8, 16, 32, 64, 128]
+    collectivities, members = [i / 40 for i in range(41)], [2, 4, 8, 16, 32, 64, 128]
     titles = (
         "largest stable rate at γ = M over one member's",
         "at γ = 1, u fixed: speed of differences over the mean's",
@@ -191,7 +179,7 @@ def regimes() -> Study:
         panels.append(Panel(curves, {**axes, "title": title}))
     said = [
         f"collectivity {collectivities[i]:.1f}: 128 members at γ = M take {float(found[0, i, -1]):.3g} of one's rate"
-        for i in (0, 10, 20)
+        for i in (0, 20, 40)
     ]
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
 
@@ -205,6 +193,6 @@ def regime_map(collectivities: Sequence[float], members: Sequence[int]) -> Tenso
     for collectivity, count in product(collectivities, members):
         u = Modulation.between(math.sqrt(collectivity))
         rates = [Setting(u).dynamics(each).largest_rate for each in (count, 1)]
-        fixed = Setting(u, "none", mean_gradient).dynamics(count)
+        fixed = Setting(u, "none", 1.0).dynamics(count)
         found.append((rates[0] / rates[1], fixed.difference_eigenvalues[-1] / fixed.mean_eigenvalues[-1]))
     return torch.tensor(found, dtype=torch.float64).T.view(2, len(collectivities), len(members))

@@ -45,30 +45,31 @@ def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
     """(question, what about, values (S, n)). Within a width, M/N is M."""
     factors, sizes, wide = grid.factors, grid.sizes, len(grid.factors) > 1
     accuracy, members = grid.main("accuracy"), grid.main("member_accuracy")
-    gap = accuracy[0] - accuracy[1]
+    gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)
+
+    def by_width(question: str, about: str, values: Array) -> Iterator[tuple[str, str, Array]]:
+        for factor, each in zip(factors, values, strict=True):
+            yield question, f"{about}, width {factor:g}×", each
+
     several = [i for i, m in enumerate(sizes) if m > 1]
     for i in dict.fromkeys((several[len(several) // 2], several[-1]) if several else ()):
-        for factor, each in zip(factors, gap, strict=True):
-            yield FOLLOW, f"embedded − independent, M = {sizes[i]}, width {factor:g}×", each[i]
+        yield from by_width(FOLLOW, f"embedded − independent, M = {sizes[i]}", gap[:, i])
         if wide:
             change = f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, M = {sizes[i]}"
             yield FOLLOW, change, gap[-1, i] - gap[0, i]
-    for factor, each in zip(factors, members[0] - members[1], strict=True) if several else ():
-        about = f"a member's accuracy, embedded − independent, M = {sizes[-1]}, width {factor:g}×"
-        yield FOLLOW, about, each[-1]
+    if several:
+        yield from by_width(FOLLOW, f"a member's accuracy, embedded − independent, M = {sizes[-1]}", apart[:, -1])
     if len(sizes) > 1:
         for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
             slopes = np.einsum("m,fmsn->fsn", slope_weights(sizes), grid.main(name)[0])
             about = f"members' {what} accuracy for every doubling of M"
-            for factor, each in zip(factors, slopes, strict=True):
-                yield FALL, f"{about}, width {factor:g}×", each
+            yield from by_width(FALL, about, slopes)
             if wide:
                 yield FALL, f"{about}, mean", slopes.mean(0)
     if len(sizes) > 1 and wide:
         right = accuracy[0].mean(-1, keepdims=True)  # (F, M, S, 1)
         best = np.where(np.isnan(right).any(1), math.nan, np.log2(sizes)[right.argmax(1)])
-        for factor, each in zip(factors, best, strict=True):
-            yield BEST, f"log₂ of the best M, width {factor:g}×", each
+        yield from by_width(BEST, "log₂ of the best M", best)
         about = "doublings of the best M for every doubling of the width"
         yield BEST, about, np.einsum("f,fsn->sn", slope_weights(factors), best)
     for p, (summed, averaged) in zip(grid.p, grid.swept("accuracy").swapaxes(0, 1), strict=True):

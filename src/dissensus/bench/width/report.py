@@ -31,10 +31,7 @@ PANELS = (
 )
 DASHED = {"color": INK, "linestyle": "--"}
 KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
-MAIN = (
-    "Accuracy over the number of members: lines for ensembles that share their weights, dashes for independent ones of the "
-    "same width; bands are 95 % intervals."
-)
+MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
 SWEPT = (
     "From members that start independent (p = 0) to equal ones (p = 1), with the shared gradient summed (γ = M) or averaged "
     "(γ = 1) over members, each at the learning rate of the task; dashes: as many independent networks."

@@ -22,6 +22,7 @@ from dissensus.storage.files import read_json
 PLACE = ("method", "factor", "units", "members", "p", "gamma", "seed")
 NUMBERS = ("parameters", "diverged", "accuracy", "member_accuracy", "train_member_accuracy", "effective")
 COLUMNS = (*PLACE, *NUMBERS, *ORIGIN)
+TEXTS = ("method", "gamma", "question", "about", "unit", *ORIGIN)  # columns, also of claims
 
 # One ensemble with one seed; of independent ones, the mean over the disjoint subsets of that size. `diverged`: the step at
 # which a loss was no longer finite, after which there are no numbers. "examples": name of a number -> (n,), not in a file.
@@ -36,8 +37,7 @@ def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRo
         for cell, run in zip(cells, runs, strict=True)
         for members in ([cell.members] if cell.method == EMBEDDED else sizes)
     ]
-    keys = ("method", "factor", "p", "gamma", "members", "seed")
-    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in keys)])
+    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in PLACE)])
 
 
 def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
@@ -50,7 +50,7 @@ def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
     subsets = test.predictive.members[: count * members].double().split(members)  # disjoint, (M, n, C) each
     examples = {
         "accuracy": torch.stack([accuracy_values(ClassificationPredictive(each).mean, y) for each in subsets]).mean(0),
-        "member_accuracy": torch.stack([accuracy_values(each, y) for each in torch.cat(subsets)]).mean(0),
+        "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in torch.cat(subsets)]).mean(0),
     }
     effective = [float(effective_members(each, y)) if members > 1 else 1.0 for each in subsets]
     trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of every member there is
