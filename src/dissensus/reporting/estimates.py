@@ -51,8 +51,8 @@ class Words(NamedTuple):
 
 def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
     """Of numbers (S, n)."""
-    *numbers, seeds = mean_interval(values)
-    return Claim(question, about, *numbers, unit, seeds)
+    value, lower, upper, seeds = mean_interval(values)
+    return Claim(question, about, value, lower, upper, unit, seeds)
 
 
 def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
