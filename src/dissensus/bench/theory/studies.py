@@ -151,7 +151,7 @@ def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
 def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
     """Error of predicted training over the width, a point a seed, with the slope of its logarithm, fitted seed by seed."""
     asked = product(SETTINGS, widths, range(seeds))
-    places = [{"setting": name, "width": width, "seed": seed} for name, width, seed in asked]
+    places: list[dict[str, Any]] = [{"setting": name, "width": width, "seed": seed} for name, width, seed in asked]
     rows = [place | {"error": course(**place, members=members, steps=60)[2]} for place in places]
     errors = array_over(rows, "error", setting=SETTINGS, seed=range(seeds), width=widths)  # (2, S, W, 1)
     curves, said = [], []

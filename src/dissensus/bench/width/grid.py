@@ -68,7 +68,7 @@ def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: i
             name += f"-p{p:g}-{regime}".replace(".", "_")
         gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", str(settings.get("regime")), REGIMES)]
         if rate is None and widths["rate"] == "sharing":
-            lr = number('training.lr, which widths.rate = "sharing" lowers,', config.training.get("lr"))
+            lr: Any = number('training.lr, which widths.rate = "sharing" lowers,', config.training.get("lr"))
             rate = lr / largest_eigenvalue(members, min(units), p=0.0)  # of the kernel of M members over N shared units
     training = config.training if rate is None else {**config.training, "lr": number("widths.p_rates", rate)}
     network = {**config.network, of: scaled}

@@ -10,11 +10,12 @@ import numpy as np
 
 from dissensus.bench.run.jobs import begun, default_folder
 from dissensus.bench.run.processes import in_processes
+from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.run import Tell, silent
 from dissensus.bench.task.config import Task
 from dissensus.bench.width.claims import width_claims, width_verdicts
 from dissensus.bench.width.grid import INDEPENDENT, cells
-from dissensus.bench.width.rows import COLUMNS, ORIGIN, PLACE, Grid, WidthRow, means, rows_of_runs
+from dissensus.bench.width.rows import COLUMNS, PLACE, Grid, WidthRow, means, rows_of_runs
 from dissensus.numerics.checks import whole
 from dissensus.reporting.estimates import Array, Claim, array_over, mean_interval
 from dissensus.reporting.figures import svg, write_files

@@ -47,10 +47,11 @@ def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
         return row | {"diverged": int(read_json(run.folder / DIVERGED)["step"])}
     whole, test = read_evaluation(run.folder).metrics, read_predictions(run.folder / "predictions" / "test.safetensors")
     y, count = test.targets, cell.members // members
-    subsets = test.predictive.members[: count * members].double().split(members)  # disjoint, (M, n, C) each
+    used = test.predictive.members[: count * members].double()
+    subsets = used.view(count, members, *used.shape[1:])  # disjoint, (M, n, C) each
     examples = {
         "accuracy": torch.stack([accuracy_values(ClassificationPredictive(each).mean, y) for each in subsets]).mean(0),
-        "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in torch.cat(subsets)]).mean(0),
+        "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in used]).mean(0),
     }
     effective = [float(effective_members(each, y)) if members > 1 else 1.0 for each in subsets]
     trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of every member there is
