@@ -24,9 +24,10 @@ from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells, sharing_rate
+from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
+from dissensus.theory import largest_eigenvalue
 from dissensus.train import fit
 
 RATES = (0.3, 1.0, 3.0, 10.0)
@@ -83,7 +84,7 @@ def embedded(seeds: int, bases: Sequence[float] = BASES) -> list[Trial]:
     """Corners of the grid, at every base of the rule and every rate of modulations."""
     found = grid(seeds, factors=FACTORS, members=[1, 8, 32], p=[], p_rates={})
     return [
-        (at(cell, sharing_rate(base, cell.members, cell.units), own), base)
+        (at(cell, base / largest_eigenvalue(cell.members, cell.units, p=0.0), own), base)
         for cell in found
         if cell.method == EMBEDDED and (cell.factor, cell.members) in CORNERS
         for own in MODULATIONS

@@ -11,9 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from dissensus.bench.width.claims import Claim, verdicts
+from dissensus.bench.run.provenance import ORIGIN
+from dissensus.bench.width.claims import width_verdicts
 from dissensus.bench.width.report import accuracy_table
-from dissensus.bench.width.rows import ORIGIN, read_table
+from dissensus.bench.width.rows import TEXTS
+from dissensus.reporting.estimates import Claim
+from dissensus.reporting.results import table_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
@@ -28,8 +31,8 @@ COPIED = {
 
 def page() -> str:
     """Sentences on every question, the accuracies, and where they come from."""
-    rows = read_table(ROWS)
-    found = [Claim(*(row[key] for key in Claim._fields)) for row in read_table(CLAIMS)]
+    rows = table_rows(ROWS, TEXTS)
+    found = [Claim(*(row[key] for key in Claim._fields)) for row in table_rows(CLAIMS, TEXTS)]
     accuracies = accuracy_table(rows)
     heading = ["width", "members", *accuracies.columns]
     lines = [[line.label, line.unit, *(cell.text for cell in line.cells)] for line in accuracies.rows]
@@ -38,7 +41,8 @@ def page() -> str:
     commit, torch, device, _ = ("; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN)
     command = f"dissensus bench embedded-width --seeds {seeds} --jobs N"
     said = [
-        f"- **{question}?** {rest.strip()}" for question, _, rest in (each.partition("?") for each in verdicts(found))
+        f"- **{question}?** {rest.strip()}"
+        for question, _, rest in (each.partition("?") for each in width_verdicts(found))
     ]
     lost = sum(row["diverged"] is not None for row in rows)
     left = f" {lost} of {len(rows)} ensembles diverged and are left out." if lost else ""

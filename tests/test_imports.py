@@ -57,7 +57,7 @@ HEAVY_ALLOWED = {
 # the floors of a room: what stands on one may import from its own and from those below
 FLOORS = {
     "reporting": [
-        "results regions measures spread statistics tables sweep claims sentences reference",
+        "results regions measures spread estimates statistics tables sweep claims sentences reference",
         "plots curves maps panels scenes figures",
         "report",
     ],

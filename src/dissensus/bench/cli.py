@@ -53,7 +53,7 @@ Holm = Annotated[bool, typer.Option("--holm", help="Adjust the p-values of a tab
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(f"dissensus {__version__}")
         raise typer.Exit
@@ -62,7 +62,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """What may stand before a command."""
@@ -215,9 +215,8 @@ def list_command(data: Data = None) -> None:
 def main() -> None:
     """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
     try:
-        code = app(
-            prog_name="dissensus", standalone_mode=False
-        )  # what a command exits with, where it does not come back by itself
+        # What a command exits with, where it does not come back by itself.
+        code = app(prog_name="dissensus", standalone_mode=False)
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise

@@ -43,7 +43,7 @@ class Batches:
         drop_last: bool = False,
         augment: Callable[..., Any] | None = None,
     ) -> None:
-        lengths = {len(tensor) for tensor in _tensors(x)} | ({len(weight)} if weight is not None else set())
+        lengths = {len(tensor) for tensor in _input_tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
             raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass matching rows")
@@ -92,28 +92,28 @@ class Batches:
         if generator is None:
             generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         order = torch.randperm(len(self.y), generator=generator)
-        return order.to(_tensors(self.x)[0].device)  # one transfer an epoch, not a batch
+        return order.to(_input_tensors(self.x)[0].device)  # one transfer an epoch, not a batch
 
     def _run(self, order: Tensor | None) -> Iterator[tuple[Any, ...]]:
         for start in range(0, len(self) * self.batch_size, self.batch_size):
             rows: Any = slice(start, start + self.batch_size)
             if order is not None:
                 rows = order[rows]
-            x, y = _rows(self.x, rows), _rows(self.y, rows)
+            x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
             if self.augment is not None:
                 x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
             batch = (x, y)
-            yield batch if self.weight is None else (*batch, _rows(self.weight, rows))
+            yield batch if self.weight is None else (*batch, _taken_rows(self.weight, rows))
 
 
-def _tensors(x: BatchInputs) -> list[Tensor]:
+def _input_tensors(x: BatchInputs) -> list[Tensor]:
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, tuple | list) else [x]
 
 
-def _rows(x: BatchInputs, rows: Any) -> Any:
+def _taken_rows(x: BatchInputs, rows: Any) -> Any:
     """The rows of every tensor of x."""
     if isinstance(x, dict):
-        return {name: _rows(tensor, rows) for name, tensor in x.items()}
+        return {name: _taken_rows(tensor, rows) for name, tensor in x.items()}
     if isinstance(x, tuple | list):
-        return tuple(_rows(tensor, rows) for tensor in x)
+        return tuple(_taken_rows(tensor, rows) for tensor in x)
     return x[rows.to(x.device) if isinstance(rows, Tensor) else rows]

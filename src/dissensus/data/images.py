@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
         FileNotFoundError: the set is not there; the message names the files to put there.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
-    images, labels = READERS[variant.reader](paths)
+    images, labels = _arrays_of(variant.reader, paths)
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
 
 
@@ -118,17 +119,12 @@ def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool 
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
 
 
-def _idx(paths: list[Path]) -> Arrays:
-    images, labels = (read_idx(path) for path in paths)
-    return images[:, None], labels.astype(np.int64)
-
-
-def _batches(read: Callable[[Path], Arrays]) -> Callable[[list[Path]], Arrays]:
-    def joined(paths: list[Path]) -> Arrays:
-        images, labels = zip(*map(read, paths), strict=True)
-        return np.concatenate(images), np.concatenate(labels)
-
-    return joined
+def _arrays_of(reader: str, paths: list[Path]) -> Arrays:
+    if reader == "idx":  # images and labels in a file each
+        images, labels = (read_idx(path) for path in paths)
+        return images[:, None], labels.astype(np.int64)
+    parts, numbers = zip(*map(READERS[reader], paths), strict=True)
+    return np.concatenate(parts), np.concatenate(numbers)
 
 
 def _cifar_binary(path: Path, *, label_bytes: int) -> Arrays:
@@ -136,17 +132,16 @@ def _cifar_binary(path: Path, *, label_bytes: int) -> Arrays:
     return images, labels[:, -1]  # the last label byte is the class, one before it the superclass
 
 
-def _svhn(read: Callable[[Path], Arrays], path: Path) -> Arrays:
-    images, labels = read(path)
+def _svhn(path: Path) -> Arrays:
+    images, labels = (read_mat if path.suffix == ".mat" else read_npz)(path)
     return images, np.where(labels == 10, 0, labels)
 
 
-READERS: dict[str, Callable[[list[Path]], Arrays]] = {
-    "idx": _idx,
-    "cifar10-binary": _batches(lambda path: _cifar_binary(path, label_bytes=1)),
-    "cifar10-python": _batches(lambda path: read_cifar_python(path, labels="labels")),
-    "cifar100-binary": _batches(lambda path: _cifar_binary(path, label_bytes=2)),
-    "cifar100-python": _batches(lambda path: read_cifar_python(path, labels="fine_labels")),
-    "svhn-mat": _batches(lambda path: _svhn(read_mat, path)),
-    "svhn-npz": _batches(lambda path: _svhn(read_npz, path)),
+READERS: dict[str, Callable[[Path], Arrays]] = {
+    "cifar10-binary": partial(_cifar_binary, label_bytes=1),
+    "cifar10-python": partial(read_cifar_python, labels="labels"),
+    "cifar100-binary": partial(_cifar_binary, label_bytes=2),
+    "cifar100-python": partial(read_cifar_python, labels="fine_labels"),
+    "svhn-mat": _svhn,
+    "svhn-npz": _svhn,
 }

@@ -175,10 +175,10 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
 def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """x (N, D) and y (N,) float64, and the int64 rows of the train and test part of one split."""
     path = Path(path)
-    data = _numbers(path / "data.txt", rank=2)
+    data = _numbers_in(path / "data.txt", rank=2)
     features = _indices(path / "index_features.txt", data.shape[1])
     target = _indices(path / "index_target.txt", data.shape[1])
-    splits = float(_numbers(path / "n_splits.txt", rank=1).flat[0])
+    splits = float(_numbers_in(path / "n_splits.txt", rank=1).flat[0])
     if len(target) != 1 or target[0] in features or not 0 <= split < splits:
         raise ValueError(
             f"expected one target column outside the features and split from 0 to {splits - 1:g}, got {target} and {split} "
@@ -203,7 +203,7 @@ def _found(folder: str | Path | None, places: list[str], beside: str) -> Path:
     )
 
 
-def _numbers(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
+def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
     with reading(path, "fetch the file again", kind="a table of numbers in"):
         lines = path.read_text().splitlines()
         if not any(map(str.strip, lines)):
@@ -213,7 +213,7 @@ def _numbers(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
 
 def _indices(path: Path, size: int) -> np.ndarray:
     """(K,) int64 indices below size, each once; written as integers or, in some copies, as floats."""
-    values = _numbers(path, rank=1)
+    values = _numbers_in(path, rank=1)
     whole = values.ndim == 1 and ((values >= 0) & (values < size) & (values == values.round())).all()
     if not whole or len(np.unique(values)) != len(values):
         raise ValueError(

@@ -25,7 +25,7 @@ def two_moons(
     x = torch.cat(
         [torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)]
     )  # (count, 2)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     x = x + noise * _normal(x.shape, generator)
     return _shuffled(x.to(dtype), _classes(len(upper), len(lower)), generator)
 
@@ -47,7 +47,7 @@ def five_blobs(
     whole("points", points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
     centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), generator)
     return _shuffled((scale * x).to(dtype), _classes(*[points] * 5), generator)
 
@@ -66,7 +66,7 @@ def donuts(
     """
     whole("count", count)
     y = _classes(count // 2, count - count // 2)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     return _shuffled(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
 
 
@@ -81,7 +81,7 @@ def far_ring(
 ) -> Tensor:
     """x (count + centre, 2) far from every blob: points on a wide ring, then points N(0, std²) in its middle."""
     whole("count", count)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
 
@@ -91,7 +91,7 @@ def x_sin_x(
 ) -> tuple[Tensor, Tensor]:
     """x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], nothing between, and y = x sin x + noise · N(0, 1)."""
     whole("points", points)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
     y = x * x.sin() + noise * _normal(x.shape, generator)
     return x.to(dtype), y.to(dtype)
@@ -102,7 +102,7 @@ def cubic(
 ) -> tuple[Tensor, Tensor]:
     """x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually looked at on [−6, 6]."""
     whole("count", count)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
     y = x**3 + noise * _normal(x.shape, generator)
     return x.to(dtype), y.to(dtype)
@@ -116,7 +116,7 @@ def cubic_gap(
     The toy of iBNN (Trinh, Kaski & Heinonen 2020): steps of 0.01.
     """
     whole("count", count)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), right])
     y = x**3 + noise * _normal(x.shape, generator)
@@ -140,7 +140,7 @@ def gaussian_process(
     """
     whole("count", count)
     number("lengthscale", lengthscale, above=0)
-    generator = _generator(seed)
+    generator = _seeded(seed)
     x = _uniform((count, 1), low, high, generator)
     kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
     # float64 and a jitter of 1e-9 on the unit diagonal: the kernel of near points is singular to working precision
@@ -165,7 +165,7 @@ def quadratic_features(x: Tensor) -> Tensor:
     return torch.cat([x / 2, (x / 2) ** 2], 1)
 
 
-def _generator(seed: int) -> torch.Generator:
+def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 

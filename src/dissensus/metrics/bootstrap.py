@@ -12,7 +12,7 @@ several seeds counts both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,16 +170,18 @@ def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tenso
     return torch.zeros(resamples, n, dtype=torch.float64).scatter_add_(1, index, one.expand_as(index))
 
 
+def count_tables(sizes: Sequence[int], resamples: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
+    """Tables (r, n) of `resample_counts`, one for each sample of n examples; several of them where one would be too large."""
+    rows = max(1, _CHUNK // sum(sizes))
+    for start in range(0, resamples, rows):
+        yield tuple(resample_counts(n, min(rows, resamples - start), generator) for n in sizes)
+
+
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     """(R,) means of resampled values (N,): the draws of `_draws`, many at a time."""
-    generator = torch.Generator().manual_seed(seed)
-    values = values.flatten()
-    n, left, means = len(values), whole("resamples", resamples), []
-    while left > 0:
-        rows = min(left, max(1, _CHUNK // n))
-        means.append(resample_counts(n, rows, generator).to(values.device) @ values / n)
-        left -= rows
-    return torch.cat(means)
+    values, generator = values.flatten(), torch.Generator().manual_seed(seed)
+    tables = count_tables([len(values)], whole("resamples", resamples), generator)
+    return torch.cat([counts.to(values.device) @ values / len(values) for (counts,) in tables])
 
 
 def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:

@@ -73,12 +73,8 @@ def _by_seeds(
 
 def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
     """ "3 of 5 seeds": on how many of the seeds both methods were run with it holds."""
-    by_seed = {origin["seed"]: e for origin, e in zip(results.origins[second], results.methods[second], strict=True)}
-    pairs = [
-        (mine, by_seed[origin["seed"]])
-        for origin, mine in zip(results.origins[first], results.methods[first], strict=True)
-        if origin["seed"] in by_seed
-    ]
+    mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
+    pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
     return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dissensus.reporting import plots, scenes
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
 from dissensus.reporting.tables import MeasureDraws, score_pair
-from dissensus.storage.files import write_bytes
+from dissensus.storage.files import write_bytes, write_text
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (scenes.over_training(results, palette), {"wide": True}),
         (_calibration(first, palette), {"first_seed": True}),
         (_coverage(first, palette), {"first_seed": True}),
-        (_foreign(first, palette), {"first_seed": True}),
+        (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
-        (_corrupted(results, palette), {}),
+        (_corrupted_section(results, palette), {}),
         (_cost(results, draws, palette), {}),
     ]
     numbered, count = [], 0
@@ -89,7 +89,7 @@ def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
     return "Are intervals as wide as they should be?", text, figures
 
 
-def _foreign(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     figures, names = [], next(iter(first.values())).ood
     for foreign in names:
         curves = {}
@@ -132,12 +132,12 @@ def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | 
     return "What if it may refuse?", text, figures
 
 
-def _corrupted(results: Results, palette: dict[str, str]) -> Made | None:
+def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None:
     first = next(iter(results.methods.values()))[0]
     figures = []
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
         values = {
-            name: (float(_stacked(several, f"corrupt/clean/{key}")), _stacked(several, f"corrupt/by_severity/{key}"))
+            name: (float(_mean_of(several, f"corrupt/clean/{key}")), _mean_of(several, f"corrupt/by_severity/{key}"))
             for name, several in results.methods.items()
             if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
         }
@@ -210,6 +210,15 @@ def write_png(figure: Figure, path: Path) -> None:
     write_bytes(path, buffer.getvalue())
 
 
+def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
+    """The files of these names in a folder: figures as PNG, and texts."""
+    for name, figure in drawn.items():
+        write_png(figure, folder / name)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in (*drawn, *texts)]
+
+
 def svg(figure: Figure, prefix: str) -> str:
     """The figure as an <svg> element for a page: no header, no links, names of its own, INK in the page's colour."""
     text = io.StringIO()
@@ -239,5 +248,5 @@ def png(image: Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _stacked(several: Sequence[Evaluation], name: str) -> Any:
+def _mean_of(several: Sequence[Evaluation], name: str) -> Any:
     return np.mean([e.arrays[name].numpy() for e in several], axis=0)

@@ -52,7 +52,7 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
         for name in theirs:
             ours, number = _ours(results, key, name), theirs[name].get(key)
             text = "–" if ours is None else measure.text(ours)
-            cells.append(Cell(text, note="" if number is None else f"published {_text(measure, number)}"))
+            cells.append(Cell(text, note="" if number is None else f"published {_published_text(measure, number)}"))
         rows.append(measure_row(measure, cells))
     return Table(columns(results, list(theirs)), rows)
 
@@ -112,7 +112,7 @@ def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]
     listed = orderings(results, found)
     judged = family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [
-        f"{_name(each.measure)}: published, {each.ahead} is ahead of {each.behind} ({_pair(each.measure, *each.published)}); "
+        f"{_label(each.measure)}: published, {each.ahead} is ahead of {each.behind} ({_pair(each.measure, *each.published)}); "
         f"here it is {'level' if each.gap == 0 else 'behind'} ({_pair(each.measure, *each.ours)}; {_chance(each, judged)})."
         for each in listed
         if each.gap <= 0
@@ -145,7 +145,7 @@ def _measure(key: str, found: Sequence[Measure]) -> Measure:
     return Measure(key, last.replace("_", " "), group, best, 100 if percent else 1, 2 if percent else 4, "%" * percent)  # type: ignore[arg-type]
 
 
-def _text(measure: Measure, number: Published) -> str:
+def _published_text(measure: Measure, number: Published) -> str:
     shown = measure.text(number.value)
     return shown if number.error is None else f"{shown} ± {measure.text(number.error)}"
 
@@ -154,7 +154,7 @@ def _pair(measure: Measure, first: float, second: float) -> str:
     return f"{measure.text(first)} against {measure.text(second)} {measure.unit}".strip()
 
 
-def _name(measure: Measure) -> str:
+def _label(measure: Measure) -> str:
     return f"{measure.label}{f', {measure.group}' if measure.group not in ('', 'test') else ''}"
 
 

@@ -62,7 +62,6 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     return {
         "title": results.title,
         "description": results.description,
-        "kind": results.kind,
         "headline": [*headline(results, found, draws, against), *(claims(results) if alike else [])],
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
@@ -80,13 +79,13 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "groups": PICTURES,
         "facts": results.facts,
         "seeds": max(len(several) for several in results.methods.values()),
-        "counted": _counted(results),
+        "counted": _what_counts(results),
         "compared_by": _compared_by(results, against),
         "glossary": _glossary(found),
     }
 
 
-def _counted(results: Results) -> str:
+def _what_counts(results: Results) -> str:
     """What intervals and p-values count."""
     counts = sorted({len(several) for several in results.methods.values()})
     adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""

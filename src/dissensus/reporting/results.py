@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -100,11 +100,17 @@ def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
     return text.getvalue()
 
 
-def table_rows(path: Path) -> list[dict[str, str]]:
-    """The rows that `table_text` wrote."""
+def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The rows that `table_text` wrote, all cells as text; or numbers and None but for the columns that are `texts`."""
+
+    def value(key: str, text: str) -> Any:
+        if texts is None or key in texts:
+            return text
+        return (int(text) if text.isdigit() else float(text)) if text else None
+
     with path.open(newline="", encoding="utf-8") as file:
         lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    return [{key: value(key, text) for key, text in zip(lines[0], line, strict=True)} for line in lines[1:]]
 
 
 def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:

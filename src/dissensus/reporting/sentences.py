@@ -27,9 +27,9 @@ def headline(
     sentences = [SMOKE] * smoke + [*tested(draws["nll"]), *few(draws), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
     for name in first.ood:
-        sentences.append(_foreign(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
+        sentences.append(_foreign_sentence(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
     if "corrupt/accuracy" in by_key:
-        sentences.append(_corrupted(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
+        sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
     sentences += [*_mixing(results), *cautions(results)]
     return [each for each in sentences if each]
 
@@ -101,14 +101,14 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
 
 
-def _foreign(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
+def _foreign_sentence(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
     if (best := _named(measure, each)) is None:
         return ""
     text = f"{best} tells {name} from test inputs" + (" best" if len(each) > 1 else "")
     return f"{text}: AUROC {_with_unit(measure, each[best].estimate)} (50 % is chance, 100 % perfect)."
 
 
-def _corrupted(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
+def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
     if (best := _named(measure, each)) is None:
         return ""
     several = results.methods[best]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
-from dissensus.metrics.bootstrap import ROUNDING, resample_counts
+from dissensus.metrics.bootstrap import ROUNDING, count_tables
 from dissensus.reporting.measures import Measure, root_mean
 from dissensus.reporting.spread import Spread, holm_level, spread_of
 from dissensus.reporting.spread import holm as adjusted
@@ -27,7 +27,7 @@ from dissensus.reporting.spread import holm as adjusted
 RESAMPLES = 1000
 LEVEL = 0.95
 SIGNIFICANT = 0.05
-_CHUNK = 2**21  # weights held at once
+KEPT = 2**21  # weights at most, for the next measure
 
 Overlap = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: the same, in another order, others
 
@@ -74,7 +74,7 @@ class Resampled:
     @property
     def tested(self) -> int | None:
         """The examples that an interval rests on, of two samples the fewer; None where seeds count them or none are kept."""
-        return min(map(min, self.sizes)) if self.sizes and not _own(self) else None
+        return min(map(min, self.sizes)) if self.sizes and not _separate(self) else None
 
 
 class Compared(NamedTuple):
@@ -187,10 +187,10 @@ def _counted(method: Resampled) -> str:
     seeds = len(method.values)
     if seeds == 1:
         return "test examples, not seeds"
-    return f"{seeds} seeds with test examples of their own" if _own(method) else f"test examples and {seeds} seeds"
+    return f"{seeds} seeds with test examples of their own" if _separate(method) else f"test examples and {seeds} seeds"
 
 
-def _own(method: Resampled) -> bool:
+def _separate(method: Resampled) -> bool:
     """Whether seeds count all examples. Foreign inputs may be the same with every seed where the test inputs are not."""
     of_test = method.measure.best is not None and not method.measure.key.startswith(("ood/", "shift/"))
     return of_test and len(method.values) > 1 and method.rows == "own"
@@ -200,7 +200,7 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
     """Of the mean of values, one per seed; draws (S, R) the same on resamples of the examples."""
     if not torch.tensor(values).isfinite().all():
         return None
-    if _own(method):
+    if _separate(method):
         found = spread_of(values, 0.0)
     elif draws is None or not draws.isfinite().all() or (tested := method.tested or 0) < 2:
         return None
@@ -230,16 +230,12 @@ def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequen
 
 
 def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, ...]]:
-    """Tables (r, n) of how often each example is drawn, one for each sample; several of them where one would be too large."""
-    rows = max(1, _CHUNK // sum(sizes))
-    if rows >= resamples:
-        return [_small_weights(sizes, resamples)]
-    generator = torch.Generator().manual_seed(0)
-    starts = range(0, resamples, rows)
-    return (tuple(resample_counts(n, min(rows, resamples - start), generator) for n in sizes) for start in starts)
+    """`count_tables` of one generator, which the same sizes always meet in the same state."""
+    if sum(sizes) * resamples <= KEPT:
+        return _small_weights(sizes, resamples)
+    return count_tables(sizes, resamples, torch.Generator().manual_seed(0))
 
 
 @lru_cache(maxsize=2)  # every measure and method asks for the same; at most 16 MB each
-def _small_weights(sizes: tuple[int, ...], resamples: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(resample_counts(n, resamples, generator) for n in sizes)
+def _small_weights(sizes: tuple[int, ...], resamples: int) -> list[tuple[Tensor, ...]]:
+    return list(count_tables(sizes, resamples, torch.Generator().manual_seed(0)))

@@ -2,11 +2,13 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from dissensus.bench import cli
 from dissensus.bench.theory import studies
+from dissensus.reporting.estimates import slope_weights
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -25,7 +27,7 @@ def test_a_command_writes_its_figure(arguments, tmp_path, monkeypatch, capsys):
     assert (tmp_path / f"theory-{arguments[0]}.png").read_bytes().startswith(PNG)
     printed = capsys.readouterr().out
     assert f"theory-{arguments[0]}.png" in printed
-    if arguments[0] in ("kernels", "width"):
+    if arguments[0] == "width":
         assert (tmp_path / f"{arguments[0]}.csv").read_text().startswith("setting,width,seed")
 
 
@@ -50,17 +52,12 @@ def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(comm
 
 
 def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():
-    rows = [row for row in studies.kernels((32, 128, 512), seeds=20).rows if "independent" in row["setting"]]
-    deviations = {width: [] for width in (32, 128, 512)}
-    for row in rows:
-        if row["kernel"] == "common_cross":
-            deviations[row["width"]].append(row["empirical"] - row["analytic"])
-    mine = [
-        {"width": width, "error": float(torch.tensor(each).square().mean().sqrt())}
-        for width, each in deviations.items()
-    ]
-    assert studies.slope(mine)[0] == pytest.approx(-0.5, abs=0.25)  # three points of 20 draws, 16 % each
-    assert {row["analytic"] for row in rows if row["kernel"].endswith("cross")} == {0}
+    widths = (32, 128, 512)
+    signs = next(iter(studies.SETTINGS.values()))
+    far = studies.deviations(signs, widths, 20)[3].numpy()  # common_cross
+    assert slope_weights(widths) @ np.log2(far) == pytest.approx(-0.5, abs=0.25)  # three points of 20 draws, 16 % each
+    x, _ = studies.data(2, seed=0)
+    assert float(signs.kernels(x).common_cross.abs().max()) == float(signs.kernels(x).gp_cross.abs().max()) == 0
 
 
 def test_the_map_has_its_known_borders():
@@ -69,12 +66,3 @@ def test_the_map_has_its_known_borders():
     assert torch.allclose(speed[0], torch.ones(3, dtype=torch.float64))
     assert float(speed[1].abs().max()) < 1e-9  # equal members do not differ
     assert float(rate[1, 2]) < float(rate[1, 1]) < 1
-
-
-def test_a_slope_is_found_with_its_interval():
-    rows = [
-        {"width": 10**k, "error": 3 * 10 ** (-0.5 * k) * (1 + 0.01 * (-1) ** i)} for k in (1, 2, 3) for i in range(4)
-    ]
-    found, lower, upper = studies.slope(rows)
-    assert lower < -0.5 < upper
-    assert found == pytest.approx(-0.5, abs=0.01)

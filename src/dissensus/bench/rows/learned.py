@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SetKind = Literal["classification", "regression", "segmentation"]
-Folder = str | Path | None
+Root = str | Path | None
 
 
 class TaskRows(NamedTuple):

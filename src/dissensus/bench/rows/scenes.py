@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench.rows.learned import Folder, LearnedRows, TaskRows
+from dissensus.bench.rows.learned import LearnedRows, Root, TaskRows
 from dissensus.data.locate import data_folder
 from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
 from dissensus.data.street_scenes import SPLITS
@@ -15,7 +15,7 @@ UNKNOWN = "unknown"  # the set of foreign pixels: of test images, 1 at those of 
 
 
 def scenes(
-    read: Callable[..., SegmentationSet], folder: Folder, unknown: Sequence[str] = (), size: Sequence[int] | None = None
+    read: Callable[..., SegmentationSet], folder: Root, unknown: Sequence[str] = (), size: Sequence[int] | None = None
 ) -> LearnedRows:
     """Images and masks of a set's own splits. `unknown`: classes that do not count in training, foreign at test time."""
     train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
@@ -30,7 +30,7 @@ def scenes(
 
 
 def own_scenes(
-    folder: Folder,
+    folder: Root,
     images: str,
     masks: str,
     classes: Sequence[str],
@@ -40,7 +40,7 @@ def own_scenes(
 ) -> LearnedRows:
     """Folders of images and of masks, in whose names {split} stands for train, val and test."""
 
-    def read(split: str, *, folder: Folder, size: Any) -> SegmentationSet:
+    def read(split: str, *, folder: Root, size: Any) -> SegmentationSet:
         root = data_folder(folder) or Path()
         pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
         return segmentation_folder(pictures, labels, classes, void=void, size=size)
@@ -48,7 +48,7 @@ def own_scenes(
     return scenes(read, folder, unknown, size)
 
 
-def scene_folder(part: str, folder: Folder) -> Path:
+def scene_folder(part: str, folder: Root) -> Path:
     """Where a set lies that has a folder of this name."""
     root = data_folder(folder)
     for path in [] if root is None else [root / part, *root.glob(f"*/{part}")]:

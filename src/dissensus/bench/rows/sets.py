@@ -11,7 +11,7 @@ import torch
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
-from dissensus.bench.rows.learned import Folder, SetKind, TaskRows
+from dissensus.bench.rows.learned import Root, SetKind, TaskRows
 from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, rows_elsewhere
 from dissensus.data import split_indices
 from dissensus.data.standardise import Standardiser
@@ -50,7 +50,7 @@ class TaskData:
 class LastData:
     """Task data by its settings; the last is kept, so that runs on the same rows read them once."""
 
-    def __init__(self, folder: Folder = None) -> None:
+    def __init__(self, folder: Root = None) -> None:
         self.folder = folder
         self._last: tuple[dict[str, Any], TaskData] | None = None
 
@@ -61,7 +61,7 @@ class LastData:
         return self._last[1]
 
 
-def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
+def task_data(settings: dict[str, Any], folder: Root = None) -> TaskData:
     """The rows of a run's [data] section; a set that is not there is a FileNotFoundError that says what to put where."""
     options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dissensus.bench.rows.learned import Folder, LearnedRows, SetKind, TaskRows
+from dissensus.bench.rows.learned import LearnedRows, Root, SetKind, TaskRows
 from dissensus.bench.rows.scenes import own_scenes, scene_folder, scenes
 from dissensus.data import (
     cubic,
@@ -41,17 +41,17 @@ class TaskSet(NamedTuple):
     make: Callable[..., LearnedRows]  # (folder, **options)
     kind: SetKind
     about: str
-    where: str | Callable[[Folder], Path] = "generated"  # a function where the user provides the files
+    where: str | Callable[[Root], Path] = "generated"  # a function where the user provides the files
 
 
-def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Folder, **options: Any) -> TaskRows:
+def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Root, **options: Any) -> TaskRows:
     """A set of FOREIGN or SHIFTED by name, or from an .npz file of images; options: of the set learned."""
     if name.endswith(".npz"):
         return _npz(name, folder)
     return known[one_of("a set", name, known)](folder, **options)
 
 
-def present(name: str, folder: Folder) -> str:
+def present(name: str, folder: Root) -> str:
     """Where a set is: "shipped", "generated", a folder, or "not found"."""
     where = SETS[name].where
     if isinstance(where, str):
@@ -65,21 +65,21 @@ def present(name: str, folder: Folder) -> str:
 # ------------------------------------------------------------------------------------------- images
 
 
-def _digits(folder: Folder) -> LearnedRows:
+def _digits(folder: Root) -> LearnedRows:
     train, test = digits()
-    return LearnedRows(_rows(train), _rows(test), train.classes)
+    return LearnedRows(_task_rows(train), _task_rows(test), train.classes)
 
 
-def _images(name: str, folder: Folder) -> LearnedRows:
+def _catalogued_images(name: str, folder: Root) -> LearnedRows:
     train, test = (image_set(name, split, folder=folder) for split in ("train", "test"))
-    return LearnedRows(_rows(train), _rows(test), train.classes)
+    return LearnedRows(_task_rows(train), _task_rows(test), train.classes)
 
 
-def _image_folder(name: str, folder: Folder) -> Path:
+def _image_folder(name: str, folder: Root) -> Path:
     return locate(name, "test", folder=folder)[1][0].parent
 
 
-def _own_images(folder: Folder, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
+def _own_images(folder: Root, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
     """classes: their number, where the training rows lack the last of them."""
     train, test = _npz(train_file, folder), _npz(test_file, folder)
     if not len(train.y):
@@ -88,15 +88,15 @@ def _own_images(folder: Folder, train_file: str, test_file: str, classes: int | 
     return LearnedRows(train, test, tuple(map(str, range(count))))
 
 
-def _test_images(name: str, folder: Folder) -> TaskRows:
-    return _rows(image_set(name, "test", folder=folder))
+def _test_images(name: str, folder: Root) -> TaskRows:
+    return _task_rows(image_set(name, "test", folder=folder))
 
 
-def _rows(images: ImageSet) -> TaskRows:
+def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
 
 
-def _npz(name: str, folder: Folder) -> TaskRows:
+def _npz(name: str, folder: Root) -> TaskRows:
     root = data_folder(folder)
     path = Path(name) if root is None else root / name
     if not path.is_file():
@@ -111,7 +111,7 @@ def _npz(name: str, folder: Folder) -> TaskRows:
 # ------------------------------------------------------------------------------------------- tables
 
 
-def _uci_regression(folder: Folder, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
+def _uci_regression(folder: Root, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
     """One of the standard splits, in original units and float64.
 
     inner: a share of the training rows takes the place of the test rows, which are left alone: to choose recipes by.
@@ -125,7 +125,7 @@ def _uci_regression(folder: Folder, set: str, split: int = 0, inner: float = 0.0
     return LearnedRows(train, test, ())
 
 
-def _uci_folder(folder: Folder) -> Path:
+def _uci_folder(folder: Root) -> Path:
     """The folder of the first set that is there."""
     for name in REGRESSION_SETS:
         try:
@@ -138,57 +138,51 @@ def _uci_folder(folder: Folder) -> Path:
 # ------------------------------------------------------------------------------------------- toys
 
 
-def _two_moons(folder: Folder, count: int = 1000, noise: float = 0.1) -> LearnedRows:
-    return LearnedRows(
-        TaskRows(*two_moons(count, noise=noise, seed=0)),
-        TaskRows(*two_moons(count, noise=noise, seed=1)),
-        ("upper", "lower"),
-    )
+def _two_moons(folder: Root, count: int = 1000, noise: float = 0.1) -> LearnedRows:
+    train, test = (two_moons(count, noise=noise, seed=seed) for seed in (0, 1))
+    return LearnedRows(TaskRows(*train), TaskRows(*test), ("upper", "lower"))
 
 
-def _far_ring(folder: Folder) -> TaskRows:
+def _far_ring(folder: Root) -> TaskRows:
     x = far_ring(count=400, centre=0, radius=4.0, std=0.3)
     return TaskRows(x, torch.zeros(len(x), dtype=torch.int64))
 
 
-def _five_blobs(folder: Folder, points: int = 40, scale: float = 0.4, draw: int = 0) -> LearnedRows:
+def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> LearnedRows:
     train, test = five_blobs(points, scale=scale, seed=draw), five_blobs(20, scale=scale, seed=1000 + draw)
     return LearnedRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
 
 
-def _three_clusters(folder: Folder) -> LearnedRows:
+def _three_clusters(folder: Root) -> LearnedRows:
     """The papers' 400 points have no test set: errors are those at the points that were fitted."""
     rows = TaskRows(*three_clusters())
     return LearnedRows(rows, rows, ())
 
 
-def _x_sin_x(folder: Folder, points: int = 45, noise: float = 0.25) -> LearnedRows:
+def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> LearnedRows:
     train, test = x_sin_x(points, noise=noise, seed=0), x_sin_x(4 * points, noise=noise, seed=1)
     return LearnedRows(TaskRows(*train), TaskRows(*test), ())
 
 
-def _x_sin_x_features(folder: Folder, points: int = 45, noise: float = 0.25, draw: int = 0) -> LearnedRows:
+def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> LearnedRows:
     train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
     first, second = (TaskRows(quadratic_features(x), y) for x, y in (train, test))
     return LearnedRows(first, second, ())
 
 
-def _gap(folder: Folder, points: int = 45, noise: float = 0.25) -> TaskRows:
+def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
     """x sin x between the two clusters of `x_sin_x`, where nothing was seen."""
     generator = torch.Generator().manual_seed(2)
     x = 2.5 + 2.0 * torch.rand(200, 1, generator=generator)
     return TaskRows(x, x * x.sin() + noise * torch.randn(200, 1, generator=generator))
 
 
-def _cubic(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0) -> LearnedRows:
-    return LearnedRows(
-        TaskRows(*cubic(points, noise=noise, seed=2 * draw)),
-        TaskRows(*cubic(200, noise=noise, seed=2 * draw + 1)),
-        (),
-    )
+def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> LearnedRows:
+    train, test = cubic(points, noise=noise, seed=2 * draw), cubic(200, noise=noise, seed=2 * draw + 1)
+    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
 
 
-def _outside(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
+def _outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
     """x³ on [−6, −4] and [4, 6], beyond what `cubic` has seen."""
     generator = torch.Generator().manual_seed(draw)
     x = 4.0 + 2.0 * torch.rand(200, 1, generator=generator)
@@ -196,16 +190,13 @@ def _outside(folder: Folder, points: int = 20, noise: float = 3.0, draw: int = 0
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=generator))
 
 
-def _cubic_gap(folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0) -> LearnedRows:
-    return LearnedRows(
-        TaskRows(*cubic_gap(points, noise=noise, seed=2 * draw)),
-        TaskRows(*cubic_gap(noise=noise, seed=2 * draw + 1)),
-        (),
-    )
+def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> LearnedRows:
+    train, test = cubic_gap(points, noise=noise, seed=2 * draw), cubic_gap(noise=noise, seed=2 * draw + 1)
+    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
 
 
 def _cubic_elsewhere(
-    low: float, high: float, folder: Folder, points: int = 201, noise: float = 2.0, draw: int = 0
+    low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0
 ) -> TaskRows:
     """x³ at both signs of x from low to high."""
     x = torch.cat([-torch.linspace(high, low, 100), torch.linspace(low, high, 100)])[:, None]
@@ -216,13 +207,13 @@ GAP = (0.0, 2.0)  # of the draw of a Gaussian process: seen on [−4, 0] and [2,
 
 
 def _gp_draw(
-    folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
+    folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
 ) -> LearnedRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
     return LearnedRows(seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ())
 
 
-def _gp_gap(folder: Folder, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
+def _gp_gap(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
     """The same function where nothing of it was seen."""
     return _gp_rows(points, lengthscale, noise, draw)[1]
 
@@ -253,7 +244,7 @@ SETS: dict[str, TaskSet] = {
     ),
     **{
         name: TaskSet(
-            partial(_images, name),
+            partial(_catalogued_images, name),
             "classification",
             f"{len(CATALOGUE[name].classes)} classes",
             partial(_image_folder, name),
@@ -282,14 +273,14 @@ SETS: dict[str, TaskSet] = {
         _uci_regression, "regression", f"data.set of {', '.join(REGRESSION_SETS)}; data.split", _uci_folder
     ),
 }
-FOREIGN: dict[str, Callable[[Folder], TaskRows]] = {
-    "fashion": lambda folder: _rows(fashion()),
-    "digits": lambda folder: _rows(digits()[1]),
+FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
+    "fashion": lambda folder: _task_rows(fashion()),
+    "digits": lambda folder: _task_rows(digits()[1]),
     "far_ring": _far_ring,
     **{name: partial(_test_images, name) for name in CATALOGUE},
 }
 SHIFTED: dict[str, Callable[..., TaskRows]] = {
-    "gap": _gap,
+    "gap": _x_sin_x_gap,
     "outside": _outside,
     "gp_gap": _gp_gap,
     "cubic_between": partial(_cubic_elsewhere, 0.0, 1.0),

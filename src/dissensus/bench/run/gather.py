@@ -35,9 +35,8 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     seen: dict[tuple[str, int], Run] = {}
     for run, evaluation in zip(runs, evaluations, strict=True):
         config, made = run.config, run.provenance
-        if (
-            other := seen.setdefault((config.method, config.seed), run)
-        ) is not run:  # nothing says which of them counts
+        other = seen.setdefault((config.method, config.seed), run)
+        if other is not run:  # nothing says which of them counts
             raise ValueError(
                 f"expected one run of each method and seed in a report, got {config.method} with seed {config.seed} in "
                 f"{other.folder} and in {run.folder}; name one of them, or make one report for each folder"

@@ -15,6 +15,8 @@ import torch
 
 from dissensus.version import __version__
 
+ORIGIN = ("commit", "torch", "device", "command")  # the facts that a row of a table carries
+
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Facts about this program and this machine, for the run's config."""

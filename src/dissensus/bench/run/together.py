@@ -64,8 +64,8 @@ def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
     if not shares(first.config):
         first.train_alone(progress=progress)
         return
-    _check(first.config.training)
-    folder = first.folder.parent / f".together-{_name(runs)}"  # checkpoints; the same command finds them again
+    _check_shared(first.config.training)
+    folder = first.folder.parent / f".together-{_watchers_name(runs)}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
         waiting = [run for run in runs if _tail(_method(run.config)) == tail and not run.trained]
         if waiting:
@@ -192,10 +192,10 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         posterior = watched.result(i)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
         refresh(posterior, loader)
-        run.keep(posterior.eval(), epochs, engine=engine, **_cost(watched, runs, i, epochs))
+        run.keep(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs))
 
 
-def _cost(watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch]) -> Settings:
+def _seconds_alone(watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch]) -> Settings:
     """Seconds that the method would have taken alone, and how they were found."""
     total = sum(epoch.seconds for epoch in epochs)
     names = [run.config.method for run in runs]
@@ -238,13 +238,13 @@ def _key(config: RunConfig) -> list[Any]:
     return [config.seed, config.training, config.data, config.network, config.likelihood, prior]
 
 
-def _name(runs: Sequence[Run]) -> str:
+def _watchers_name(runs: Sequence[Run]) -> str:
     """A short name for exactly these watchers of this training."""
     whole = [_key(runs[0].config), [(run.config.method, run.config.settings) for run in runs]]
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:12]
 
 
-def _check(training: Settings) -> None:
+def _check_shared(training: Settings) -> None:
     """Raises where [training] cannot be shared."""
     rules = {
         "two epochs or more, one for each part": training["epochs"] >= 2,

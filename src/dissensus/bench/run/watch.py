@@ -19,10 +19,10 @@ from dissensus.storage.files import write_text
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared
 
-Compared = Iterable[tuple[Tensor, Tensor]]
+ComparedRows = Iterable[tuple[Tensor, Tensor]]
 
 
-def watcher(folder: Path, posterior: Posterior, batches: Compared, *, every: int) -> DistancesOverTraining | None:
+def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int) -> DistancesOverTraining | None:
     """A callback that writes the distances every so many epochs, those before training as well; None for one network.
 
     A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
@@ -31,16 +31,18 @@ def watcher(folder: Path, posterior: Posterior, batches: Compared, *, every: int
         return None
     path = folder / FILE
 
+    def line(epochs: int, found: MemberDistances) -> str:
+        return json.dumps({"epochs": epochs, **found._asdict()}) + "\n"
+
     def tell(epochs: int, found: MemberDistances) -> None:
         with path.open("a") as file:
-            file.write(json.dumps({"epochs": epochs, **found._asdict()}) + "\n")
+            file.write(line(epochs, found))
 
+    known = read_distances(folder) if path.is_file() else {}
+    # Without a last line that is not whole: what is appended begins a line of its own.
+    write_text(path, "".join(line(*each) for each in known.items()))
     record = DistancesOverTraining(posterior, *joined(batches), every=every, tell=tell)
-    if path.is_file():
-        # Without a last line that is not whole: what is appended begins a line of its own.
-        lines = (json.dumps({"epochs": epochs, **found._asdict()}) for epochs, found in read_distances(folder).items())
-        write_text(path, "".join(f"{line}\n" for line in lines))
-    if not path.is_file() or 0 not in read_distances(folder):
+    if 0 not in known:
         record.look(0)  # the networks are as they were built: a checkpoint is read later
     return record
 
@@ -60,7 +62,7 @@ def read_distances(folder: Path) -> dict[int, MemberDistances]:
     return dict(sorted(found.items()))
 
 
-def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: Compared) -> Evaluation:
+def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: ComparedRows) -> Evaluation:
     """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
     if posterior.particles.members < 2 or not (folder / FILE).is_file():
         return evaluation
@@ -74,7 +76,7 @@ def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, b
     return more(evaluation, metrics, arrays)
 
 
-def joined(batches: Compared) -> tuple[Tensor, Tensor]:
+def joined(batches: ComparedRows) -> tuple[Tensor, Tensor]:
     """(x, y) of all batches in one."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)

@@ -160,17 +160,17 @@ def value_of(settings: Mapping[str, Any], key: str) -> Any:
 
 def argument_names(keyword: str, value: Any) -> set[str]:
     """The keys that a table with `name` may have for the object that is written there; none where nothing is."""
-    return set(_signature(keyword, written(keyword, value).name).parameters) if value else set()
+    return set(_writable_signature(keyword, written(keyword, value).name).parameters) if value else set()
 
 
 def forms(keyword: str) -> str:
     """Every constructor of a keyword with its arguments: sign(), normal(mean, std), …"""
-    return ", ".join(f"{name}{_signature(keyword, name)}" for name in OBJECTS[keyword])
+    return ", ".join(f"{name}{_writable_signature(keyword, name)}" for name in OBJECTS[keyword])
 
 
 def takes_place(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
     """Whether `over` names another object than `base`: it is then put in its place and not merged into it."""
-    return keyword in OBJECTS and bool(_named(keyword, over)) and _named(keyword, over) != _named(keyword, base)
+    return keyword in OBJECTS and bool(_name_in(keyword, over)) and _name_in(keyword, over) != _name_in(keyword, base)
 
 
 def open_objects(settings: dict[str, Any], path: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ def open_objects(settings: dict[str, Any], path: Sequence[str]) -> None:
         settings = settings[part]
 
 
-def _named(keyword: str, table: Mapping[str, Any]) -> set[str]:
+def _name_in(keyword: str, table: Mapping[str, Any]) -> set[str]:
     return {f"name = {table['name']}"} if "name" in table else table.keys() & OBJECTS[keyword].keys()
 
 
@@ -207,7 +207,7 @@ def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[
 
     `whole`: an error too where one is missing.
     """
-    signature = _signature(keyword, name)
+    signature = _writable_signature(keyword, name)
     bind = signature.bind if whole else signature.bind_partial
     try:
         if isinstance(given, Mapping):
@@ -219,11 +219,11 @@ def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[
 
 def _unfit(keyword: str, name: str, given: Any, error: TypeError) -> ValueError:
     return ValueError(
-        f"expected values that {keyword} {name}{_signature(keyword, name)} takes, got {given} ({error}); correct them"
+        f"expected values that {keyword} {name}{_writable_signature(keyword, name)} takes, got {given} ({error}); correct them"
     )
 
 
-def _signature(keyword: str, name: str) -> inspect.Signature:
+def _writable_signature(keyword: str, name: str) -> inspect.Signature:
     """The arguments of a constructor that a task may write."""
     empty, kinds = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(OBJECTS[keyword][name]).parameters.values()

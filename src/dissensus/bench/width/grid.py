@@ -5,13 +5,13 @@ The section [widths] of a task says which cells there are; each is a run with a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.numerics.checks import number, one_of, whole
+from dissensus.theory import largest_eigenvalue
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
 REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
@@ -22,13 +22,13 @@ DEFAULTS: dict[str, Any] = {"p": [], "p_members": 8, "p_factor": 1.0, "p_rates":
 class GridCell:
     """One ensemble to be trained. `p`: of modulations p + √(1 − p²) N(0, 1), None for those of the task."""
 
+    config: RunConfig
     method: str
     factor: float
     units: int
     members: int
-    p: float | None
-    gamma: str  # "M", "1", or "" where weights are not shared
-    config: RunConfig
+    p: float | None = None
+    gamma: str = ""  # "M", "1", or "" where weights are not shared
 
 
 def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
@@ -36,75 +36,49 @@ def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
     widths, needed = DEFAULTS | task.settings["widths"], ("of", "factors", "members")
     if missing := [key for key in needed if not widths.get(key)]:
         raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
-    if set(task.methods) != {INDEPENDENT, EMBEDDED}:
-        raise ValueError(
-            f"expected methods {INDEPENDENT} and {EMBEDDED} in a task with [widths], got {', '.join(task.methods)}; "
-            "it compares these two"
-        )
+    for method in task.methods:
+        one_of("a method of a task with [widths]", method, (INDEPENDENT, EMBEDDED), hint="it compares these two")
     one_of("widths.rate", widths["rate"], ("fixed", "sharing"))
     factors = sorted({float(number("widths.factors", each, above=0)) for each in widths["factors"]})
     sizes = sorted({whole("widths.members", each) for each in widths["members"]})
     swept = [float(number("widths.p", each)) for each in dict.fromkeys(widths["p"])]
-    asked: list[tuple[Any, ...]] = [(INDEPENDENT, factor, max(*sizes, widths["p_members"])) for factor in factors[::-1]]
-    asked += [(EMBEDDED, factor, members) for factor in factors[::-1] for members in sizes[::-1]]
     for regime, rates in widths["p_rates"].items():
         one_of("a regime of widths.p_rates", regime, REGIMES)
-        if len(rates) != len(swept):
-            raise ValueError(
-                f"expected a rate for each of {len(swept)} p in widths.p_rates.{regime}, got {len(rates)}; give as many"
-            )
+        one_of(f"the number of rates in widths.p_rates.{regime}", len(rates), [len(swept)], hint="give one for each p")
+    asked: list[tuple[Any, ...]] = [(INDEPENDENT, factor, max(*sizes, widths["p_members"])) for factor in factors[::-1]]
+    asked += [(EMBEDDED, factor, members) for factor in factors[::-1] for members in sizes[::-1]]
     for i, p in enumerate(swept):
         factor = one_of("widths.p_factor", float(widths["p_factor"]), factors)
-        for regime in REGIMES:
-            rate = widths["p_rates"][regime][i] if regime in widths["p_rates"] else None
-            asked.append((EMBEDDED, factor, widths["p_members"], p, regime, rate))
+        rates = {regime: each[i] for regime, each in widths["p_rates"].items()}
+        asked += [(EMBEDDED, factor, widths["p_members"], p, regime, rates.get(regime)) for regime in REGIMES]
     return [_cell(run_config(task, each[0], seed), widths, *each) for each in asked for seed in seeds]
 
 
-def _cell(
-    config: RunConfig,
-    widths: dict[str, Any],
-    method: str,
-    factor: float,
-    members: int,
-    p: float | None = None,
-    regime: str = "",
-    rate: float | None = None,
-) -> GridCell:
-    scaled = _scaled(config.network.get(widths["of"]), factor, widths["of"])
+def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: int, *transition: Any) -> GridCell:
+    """A config at this width with so many members; `transition`: p, regime and rate in place of the task's."""
+    p, regime, rate = transition or (None, None, None)
+    of, settings = widths["of"], {**config.settings, "members": members}
+    scaled = _scaled(f"network.{of}, which widths.of names,", config.network.get(of), factor)
     units = scaled if isinstance(scaled, list) else [scaled]
-    settings, name, gamma = {**config.settings, "members": members}, f"{method}-N{units[0]}", ""
+    name, gamma = f"{method}-N{units[0]}", ""
     if method == EMBEDDED:
         name += f"-M{members}"
-        if p is not None:
+        if transition:
             settings |= {"modulation": {"between": p}, "regime": regime}
             name += f"-p{p:g}-{regime}".replace(".", "_")
         gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", str(settings.get("regime")), REGIMES)]
         if rate is None and widths["rate"] == "sharing":
-            if "lr" not in config.training:
-                raise ValueError(
-                    f'expected training.lr for {method} with widths.rate = "sharing", got none; write lr = … below '
-                    f"[training] or [method.{method}.training], or leave widths.rate out"
-                )
-            rate = sharing_rate(config.training["lr"], members, min(units))
+            lr: Any = number('training.lr, which widths.rate = "sharing" lowers,', config.training.get("lr"))
+            rate = lr / largest_eigenvalue(members, min(units), p=0.0)  # of the kernel of M members over N shared units
     training = config.training if rate is None else {**config.training, "lr": number("widths.p_rates", rate)}
-    network = {**config.network, widths["of"]: scaled}
+    network = {**config.network, of: scaled}
     changed = replace(config, method=name, network=network, settings=settings, training=training)
-    return GridCell(method, factor, units[0], members, p, gamma, changed)
+    return GridCell(changed, method, factor, units[0], members, p, gamma)
 
 
-def _scaled(value: Any, factor: float, name: str) -> Any:
-    """A whole number, or a list of them, times the factor; an error where that is none."""
-    if isinstance(value, list) and value:
-        return [_scaled(each, factor, name) for each in value]
-    if type(value) is not int or value * factor < 1 or not (value * factor).is_integer():
-        raise ValueError(
-            f"expected network.{name}, which widths.of names, and its multiple by {factor:g}, as whole numbers, got "
-            f"{value!r}; choose other factors, or name another setting"
-        )
-    return int(value * factor)
-
-
-def sharing_rate(rate: float, members: int, units: int) -> float:
-    """rate / (1 + √(M/N))²: the kernel over M members that share layers of N units has eigenvalues up to (1 + √(M/N))²."""
-    return rate / (1 + math.sqrt(members / units)) ** 2
+def _scaled(what: str, value: Any, factor: float) -> Any:
+    """A whole number, or a list of them, times the factor, whole again."""
+    if isinstance(value, list):
+        return [_scaled(what, each, factor) for each in value]
+    scaled = whole(what, value) * factor
+    return whole(f"{what} times {factor:g}", int(scaled) if scaled.is_integer() else scaled)

@@ -10,30 +10,29 @@ import numpy as np
 
 from dissensus.bench.run.jobs import begun, default_folder
 from dissensus.bench.run.processes import in_processes
+from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.run import Tell, silent
 from dissensus.bench.task.config import Task
-from dissensus.bench.width.claims import Array, Claim, Grid, estimate, means, verdicts, width_claims
+from dissensus.bench.width.claims import width_claims, width_verdicts
 from dissensus.bench.width.grid import INDEPENDENT, cells
-from dissensus.bench.width.rows import COLUMNS, ORIGIN, WidthRow, rows_of_runs
+from dissensus.bench.width.rows import COLUMNS, PLACE, Grid, WidthRow, means, rows_of_runs
 from dissensus.numerics.checks import whole
-from dissensus.reporting.figures import svg, write_png
+from dissensus.reporting.estimates import Array, Claim, array_over, mean_interval
+from dissensus.reporting.figures import svg, write_files
 from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure, marked
 from dissensus.reporting.report import rendered
 from dissensus.reporting.results import table_text
 from dissensus.reporting.tables import Cell, Row, Table
-from dissensus.storage.files import write_text
 
-TITLES = {
-    "accuracy": "ensemble, test rows",
-    "member_accuracy": "a member, test rows (mean)",
-    "train_member_accuracy": "a member, training rows (mean)",
-}
-OVER = "ensemble, over its parameters"
-DASHED = {"color": INK, "linestyle": "--"}
-MAIN = (
-    "Accuracy over the number of members: lines for ensembles that share their weights, dashes for independent ones of the "
-    "same width; bands are 95 % intervals."
+PANELS = (
+    ("accuracy", "ensemble, test rows", "members"),
+    ("member_accuracy", "a member, test rows (mean)", "members"),
+    ("train_member_accuracy", "a member, training rows (mean)", "members"),
+    ("accuracy", "ensemble, over its parameters", "parameters"),
 )
+DASHED = {"color": INK, "linestyle": "--"}
+KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
+MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
 SWEPT = (
     "From members that start independent (p = 0) to equal ones (p = 1), with the shared gradient summed (γ = M) or averaged "
     "(γ = 1) over members, each at the learning rate of the task; dashes: as many independent networks."
@@ -62,85 +61,72 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
     """(sentences, files) of rows: the rows themselves, their claims, two figures, report.md and report.html."""
     found, grid = width_claims(rows), Grid(rows)
     origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
-    said, lost = verdicts(found), [row for row in rows if row["diverged"] is not None]
+    said, lost = width_verdicts(found), [row for row in rows if row["diverged"] is not None]
     if lost:
-        named = "; ".join(
-            ", ".join(f"{key} {row[key]}" for key in COLUMNS[:7] if row[key] not in (None, "")) for row in lost
-        )
-        said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {named}.")
-    figures = {"widths.png": (curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2), MAIN)}
-    if swept := [row for row in rows if row["p"] is not None] if grid.p else []:
-        count = sum(row["diverged"] is not None for row in swept)
-        panels, note = transition_panels(grid, swept[0]), f"{count} diverged" if count else None
-        figures["transition.png"] = (curve_figure(panels, size=(10.4, 3.2), note=note), SWEPT)
+        named = (", ".join(f"{key} {row[key]}" for key in PLACE if row[key] not in (None, "")) for row in lost)
+        said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {'; '.join(named)}.")
+    drawn = {"widths.png": curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2)}
+    if grid.p:
+        drawn["transition.png"] = curve_figure(transition_panels(grid), size=(10.4, 3.2))
     claims = [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
     content = {
-        "title": title, "description": description, "sentences": said, "facts": origin,
-        "seeds": len({row["seed"] for row in rows}), "accuracies": accuracy_table(rows),
+        "title": title,
+        "description": description,
+        "sentences": said,
+        "facts": origin,
+        "seeds": len({row["seed"] for row in rows}),
+        "accuracies": accuracy_table(rows),
         "claims": Table(["estimate"], claims),
-        "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
-    }  # fmt: skip
+        "figures": [(n, text, svg(drawn[n], n[0])) for n, text in zip(drawn, (MAIN, SWEPT), strict=False)],
+    }
     texts = {f"report.{end}": rendered(f"widths.{end}.j2", content) for end in ("md", "html")}
     texts["results.csv"] = table_text(COLUMNS, rows)
     texts["claims.csv"] = table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found])
-    for name, (figure, _) in figures.items():
-        write_png(figure, folder / name)
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return said, [folder / name for name in (*figures, *texts)]
+    return said, write_files(folder, drawn, texts)
 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy, member accuracy in brackets, a row for each width and kind (where a unit stands)."""
     grid = Grid(rows)
-    shares = np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
-
-    def cell(found: Array) -> Cell:
-        return Cell("–" if np.isnan(found).any() else "{:.2f} ({:.2f})".format(*(100 * found)))
-
-    lines = [
-        Row(f"{factor:g}× (N = {grid.units[factor]})", kind, "", [cell(each) for each in shares[k, f]])
-        for f, factor in enumerate(grid.factors)
-        for k, kind in enumerate(("embedded", "independent"))
-    ]
+    shares = 100 * np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
+    lines = []
+    for f, factor in enumerate(grid.factors):
+        for kind, found in zip(("embedded", "independent"), shares[:, f], strict=True):
+            cells = [Cell("–" if np.isnan(pair).any() else "{:.2f} ({:.2f})".format(*pair)) for pair in found]
+            lines.append(Row(grid.names[factor], kind, "", cells))
     return Table([f"M = {members}" for members in grid.sizes], lines)
 
 
 def width_panels(grid: Grid) -> list[Panel]:
     """Accuracy over M for every width, of ensembles, members, and members on training rows; and over parameters."""
-    panels, over = [], {"members M": means(grid.main("members")), "parameters": means(grid.main("parameters"))}
-    kinds = [Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED)]
-    wanted = [*((name, title, "members M") for name, title in TITLES.items()), ("accuracy", OVER, "parameters")]
-    for name, title, label in wanted:
-        values, curves = grid.main(name), []
+    panels = []
+    for name, title, over in PANELS:
+        x, values, curves = means(grid.main(over)), grid.main(name), []
         for f, factor in enumerate(grid.factors):
-            x, colour = over[label][:, f], {"color": PALETTE[f % len(PALETTE)]}
-            width = f"{factor:g}× (N = {grid.units[factor]})"
-            curves.append(_curve(x[0], values[0, f], width, colour | marked(f)))
-            curves.append(_curve(x[1], values[1, f], "", colour | {"linestyle": "--"}))
-        axes = {"xscale": "log", "xlabel": label, "ylabel": "accuracy", "title": title}
-        panels.append(Panel([*curves, *kinds], axes, percent="y", ticks=grid.sizes if label == "members M" else ()))
+            colour = {"color": PALETTE[f % len(PALETTE)]}
+            curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marked(f)))
+            curves.append(_curve(x[1, f], values[1, f], "", colour | {"linestyle": "--"}))
+        axes = {"xscale": "log", "xlabel": over, "ylabel": "accuracy", "title": title}
+        panels.append(Panel([*curves, *KINDS], axes, percent="y", ticks=grid.sizes if over == "members" else ()))
     return panels
 
 
-def transition_panels(grid: Grid, law: WidthRow) -> list[Panel]:
+def transition_panels(grid: Grid) -> list[Panel]:
     """Accuracy of ensemble and members, and how many members are effective, over p for both γ, at one width and M."""
-    panels, alone = [], {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]]}
-    for name in ("accuracy", "member_accuracy", "effective"):
-        share = name in TITLES
-        curves = [
-            _curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marked(i)}, share=share)
-            for i, (gamma, values) in enumerate(zip(("M", "1"), grid.swept(name), strict=True))
-        ]
-        beside = grid.over(name, **alone, seed=grid.seeds)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
-        curves.append(_curve(grid.p, beside, "independent networks", DASHED, share=share))
-        title = f"{TITLES.get(name, 'effective members')}, M = {law['members']}"
-        axes = {"xlabel": "p: modulations p + √(1 − p²) N(0, 1)", "ylabel": "accuracy" * share, "title": title}
-        panels.append(Panel(curves, axes, percent="y" * share))
+    law, panels = next(row for row in grid.rows if row["p"] is not None), []
+    alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
+    for name, title, _ in (*PANELS[:2], ("effective", "effective members", "")):
+        share = name != "effective"
+        beside = array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
+        curves = [_curve(grid.p, beside, "independent networks", DASHED, share=share)]
+        for i, (gamma, values) in enumerate(zip(("M", "1"), grid.swept(name), strict=True)):
+            curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marked(i)}, share=share))
+        axes = {"xlabel": "p: modulations p + √(1 − p²) N(0, 1)", "title": f"{title}, M = {law['members']}"}
+        panels.append(Panel(curves, {**axes, "ylabel": "accuracy" * share}, percent="y" * share))
     return panels
 
 
 def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
     """Numbers (X, S, n) with their intervals; no accuracy is beyond 1, however few the seeds."""
-    mean, lower, upper, _ = np.array([estimate(each) for each in values]).T
+    mean, lower, upper, _ = np.array([mean_interval(each) for each in values]).T
     return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -1,27 +1,28 @@
-"""The numbers of a task over widths: one row for every ensemble and seed, and what was right for every test example."""
+"""The numbers of a task over widths: one row for every ensemble and seed, and arrays over the columns of rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from dissensus import metrics
 from dissensus.bench.run.processes import DIVERGED
+from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.records import read_evaluation, read_predictions
 from dissensus.bench.run.run import Run
-from dissensus.bench.width.grid import EMBEDDED, GridCell
-from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.reporting.results import table_rows
+from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.metrics import accuracy_values, effective_members
+from dissensus.reporting.estimates import Array, array_over
 from dissensus.storage.files import read_json
 
-ORIGIN = ("commit", "torch", "device", "command")
-NUMBERS = ("accuracy", "nll", "member_accuracy", "member_nll", "train_accuracy", "train_member_accuracy", "effective")
-COLUMNS = ("method", "factor", "units", "members", "p", "gamma", "seed", "parameters", "diverged", *NUMBERS, "seconds",
-           "subsets", *ORIGIN)  # fmt: skip
+PLACE = ("method", "factor", "units", "members", "p", "gamma", "seed")
+NUMBERS = ("parameters", "diverged", "accuracy", "member_accuracy", "train_member_accuracy", "effective")
+COLUMNS = (*PLACE, *NUMBERS, *ORIGIN)
+TEXTS = ("method", "gamma", "question", "about", "unit", *ORIGIN)  # columns, also of claims
 
 # One ensemble with one seed; of independent ones, the mean over the disjoint subsets of that size. `diverged`: the step at
 # which a loss was no longer finite, after which there are no numbers. "examples": name of a number -> (n,), not in a file.
@@ -36,8 +37,7 @@ def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRo
         for cell, run in zip(cells, runs, strict=True)
         for members in ([cell.members] if cell.method == EMBEDDED else sizes)
     ]
-    keys = ("method", "factor", "p", "gamma", "members", "seed")
-    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in keys)])
+    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in PLACE)])
 
 
 def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
@@ -45,42 +45,43 @@ def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
     row |= {key: str(run.provenance.get(key, "")) for key in ORIGIN}
     if (run.folder / DIVERGED).is_file():
         return row | {"diverged": int(read_json(run.folder / DIVERGED)["step"])}
-    cost, share = read_evaluation(run.folder).metrics, members / cell.members
-    test, train = (read_predictions(run.folder / "predictions" / f"{name}.safetensors") for name in ("test", "train"))
-    count = cell.members // members
-    subsets = torch.arange(count * members).view(count, members)  # disjoint
-    tested, trained = (
-        [_measured(rows.predictive, rows.targets, subset) for subset in subsets] for rows in (test, train)
-    )
-    means = {name: torch.stack([each[name] for each in tested]).mean(0) for name in tested[0]}
-    row |= {name: float(torch.stack([each[name].mean() for each in tested]).mean()) for name in tested[0]}
-    row |= {f"train_{n}": float(torch.stack([each[n].mean() for each in trained]).mean()) for n in tested[0]}
-    row |= {
-        "parameters": round(cost["cost/parameters"] * share),
-        "seconds": round(cost["cost/train_seconds"] * share, 3),
+    whole, test = read_evaluation(run.folder).metrics, read_predictions(run.folder / "predictions" / "test.safetensors")
+    y, count = test.targets, cell.members // members
+    used = test.predictive.members[: count * members].double()
+    subsets = used.view(count, members, *used.shape[1:])  # disjoint, (M, n, C) each
+    examples = {
+        "accuracy": torch.stack([accuracy_values(ClassificationPredictive(each).mean, y) for each in subsets]).mean(0),
+        "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in used]).mean(0),
     }
-    return row | {"subsets": count, "examples": {name: each for name, each in means.items() if each.ndim}}
+    effective = [float(effective_members(each, y)) if members > 1 else 1.0 for each in subsets]
+    trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of every member there is
+    row |= {"train_member_accuracy": trained, "effective": sum(effective) / count, "examples": examples}
+    row |= {name: float(each.mean()) for name, each in examples.items()}
+    return row | {"parameters": round(whole["cost/parameters"] * members / cell.members)}
 
 
-def _measured(predictive: Predictive, y: Tensor, chosen: Tensor) -> dict[str, Tensor]:
-    """(n,) or () numbers of the mixture of some members."""
-    assert isinstance(predictive, ClassificationPredictive)
-    members = predictive.members[chosen].double()  # (M, n, C)
-    mixture = torch.logsumexp(members, 0) - torch.tensor(float(len(members))).log()
-    return {
-        "accuracy": (mixture.argmax(-1) == y).double(),
-        "nll": metrics.nll(mixture, y),
-        "member_accuracy": (members.argmax(-1) == y).double().mean(0),
-        "member_nll": torch.stack([metrics.nll(each, y) for each in members]).mean(),
-        "effective": metrics.effective_members(members, y) if len(members) > 1 else torch.ones(()),
-    }
+class Grid:
+    """The rows as arrays over some of their columns."""
+
+    def __init__(self, rows: Sequence[WidthRow]) -> None:
+        self.rows = [row | row.get("examples", {}) for row in rows if row["diverged"] is None]
+        main = [row for row in self.rows if row["p"] is None]
+        self.factors = sorted({row["factor"] for row in main})
+        self.sizes = sorted({row["members"] for row in main if row["method"] == EMBEDDED})
+        self.names = {row["factor"]: f"{row['factor']:g}× (N = {row['units']})" for row in main}
+        self.seeds = sorted({row["seed"] for row in rows})
+        self.p = sorted({row["p"] for row in self.rows if row["p"] is not None})
+
+    def main(self, name: str) -> Array:
+        """(2, F, M, S, n) of embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
+        axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
+        return array_over(self.rows, name, p=[None], **axes)[0]
+
+    def swept(self, name: str) -> Array:
+        """(2, P, S, n) of γ = M and γ = 1."""
+        return array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of results.csv or claims.csv, without what was right for every example."""
-    texts = ("method", "gamma", "question", "about", "unit", *ORIGIN)
-
-    def value(key: str, text: str) -> Any:
-        return text if key in texts else (int(text) if text.isdigit() else float(text)) if text else None
-
-    return [{key: value(key, text) for key, text in line.items()} for line in table_rows(path)]
+def means(values: Array) -> Array:
+    """Of numbers (…, S, n) over the seeds that have them; NaN where none has."""
+    return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)

@@ -34,14 +34,14 @@ def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
     height, width = images.shape[-2:]
     levels = (images * 255).round()
     if levels.shape[1] == 1:
-        return from_levels(_coded(levels, _table(_LUMA, quality)))
+        return from_levels(_coded(levels, _quantisation_table(_LUMA, quality)))
     luma, chroma = _luma_and_chroma(levels)
-    luma = _coded(luma, _table(_LUMA, quality))
-    chroma = _coded(_halved(chroma), _table(_CHROMA, quality))[..., : (width + 1) // 2]
+    luma = _coded(luma, _quantisation_table(_LUMA, quality))
+    chroma = _coded(_halved(chroma), _quantisation_table(_CHROMA, quality))[..., : (width + 1) // 2]
     return from_levels(_rgb(luma, _doubled(chroma)[..., :height, :width]))
 
 
-def _table(base: str, quality: int) -> Tensor:
+def _quantisation_table(base: str, quality: int) -> Tensor:
     """(8, 8): the quantisation table ⌊(base·s + 50)/100⌋ in 1 … 255, s = ⌊5000/q⌋ below q = 50, 200 − 2q from there."""
     scale = 5000 // quality if quality < 50 else 200 - 2 * quality
     return torch.floor((_numbers(base).view(8, 8) * scale + 50) / 100).clamp(1, 255)

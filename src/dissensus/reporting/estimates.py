@@ -1,0 +1,92 @@
+"""Numbers that answer a question: rows as arrays, means with intervals of seeds and test examples, and what these show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dissensus.reporting.spread import spread_of
+
+Array = Any  # of numpy
+
+
+class Claim(NamedTuple):
+    """A number with its 95 % interval (NaN where nothing varies), and the question it belongs to."""
+
+    question: str
+    about: str
+    value: float
+    lower: float
+    upper: float
+    unit: str
+    seeds: int  # that it rests on
+
+    @property
+    def text(self) -> str:
+        scale = 100 if self.unit == "points" else 1
+        value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
+        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
+        alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
+        return f"{value} ({ends}{alone})".replace("-", "−")
+
+
+class Words(NamedTuple):
+    """What is said of a claim above zero, below, and in neither way; `equal`: of one that is surely within ±near."""
+
+    above: str
+    below: str
+    neither: str
+    near: float = 0.0
+    equal: str = ""
+
+    def of(self, claim: Claim) -> str:
+        if -self.near < claim.lower and claim.upper < self.near:
+            return self.equal
+        return self.above if claim.lower > self.near else self.below if claim.upper < -self.near else self.neither
+
+
+def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
+    """Of numbers (S, n)."""
+    value, lower, upper, seeds = mean_interval(values)
+    return Claim(question, about, value, lower, upper, unit, seeds)
+
+
+def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
+    """One sentence for each question that has claims: what they show, with their numbers."""
+    said = []
+    for question, each in words.items():
+        shown = [f"{c.about}: {each.of(c)}, {c.text} {c.unit}" for c in found if c.question == question]
+        said += [f"{question} {'; '.join(shown)}."] if shown else []
+    return said
+
+
+def mean_interval(values: Array) -> tuple[float, float, float, int]:
+    """(mean, lower, upper, seeds) of numbers (S, n) of seeds and test examples, by the seeds that have no NaN; 95 %.
+
+    n = 1 are numbers without examples, of which seeds alone are counted.
+    """
+    values = values[~np.isnan(values).any(1)]
+    seeds, tested = values.shape
+    if not seeds:
+        return math.nan, math.nan, math.nan, 0
+    error = float(values.mean(0).std(ddof=1)) / math.sqrt(tested) if tested > 1 else 0.0
+    mean, half = float(values.mean()), spread_of(values.mean(1).tolist(), error, max(tested, 2)).half_width()
+    return mean, mean - half, mean + half, seeds
+
+
+def slope_weights(x: Sequence[float]) -> Array:
+    """The weights of y in the least-squares slope over log₂ x."""
+    centred = np.log2(x) - np.log2(x).mean()
+    return centred / (centred**2).sum()
+
+
+def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[Any]) -> Array:
+    """(…, n) a column of rows over the values of others: numbers, n = 1, or (n,) each; NaN where there is no row."""
+    found = {tuple(row[key] for key in axes): row[name] for row in rows}
+    values = [np.atleast_1d(found.get(place, math.nan)) for place in product(*axes.values())]
+    tested = max(map(len, values), default=1)
+    return np.array([np.broadcast_to(each, tested) for each in values]).reshape(*map(len, axes.values()), tested)
