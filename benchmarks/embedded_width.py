@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.width.claims import width_verdicts
+from dissensus.bench.width.grid import TEXTS
 from dissensus.bench.width.report import accuracy_table
-from dissensus.bench.width.rows import TEXTS
 from dissensus.reporting.estimates import Claim
 from dissensus.reporting.results import table_rows
 

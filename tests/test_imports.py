@@ -74,7 +74,7 @@ FLOORS = {
         "images",
     ],
     "bench/theory": ["studies", "cli"],
-    "bench/width": ["grid", "rows", "claims", "report"],
+    "bench/width": ["grid", "claims", "report"],
 }
 
 

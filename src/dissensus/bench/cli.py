@@ -1,7 +1,5 @@
 """The command line: parses, calls, prints. Errors a user can meet are one line and exit code 2."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

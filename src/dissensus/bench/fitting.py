@@ -1,7 +1,5 @@
 """Settings from a file that fit: their types, from the annotations of what they go to, and one error where they do not."""
 
-from __future__ import annotations
-
 import functools
 import types
 import typing

@@ -1,7 +1,5 @@
 """Lists of names in settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Results on a terminal."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

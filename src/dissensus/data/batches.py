@@ -1,7 +1,5 @@
 """Batches of tensors that already lie in memory, without a Python step per example."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

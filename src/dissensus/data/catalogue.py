@@ -1,7 +1,5 @@
 """The public image sets this library knows by name: their class names, files, sizes and checksums."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

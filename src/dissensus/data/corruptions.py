@@ -5,8 +5,6 @@ The constants below are those of the published CIFAR-10-C for 32×32 images. For
 scaled by S/32; those that count whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
 """
 
-from __future__ import annotations
-
 import operator
 import zlib
 from collections.abc import Callable, Sequence

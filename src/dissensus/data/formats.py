@@ -4,8 +4,6 @@ Every reader gives NumPy arrays and trusts nothing: sizes are checked against he
 damaged file is a ValueError whatever the parser underneath raised. A file that cannot be opened is an OSError.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

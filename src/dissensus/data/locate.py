@@ -1,7 +1,5 @@
 """Finding the files of a catalogued image set in the user's folder, or saying which files to put there."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

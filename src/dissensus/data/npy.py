@@ -1,7 +1,5 @@
 """NumPy's .npz files, read by NumPy once what they promise is known to be there: no pickle, no memory beyond the file's."""
 
-from __future__ import annotations
-
 import io
 import math
 import zipfile

@@ -3,8 +3,6 @@
 Licences, rows of the originals and checksums: embedded/LICENSES.md. Made by benchmarks/make_embedded.py.
 """
 
-from __future__ import annotations
-
 import io
 from importlib.resources import files
 

@@ -6,8 +6,6 @@ Settings", ICML 2022 (github.com/hendrycks/anomaly-seg): folders, class numbers,
 on small folders made by tests, not on the archives themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

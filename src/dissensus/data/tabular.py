@@ -4,8 +4,6 @@ Regression: Hernández-Lobato & Adams 2015 and Gal & Ghahramani 2016 fixed the s
 hold data.txt, index_features.txt, index_target.txt, n_splits.txt and index_train_i.txt, index_test_i.txt.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -4,8 +4,6 @@ Every function draws in float64 from a generator of its own, so a seed means the
 gives (x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

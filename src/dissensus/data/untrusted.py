@@ -6,8 +6,6 @@ it builds so deeply that hashing it ends the process. `gzip` unpacks a small fil
 not keep may raise anything here: the readers in `formats` turn it into one error.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickletools

@@ -6,8 +6,6 @@ The talk on Embedded Ensembles has x^l = u^l ∘ φ(v^l ∘ z^l): r^{l+1} = u^l 
 last s (`form="talk"`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, Self, Unpack
 

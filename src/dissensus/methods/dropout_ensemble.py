@@ -1,7 +1,5 @@
 """Dropout ensembles: M fixed dropout masks on the units of one network, MC dropout's embedded twin."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Feature-space repulsive ensembles (Yashima, Suzuki, Ishikawa, Sato & Kawakami, ICML 2022)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack

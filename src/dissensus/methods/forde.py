@@ -1,7 +1,5 @@
 """FoRDE: first-order repulsive deep ensembles, "Input-gradient space particle inference" (Trinh et al., ICLR 2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 

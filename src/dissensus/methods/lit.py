@@ -1,7 +1,5 @@
 """LIT: locally independent training (Ross, Pan, Celi & Doshi-Velez, AAAI 2020), a baseline of FoRDE."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Unpack
 

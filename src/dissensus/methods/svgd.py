@@ -1,7 +1,5 @@
 """Stein variational gradient descent (Liu & Wang, NeurIPS 2016), on weights or on functions (Wang et al., ICLR 2019)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 

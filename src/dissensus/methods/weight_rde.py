@@ -1,7 +1,5 @@
 """Repulsive deep ensembles in weight space (D'Angelo & Fortuin, "Repulsive deep ensembles are Bayesian", NeurIPS 2021)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

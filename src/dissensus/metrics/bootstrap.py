@@ -9,8 +9,6 @@ Test examples are all that is counted here. Networks trained again from another 
 several seeds counts both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Bins are equal-width, left-open and right-closed, 15 by default (Guo et al., 201
 the lower bin, a confidence of exactly 1 to the last one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

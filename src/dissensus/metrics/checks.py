@@ -1,7 +1,5 @@
 """Checks at the public edge of the metrics, and the one flat layout behind it: rows (n, C) and labels (n,)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What members add to each other: gain, disagreement, effective number. Members are log-probabilities (M, N, C, …)."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ of all batches together. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHisto
 the classes: torchmetrics takes seconds to import, and is an extra (pip install 'dissensus[torchmetrics]').
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple

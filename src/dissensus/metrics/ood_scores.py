@@ -4,8 +4,6 @@ They start from log-probabilities. Where the largest probability rounds to 1, �
 classes, −log(1 − Σ_{c ≠ max} p_c), which keeps its digits down to 1e-300: confident inputs do not tie.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Probabilities are (N, C), or (N, C, H, W) for pixels; y holds class indices (N,)
 `ignore_index` are void and left out. The `…_values` functions give one number per example, for bootstrap and tests.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

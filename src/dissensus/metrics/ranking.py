@@ -8,8 +8,6 @@ weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each inpu
 then has the axes in front. Inputs that all count once need none.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Targets y are (N, D) or (N,). A single Gaussian has mean and variance of that shape, members (M, N, D) or (M, N).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ confidence are taken in random order, in expectation: each counts with the mean 
 not depend on how the examples happen to be stored.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

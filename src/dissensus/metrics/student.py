@@ -1,7 +1,5 @@
 """Student's t distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Axes in front of the examples are resamples: a bootstrap is a metric with a table of weights (R, N), without a loop.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

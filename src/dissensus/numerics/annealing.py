@@ -3,8 +3,6 @@
 Early in training members then spread before the data pull them together (D'Angelo & Fortuin, NeurIPS 2021).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Eigenvectors at one end of the spectrum; on a GPU by matrix products alone: nothing waits, so a CUDA graph can hold it."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

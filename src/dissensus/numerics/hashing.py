@@ -4,8 +4,6 @@ A Weyl sequence through a 64-bit finaliser. The bits are the same on every devic
 `torch.Generator` offers none of these.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

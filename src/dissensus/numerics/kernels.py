@@ -4,8 +4,6 @@ Kernels are evaluated in float64 whatever the members' precision (float32 on dev
 thousandth apart, and autocast leaves float64 alone. Nothing here waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

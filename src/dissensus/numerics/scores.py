@@ -12,8 +12,6 @@ lie in any number of tensors. The last one is the sum over all eigenfunctions,
     Σ_m β_m φ_m(z_i),   φ_m(z) = √M/λ_m Σ_j u_jm k(z, z_j),   β_m = 1/(√M λ_m) Σ_j u_jm G_j,   K + ηI = U diag(λ) Uᵀ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What a task set out to see, said from the numbers: a method's regions against every other's, seed by seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from dissensus.evaluation.evaluation import Evaluation

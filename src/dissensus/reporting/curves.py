@@ -1,7 +1,5 @@
 """Figures of what changes with something: distances of members with training, accuracy with a setting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

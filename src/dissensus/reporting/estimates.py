@@ -1,7 +1,5 @@
 """Numbers that answer a question: rows as arrays, means with intervals of seeds and test examples, and what these show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
@@ -90,3 +88,8 @@ def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[
     values = [np.atleast_1d(found.get(place, math.nan)) for place in product(*axes.values())]
     tested = max(map(len, values), default=1)
     return np.array([np.broadcast_to(each, tested) for each in values]).reshape(*map(len, axes.values()), tested)
+
+
+def means(values: Array) -> Array:
+    """Of numbers (…, S, n) over the seeds that have them; NaN where none has."""
+    return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)

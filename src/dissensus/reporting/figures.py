@@ -1,7 +1,5 @@
 """The figures of a report, drawn from evaluations and turned into SVG that takes the page's colour."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

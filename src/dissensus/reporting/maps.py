@@ -1,7 +1,5 @@
 """Figures of segmentations: what is in an image, what a method says of every pixel, and how sure it is there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 

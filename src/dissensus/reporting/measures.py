@@ -1,7 +1,5 @@
 """What a report shows of an evaluation: each number with its meaning, its unit, and the arrays it can be resampled from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf

@@ -1,7 +1,5 @@
 """Figures of what one can look at: every method in a panel of its own, all on the same scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

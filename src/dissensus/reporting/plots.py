@@ -4,8 +4,6 @@ Text and axes are drawn in INK; a report on a page replaces that colour by the p
 on light and on dark ground. Methods have one colour each, given by `colours`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

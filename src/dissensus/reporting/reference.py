@@ -9,8 +9,6 @@ nll = [0.035, 0.002]                # a number and its error
 "ood/notmnist/auroc" = 0.972        # any key of metrics.json, in its units
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple

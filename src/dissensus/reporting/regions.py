@@ -1,7 +1,5 @@
 """Regions of a data set one can look at, as an evaluation names them: their keys, in words, and the window of a plane."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dissensus.evaluation.evaluation import Evaluation

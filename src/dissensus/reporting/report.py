@@ -1,7 +1,5 @@
 """results.csv, report.md and one self-contained report.html."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sections of a report that are pictures first: the functions themselves, how members part, a setting's sweep."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

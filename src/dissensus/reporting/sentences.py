@@ -1,7 +1,5 @@
 """What the results say, in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean

@@ -10,8 +10,6 @@ p is one minus the level at which the interval just reaches zero. So an interval
 Where nothing varies there is neither: both are NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import NormalDist

@@ -3,8 +3,6 @@
 A task names the setting in [evaluation] sweep and the corruptions of validation rows to choose by in [evaluation] choose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

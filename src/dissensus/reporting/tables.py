@@ -1,7 +1,5 @@
 """The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -5,8 +5,6 @@ the activations' size six times for that, these read it twice and write it once.
 beside every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/frozen_norm.py` compute the same without.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ what it was (`Cut`), as torch's own parametrizations do. A wrapper would put "la
 users' `isinstance(part, nn.Linear)` and leave behind whoever holds the layer without being its parent.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ In a convolution a factor is a channel's. Factors may differ from example to exa
 folded into weight and bias, after which the layer is an ordinary one.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F

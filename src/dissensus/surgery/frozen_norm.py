@@ -1,7 +1,5 @@
 """Batch norm with frozen statistics whose scale and shift train, in one pass over the activations each way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Modulated layers: s ∘ (W (r ∘ x) + b), a factor for each input and each output, for each channel of a convolution."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from dissensus.surgery.conversion import cut

@@ -3,8 +3,6 @@
 In a convolution a node is a channel. Latents differ from example to example while a network trains.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

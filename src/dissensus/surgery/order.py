@@ -7,8 +7,6 @@ which chooses its way by sizes or values fails on it: what comes out holds for a
 layers stand in the order in which they are registered and each counts as read by others.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import OrderedDict

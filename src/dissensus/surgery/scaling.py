@@ -1,7 +1,5 @@
 """Activations times factors of their channels, which differ from example to example, with a backward pass of few tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

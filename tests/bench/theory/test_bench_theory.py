@@ -36,7 +36,7 @@ def test_wrong_widths_are_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
-    assert "expected whole numbers with commas between, got '64,wide'" in capsys.readouterr().err
+    assert "expected --widths as a whole number, got 'wide'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["kernels", "dynamics", "width", "regimes"])

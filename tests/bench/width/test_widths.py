@@ -15,9 +15,8 @@ from dissensus.bench.run.provenance import command
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.task.config import load_task
 from dissensus.bench.width.claims import BEST, FALL, FOLLOW, TRANSITION, width_claims, width_verdicts
-from dissensus.bench.width.grid import cells
+from dissensus.bench.width.grid import TEXTS, WidthRow, cells
 from dissensus.bench.width.report import bench_widths, write_page
-from dissensus.bench.width.rows import TEXTS, WidthRow
 from dissensus.core.errors import Diverged
 from dissensus.reporting.estimates import Claim
 from dissensus.reporting.results import table_rows

@@ -1,7 +1,5 @@
 """Data sets one can look at: a grid of inputs on a line or in a plane, and named regions of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Loaders of a task's rows: images standardised batch by batch, augmented where a task asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Segmentations as rows: images and masks of a set's own splits, classes made unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows a task runs on: trained on, held out, tested on, foreign and shifted, and how they are standardised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The data sets tasks go by: SETS to learn, FOREIGN to be told apart from them, SHIFTED to be answered elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

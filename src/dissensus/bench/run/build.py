@@ -1,7 +1,5 @@
 """From settings to objects: networks, posteriors, optimisers."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From a file of weights to a saved posterior: a network that somebody trained, in any method that takes one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run folders gathered into the results that a report is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trained segmentation on the user's own images: what it says of every pixel, as pictures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The main job: every method and seed of a task trained, evaluated and reported; done stages are not done again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

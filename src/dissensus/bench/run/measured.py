@@ -1,7 +1,5 @@
 """What a run measures beside `dissensus.evaluate`: each function gives the evaluation back with more numbers and arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

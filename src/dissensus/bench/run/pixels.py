@@ -1,7 +1,5 @@
 """Splits of a segmentation: pixels are not stored. What is kept of a split are its numbers, means by image, and a few maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast

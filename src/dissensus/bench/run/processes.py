@@ -1,7 +1,5 @@
 """Runs in several processes at once: each trains and evaluates what has begun in a folder; done stages are kept."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where numbers come from: commit, versions, device, command."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

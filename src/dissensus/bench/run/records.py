@@ -1,7 +1,5 @@
 """Predictions and evaluations as files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a folder holds the run that is asked for: the same settings, from the same weights; or nothing that counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

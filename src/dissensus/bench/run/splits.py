@@ -1,7 +1,5 @@
 """The predictions stage of a run: which splits there are, and what the members say about each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

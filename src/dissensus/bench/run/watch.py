@@ -1,7 +1,5 @@
 """How members differ over a run's training: distances.jsonl in its folder, one line per look."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -3,8 +3,6 @@
 No code of a file is run, nothing is read that is larger than the network asks for, and every fault is one clear error.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import pickletools

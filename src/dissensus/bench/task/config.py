@@ -1,7 +1,5 @@
 """Tasks: TOML files with sizes, overridden from the command line, resolved into one settings table per run."""
 
-from __future__ import annotations
-
 import copy
 import tomllib
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 Importing runs code: a name is looked up where a network is built, and by nothing that only reads settings or makes a report.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -11,8 +11,6 @@
 A keyword joins by one line: the name of a method's argument, and its constructors by name.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What may stand in a task file: the keys of each section, and the types of their values."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """Method variants: NAME is a method, NAME-VARIANT the same method with the settings of [method.NAME-VARIANT] on top."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`dissensus theory …`: every study as a command that writes a figure and its rows."""
 
-from __future__ import annotations
-
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +10,13 @@ import typer
 from dissensus.bench.names import listed
 from dissensus.bench.run.jobs import checked_folder
 from dissensus.bench.run.provenance import ORIGIN, provenance
+from dissensus.numerics.checks import whole
 from dissensus.reporting.results import table_text
 
 
 def numbers(text: str) -> list[int]:
     """Of "64,128"."""
-    found = sorted({int(each) if each.isdecimal() else 0 for each in listed(text)})
-    if not found or found[0] < 1:
-        raise ValueError(f"expected whole numbers with commas between, got {text!r}; for example 64,128")
-    return found
+    return sorted({whole("--widths", int(each) if each.isdecimal() else each) for each in listed(text) or [text]})
 
 
 app = typer.Typer(help="What wide ensembles do, computed and measured: figures.", no_args_is_help=True)
@@ -42,25 +38,18 @@ def command(name: str, summary: str, **defaults: Any) -> None:
         from dissensus.bench.theory import studies  # loads matplotlib
         from dissensus.reporting.figures import write_files
 
-        found = getattr(studies, name)(**settings)
-        about = provenance(torch.device("cpu"))
+        found, about = getattr(studies, name)(**settings), provenance(torch.device("cpu"))
         rows = [row | {key: about[key] for key in ORIGIN} for row in found.rows]
         tables = {f"{name}.csv": table_text(list(rows[0]), rows)} if rows else {}
         print(*found.said, *write_files(out, {f"theory-{name}.png": found.figure}, tables), sep="\n")
 
-    options = {**defaults, "out": Path("theory")}.items()
-    parameters = [
-        Parameter(key, Parameter.KEYWORD_ONLY, default=value, annotation=OPTIONS[key]) for key, value in options
-    ]
+    options, kind = {**defaults, "out": Path("theory")}.items(), Parameter.KEYWORD_ONLY
+    parameters = [Parameter(key, kind, default=value, annotation=OPTIONS[key]) for key, value in options]
     write.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, help=summary)(write)
 
 
 command("kernels", "Analytic against empirical kernels as the width grows.", widths="64,128,256,512,1024", seeds=20)
-command(
-    "dynamics", "Training curves of the two regimes against their prediction.", width=1500, members=4, steps=60, seed=0
-)
-command(
-    "width", "How the error of predicted training falls with the width.", widths="375,750,1500", seeds=10, members=4
-)
+command("dynamics", "Training of two regimes against its prediction.", width=1500, members=4, steps=60, seed=0)
+command("width", "How the error of predicted training falls with N.", widths="375,750,1500", seeds=10, members=4)
 command("regimes", "Collectivity and members: stable rates and speeds.")

@@ -1,7 +1,5 @@
 """What `dissensus theory` shows: drawn and trained embedded networks beside what the theory says of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -12,12 +10,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from dissensus import theory
 from dissensus.reporting.estimates import array_over, claim_of, slope_weights
 from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure
 from dissensus.surgery.modulation import Modulation
-from dissensus.theory import EmbeddedNetwork, embedded_kernels, ensemble_dynamics, train_embedded
-from dissensus.theory.dynamics import EnsembleDynamics
-from dissensus.theory.embedded import EmbeddedKernels
 
 INPUTS, VARIANCE = 4, 2.0
 LAW: dict[str, Any] = {"depth": 2, "v": Modulation.constant(1.0), "weight_variance": VARIANCE}
@@ -29,6 +25,7 @@ KERNELS = {
     "individual": "Θ_ind, its modulations",
 }
 DOTS = {"linestyle": "none", "marker": "o", "markersize": 3.5}
+SPEEDS = ("largest stable rate at γ = M over one member's", "at γ = 1, u fixed: speed of differences over the mean's")
 LOGS = {"xscale": "log", "yscale": "log", "xlabel": "width N"}
 
 
@@ -47,19 +44,19 @@ class Setting(NamedTuple):
     trained: Literal["both", "none"] = "both"
     gamma: float | None = None
 
-    def kernels(self, x: Tensor, other: Tensor | None = None) -> EmbeddedKernels:
+    def kernels(self, x: Tensor, other: Tensor | None = None) -> theory.EmbeddedKernels:
         """The analytic ones."""
-        return embedded_kernels(x, other, activation="relu", trained=self.trained, u=self.u, **LAW)
+        return theory.embedded_kernels(x, other, activation="relu", trained=self.trained, u=self.u, **LAW)
 
-    def dynamics(self, members: int) -> EnsembleDynamics:
+    def dynamics(self, members: int) -> theory.EnsembleDynamics:
         """Of training on the six points, by these kernels."""
-        return ensemble_dynamics(*SIX, kernels=self.kernels, members=members, gamma=self.gamma or members)
+        return theory.ensemble_dynamics(*SIX, kernels=self.kernels, members=members, gamma=self.gamma or members)
 
-    def draw(self, *, width: int, members: int, seed: int, dtype: torch.dtype) -> EmbeddedNetwork:
+    def draw(self, *, width: int, members: int, seed: int, dtype: torch.dtype) -> theory.EmbeddedNetwork:
         """One random network."""
         generator = torch.Generator().manual_seed(seed)
         size: dict[str, Any] = {"width": width, "members": members, "dtype": dtype}
-        return EmbeddedNetwork.draw(INPUTS, u=self.u, generator=generator, **size, **LAW)
+        return theory.EmbeddedNetwork.draw(INPUTS, u=self.u, generator=generator, **size, **LAW)
 
 
 def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -89,8 +86,9 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
         between = far[list(KERNELS).index("common_cross")].tolist()
         guide = [1.6 * between[0] * (width / widths[0]) ** -0.5 for width in widths]
         curves.append(Curve(widths, guide, "N^−½", {"color": INK, "linestyle": "--", "linewidth": 0.9}))
-        axes = {**LOGS, "ylabel": "deviation / kernel within a member", "title": name}
-        panels.append(Panel(curves, axes, ticks=widths))
+        panels.append(
+            Panel(curves, LOGS | {"ylabel": "deviation / kernel within a member", "title": name}, ticks=widths)
+        )
         first, last = (f"by {between[i]:.3g} at N = {widths[i]}" for i in (0, -1))
         said.append(f"{name}: Θ_o deviates {first}, {last}")
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
@@ -115,16 +113,13 @@ def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
 
 
 def course(setting: str, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
-    """Residuals (T, M, 6, 1) of a network trained at 0.1·B/λ_max on six points, what the kernels said before, and its error.
-
-    The error is the largest over time, relative to the initial residual.
-    """
+    """Residuals (T, M, 6, 1) of training at 0.1·B/λ_max, what the kernels said before, and its largest relative error."""
     (x, y), law = SIX, SETTINGS[setting]
     dynamics = law.dynamics(members)
     rate = 0.05 * dynamics.largest_rate
     network = law.draw(width=width, members=members, seed=seed, dtype=torch.float32)
     learning: dict[str, Any] = {"train_modulations": law.trained == "both", "gamma": dynamics.gamma}
-    outputs, _ = train_embedded(network, x.float(), y.float(), steps=steps, learning_rate=rate, **learning)
+    outputs, _ = theory.train_embedded(network, x.float(), y.float(), steps=steps, learning_rate=rate, **learning)
     found = outputs.double()
     predicted = dynamics.members(found[0], range(steps + 1), learning_rate=rate, descent="steps")
     error = (found - predicted).flatten(1).norm(dim=1).max() / (found[0] - y).norm()
@@ -160,26 +155,21 @@ def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
         said.append(f"{name}: slope {slope.text}")
         x = shift * np.tile(widths, seeds)
         curves.append(Curve(x, each.ravel(), said[-1], {"color": colour, "alpha": 0.6, **DOTS}))
-    axes = {**LOGS, "ylabel": "largest error / initial residual"}
-    return Study(curve_figure([Panel(curves, axes, ticks=widths)], size=(6.2, 3.8)), said, rows)
+    panel = Panel(curves, {**LOGS, "ylabel": "largest error / initial residual"}, ticks=widths)
+    return Study(curve_figure([panel], size=(6.2, 3.8)), said, rows)
 
 
 def regimes() -> Study:
     """The numbers of `regime_map` over the collectivity, a curve for each number of members."""
     collectivities, members = [i / 40 for i in range(41)], [2, 4, 8, 16, 32, 64, 128]
-    titles = (
-        "largest stable rate at γ = M over one member's",
-        "at γ = 1, u fixed: speed of differences over the mean's",
-    )
-    panels, axes = [], {"yscale": "log", "ylim": (5e-3, 1.2), "xlabel": "collectivity U₁²/U₂"}
-    found = regime_map(collectivities, members)
-    for title, values in zip(titles, found, strict=True):
+    axes = {"yscale": "log", "ylim": (5e-3, 1.2), "xlabel": "collectivity U₁²/U₂"}
+    found, panels = regime_map(collectivities, members), []
+    for title, values in zip(SPEEDS, found, strict=True):
         looks = zip(members, PALETTE, values.T, strict=False)
         curves = [Curve(collectivities, each, f"M = {count}", {"color": colour}) for count, colour, each in looks]
         panels.append(Panel(curves, {**axes, "title": title}))
     said = [
-        f"collectivity {collectivities[i]:.1f}: 128 members at γ = M take {float(found[0, i, -1]):.3g} of one's rate"
-        for i in (0, 20, 40)
+        f"collectivity {i / 40:.1f}: 128 members take {float(found[0, i, -1]):.3g} of one's rate" for i in (0, 20, 40)
     ]
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
 

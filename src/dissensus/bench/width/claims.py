@@ -4,14 +4,12 @@ Every number is a sum over ensembles, seed by seed and test example by test exam
 (`mean_interval`); where rows came without their examples, seeds alone. A seed with which one of them diverged is left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dissensus.bench.width.rows import Grid, WidthRow
+from dissensus.bench.width.grid import Grid, WidthRow
 from dissensus.reporting.estimates import Array, Claim, Words, claim_of, slope_weights, verdicts
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -70,7 +68,7 @@ def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
         right = accuracy[0].mean(-1, keepdims=True)  # (F, M, S, 1)
         best = np.where(np.isnan(right).any(1), math.nan, np.log2(sizes)[right.argmax(1)])
         yield from by_width(BEST, "log₂ of the best M", best)
-        about = "doublings of the best M for every doubling of the width"
-        yield BEST, about, np.einsum("f,fsn->sn", slope_weights(factors), best)
+        growth = np.einsum("f,fsn->sn", slope_weights(factors), best)
+        yield BEST, "doublings of the best M for every doubling of the width", growth
     for p, (summed, averaged) in zip(grid.p, grid.swept("accuracy").swapaxes(0, 1), strict=True):
         yield TRANSITION, f"γ = M − γ = 1 at p = {p:g}", summed - averaged

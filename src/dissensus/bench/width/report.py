@@ -1,7 +1,5 @@
 """The main job of a task over widths: all cells trained and measured, then results.csv, claims.csv, figures and a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.run import Tell, silent
 from dissensus.bench.task.config import Task
 from dissensus.bench.width.claims import width_claims, width_verdicts
-from dissensus.bench.width.grid import INDEPENDENT, cells
-from dissensus.bench.width.rows import COLUMNS, PLACE, Grid, WidthRow, means, rows_of_runs
+from dissensus.bench.width.grid import COLUMNS, INDEPENDENT, PLACE, Grid, WidthRow, cells, rows_of_runs
 from dissensus.numerics.checks import whole
-from dissensus.reporting.estimates import Array, Claim, array_over, mean_interval
+from dissensus.reporting.estimates import Array, Claim, array_over, mean_interval, means
 from dissensus.reporting.figures import svg, write_files
 from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure, marked
 from dissensus.reporting.report import rendered
@@ -33,10 +30,7 @@ PANELS = (
 DASHED = {"color": INK, "linestyle": "--"}
 KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
 MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
-SWEPT = (
-    "From members that start independent (p = 0) to equal ones (p = 1), with the shared gradient summed (γ = M) or averaged "
-    "(γ = 1) over members, each at the learning rate of the task; dashes: as many independent networks."
-)
+SWEPT = "From independent members (p = 0) to equal ones (p = 1), γ = M and γ = 1 at their rates; dashes: independent networks."
 
 
 def bench_widths(
@@ -50,7 +44,7 @@ def bench_widths(
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over widths; what is done is not done again."""
     asked = cells(task, range(whole("--seeds", seeds)))
-    folder = default_folder(task) if out is None else out
+    folder = out or default_folder(task)
     runs = begun(task, [cell.config for cell in asked], folder, source=source)
     in_processes([[run] for run in runs], whole("--jobs", jobs), source=source, tell=tell, keep_going=True)
     tell("writing the report")
@@ -68,7 +62,6 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
     drawn = {"widths.png": curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2)}
     if grid.p:
         drawn["transition.png"] = curve_figure(transition_panels(grid), size=(10.4, 3.2))
-    claims = [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
     content = {
         "title": title,
         "description": description,
@@ -76,7 +69,9 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
         "facts": origin,
         "seeds": len({row["seed"] for row in rows}),
         "accuracies": accuracy_table(rows),
-        "claims": Table(["estimate"], claims),
+        "claims": Table(
+            ["estimate"], [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
+        ),
         "figures": [(n, text, svg(drawn[n], n[0])) for n, text in zip(drawn, (MAIN, SWEPT), strict=False)],
     }
     texts = {f"report.{end}": rendered(f"widths.{end}.j2", content) for end in ("md", "html")}

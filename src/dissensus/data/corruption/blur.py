@@ -1,7 +1,5 @@
 """The five blurs: defocus, glass, motion, zoom and Gaussian."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Tone, colour and resolution: brightness, contrast, saturation, elastic warp, pixelation and JPEG."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ Number j of stream s of an image is a hash of (key of the image, s, j) by `numer
 may be cut anywhere, and the bits are the same on every device. `torch.Generator` offers neither.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

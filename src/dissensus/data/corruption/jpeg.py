@@ -6,8 +6,6 @@ division by the tables of Annex K scaled by quality, and back with the triangle 
 All numbers are whole; float64 carries them exactly and multiplies matrices.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Between whole levels 0 … 255 and fractions in [0, 1]."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Separable linear maps of images: blur, zoom and resize as two small matrices, one for rows and one for columns."""
 
-from __future__ import annotations
-
 import functools
 import math
 

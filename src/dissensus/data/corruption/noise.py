@@ -1,7 +1,5 @@
 """The four noises, each pixel and channel for itself: Gaussian, shot (Poisson), impulse (salt and pepper), speckle."""
 
-from __future__ import annotations
-
 import functools
 import math
 

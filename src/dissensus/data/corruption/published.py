@@ -1,7 +1,5 @@
 """Reader of the published CIFAR-10-C and CIFAR-100-C files (Hendrycks and Dietterich 2019)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Water needs three classics of image processing, in batched tensor arithmetic: Ca
 (Borgefors 1986) and histogram equalisation, all on eight-bit images (B, H, W) whose levels are carried as floats.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Snow, frost and fog."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@
 γ = M makes M networks of it where their tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = 1 one where they do.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, get_args

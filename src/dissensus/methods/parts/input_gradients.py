@@ -1,7 +1,5 @@
 """What FoRDE and LIT have in common: members compared by the derivative of their outputs with respect to the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Unpack
 

@@ -1,7 +1,5 @@
 """Batches of a NodeBNN in training: each example several times, and what is looked at before batches of a new shape."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Sequence
 from itertools import count

@@ -6,8 +6,6 @@ with one component index for the latents of all layers (Trinh et al., "Tackling 
 networks", ICML 2022). μ and σ are (K, D), D counting the latents of all layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

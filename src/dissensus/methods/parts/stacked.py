@@ -1,7 +1,5 @@
 """What ensembles of whole networks have in common: M stacked members, each with weights of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
 

@@ -1,7 +1,5 @@
 """How strongly members repel: the factor of the repulsion beside a loss that is a mean over data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
