@@ -22,16 +22,14 @@ def same_start(request, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.fixture(scope="module")
-def undrawn():
+@pytest.fixture
+def undrawn(monkeypatch):
     """Pages with an empty <svg> for each figure: figures are made, but drawing them takes longer than training.
 
-    They are drawn in tests/reporting, and for whole tasks in test_bench_run.py, test_bench_particle_tasks.py and
+    They are drawn in test_report.py, and for whole tasks in test_bench_run.py, test_bench_particle_tasks.py and
     test_widths.py.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
-        yield
+    monkeypatch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
 
 
 @pytest.fixture(scope="module")

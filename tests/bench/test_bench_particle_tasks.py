@@ -195,8 +195,7 @@ def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
     assert not torch.equal(first, start("forde", 1))
 
 
-def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: "")
+def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path, undrawn):
     results, written = jobs.bench(load_task("toy-regression", size="smoke"), methods=["forde"], out=tmp_path)
     assert claims(results) == []
     assert all(path.is_file() for path in written)
