@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import re
+from functools import cache
 from html.parser import HTMLParser
 from itertools import combinations
 
@@ -318,6 +319,7 @@ def test_what_steers_a_terminal_reaches_no_file(tmp_path):
         assert not any(character in text for character in "\x1b\x9b\x07\r")
 
 
+@cache
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
@@ -356,7 +358,7 @@ def every_figure() -> dict[str, Figure]:
 
 def test_figures_are_labelled_and_nothing_global_is_touched():
     before = dict(matplotlib.rcParams)
-    for name, figure in every_figure().items():
+    for name, figure in every_figure.__wrapped__().items():
         assert isinstance(figure, Figure), name
         assert figure.axes[-1].get_xlabel(), name
         assert all(axes.get_ylabel() for axes in figure.axes), name
