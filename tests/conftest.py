@@ -1,11 +1,13 @@
 """Every test starts from the same random state, on one thread, and on the CPU unless it is marked `gpu`."""
 
 import gc
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import torch each, and leave threads behind
 
 
 def pytest_collection_finish() -> None:
