@@ -1,14 +1,42 @@
 """Every test starts from the same random state, on one thread, and on the CPU unless it is marked `gpu`."""
 
+import gc
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import torch each, and leave threads behind
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end: no collection need look at them again
 
 
 @pytest.fixture(autouse=True)
 def same_start(request, monkeypatch):
-    torch.manual_seed(0)
-    if "gpu" not in request.keywords:
+    if "gpu" in request.keywords:
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)  # the CPU's alone: torch writes a stack trace for each other device
         # `fit` takes a GPU where there is one; what these tests compare with stays on the CPU.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages with an empty <svg> for each figure: figures are made, but drawing them takes longer than training.
+
+    They are drawn in test_report.py, and for whole tasks in test_bench_run.py, test_bench_particle_tasks.py and
+    test_widths.py.
+    """
+    monkeypatch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
+
+
+@pytest.fixture(scope="module")
+def unreported():
+    """Benches without reports: runs and their files are looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+        yield

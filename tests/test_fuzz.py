@@ -346,7 +346,7 @@ BOMBS = {
     "idx of terabytes": ("idx", IDX[:4] + b"\xff" * 12),
     "idx of terabytes, gzipped": ("idx", gzip.compress(IDX[:4] + b"\xff" * 12 + bytes(100))),
     "idx of no rows and all columns": ("idx", IDX[:4] + bytes(4) + b"\xff" * 8),
-    "gzip bomb": ("idx", gzip.compress(bytes(200_000_000))),
+    "gzip bomb": ("idx", lambda file: file.write(gzip.compress(bytes(200_000_000)))),
     "gzip bomb of many parts": ("idx", gzip.compress(bytes(1 << 20)) * 300),
     "npz bomb": ("npz", lambda file: np.savez_compressed(file, images=np.zeros((200, 1000, 1000), np.uint8))),
     "npy of terabytes": ("npz", {"images.npy": TERABYTES}),

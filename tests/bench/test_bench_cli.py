@@ -15,6 +15,8 @@ from dissensus.bench.run.build import check_complete
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import METHODS
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -194,8 +196,7 @@ def test_without_arguments_the_help_is_shown(dissensus):
         assert command in out
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [(["--version"], f"dissensus {ds.__version__}"), ([], "Usage:")])
-def test_the_package_can_be_run_as_a_module(arguments, expected):
-    done = subprocess.run([sys.executable, "-m", "dissensus", *arguments], capture_output=True, text=True, check=False)
-    assert expected in done.stdout
+def test_the_package_can_be_run_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "dissensus", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == f"dissensus {ds.__version__}\n"
     assert "Traceback" not in done.stderr

@@ -9,6 +9,8 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.task.config import load_task
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASK = """
 methods = ["map", "laplace", "laplace-kron"]
 baseline = "map"

@@ -14,6 +14,8 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.bench.task.networks import maker
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SOURCE = """
 from torch import nn
 

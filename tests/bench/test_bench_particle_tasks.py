@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dissensus.bench.rows.geometry import GEOMETRIES
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.rows.sets import LastData, task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task, run_config
@@ -39,6 +39,7 @@ SENTENCES = {
     "lengthscales": "is chosen of 0, 0.4, 1",
     "forde-variants": "forde-1_N",
 }
+DRAWN = ("toy-regression", "lengthscales")  # whose pages have every kind of figure; others get an empty one for each
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +49,22 @@ def benched(tmp_path_factory):
     @cache
     def run(name: str) -> tuple[Path, Results]:
         folder = tmp_path_factory.mktemp(name)
-        results, _ = jobs.bench(load_task(name, size="smoke"), out=folder)
+        with pytest.MonkeyPatch.context() as patch:
+            if name not in DRAWN:
+                patch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
+            results, _ = jobs.bench(load_task(name, size="smoke"), out=folder)
         return folder, results
 
     return run
 
 
-@pytest.mark.parametrize("name", TASKS)
+# Those whose like runs every time: the same kinds of data with other settings. All are built, below.
+SLOW = ("toy-regression-small", "toy-classification-small", "forde-variants")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TASKS]
+)
 def test_the_smallest_size_runs_from_start_to_report(name, benched):
     task = load_task(name, size="smoke")
     folder, _ = benched(name)
@@ -114,10 +124,10 @@ def test_every_method_of_every_size_can_be_built(name):
         ]
         if name in ("lengthscales", "forde-variants"):
             shrink += ["data.train=60", "data.validation=20", "data.test=10"]
-        task = load_task(name, size=size, overrides=shrink)
+        task, data = load_task(name, size=size, overrides=shrink), LastData()
         for method in task.methods:
             config = run_config(task, method, 0)
-            built = posterior(config, task_data(config.data))
+            built = posterior(config, data(config.data))
             assert built.particles.members == 2
             optimizer(built, config.training)
 
@@ -176,12 +186,12 @@ def test_the_small_tasks_have_the_functional_prior_of_the_paper():
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("toy")])
 def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
-    task = load_task(name, size="smoke")
+    task, data = load_task(name, size="smoke"), LastData()
 
     def start(method: str, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         config = run_config(task, method, seed)
-        built = posterior(config, task_data(config.data))
+        built = posterior(config, data(config.data))
         return built.particles.own_parameters()["network.layers.0.weight"]
 
     first = start("deep_ensemble", 0)
@@ -189,7 +199,7 @@ def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
     assert not torch.equal(first, start("forde", 1))
 
 
-def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path):
+def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path, undrawn):
     results, written = jobs.bench(load_task("toy-regression", size="smoke"), methods=["forde"], out=tmp_path)
     assert claims(results) == []
     assert all(path.is_file() for path in written)

@@ -15,6 +15,8 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.results import results_of_evaluations
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASK = """
 methods = ["map"]
 [data]

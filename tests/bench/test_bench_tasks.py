@@ -13,6 +13,8 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.report import write_report
 from uci_files import write_uci_files
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def write_images(folder, prefix: str, count: int, seed: int) -> None:
     """IDX files of random images of ten labels."""

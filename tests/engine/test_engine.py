@@ -36,13 +36,13 @@ def data(shape: tuple[int, ...] = (4,), rows: int = 50) -> tuple[Tensor, Tensor]
 
 
 def trained(
-    engine: str, networks: list[nn.Module], kind: type[ds.DeepEnsemble], shape: tuple[int, ...]
+    engine: str, networks: list[nn.Module], kind: type[ds.DeepEnsemble], shape: tuple[int, ...], rows: int = 50
 ) -> dict[str, Tensor]:
     posterior = kind(copy.deepcopy(networks)).double()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05, momentum=0.9)
     history = ds.fit(
         posterior,
-        Batches(*data(shape), batch_size=12),  # four full batches and a partial one
+        Batches(*data(shape, rows), batch_size=12),  # of 50 rows four full batches and a partial one
         epochs=4,
         optimizer=optimizer,
         engine=engine,
@@ -70,23 +70,42 @@ def test_vectorised_training_equals_the_loop_over_twenty_steps(make, shape, kind
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("engine", "kind"),
-    [("vectorised+compiled", Repelling), ("vectorised+compiled", embedded), ("loop+compiled", ds.DeepEnsemble)],
-)
-def test_compiled_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog) -> None:
+COMPILED = [("vectorised+compiled", Repelling), ("vectorised+compiled", embedded), ("loop+compiled", ds.DeepEnsemble)]
+
+
+def check_compiled_training(engine: str, kind, caplog, *, rows: int = 50, make=dense) -> None:
+    """What was trained compiled is what the loop trains, and one graph was traced for each size of batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    networks = [dense() for _ in range(2)]
-    expected = trained("loop", networks, kind, (4,))
+    networks = [make() for _ in range(2)]
+    expected = trained("loop", networks, kind, (4,), rows)
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        got = trained(engine, networks, kind, (4,))
+        got = trained(engine, networks, kind, (4,), rows)
     assert not any("uncompiled" in record.message for record in caplog.records)  # it really was compiled
     # Once for each shape of batch, a full one and a partial one; the loop's member function likewise.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if rows % 12 else 1)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(("engine", "kind"), COMPILED)
+def test_traced_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog, monkeypatch) -> None:
+    """The compiler's tracing and autograd without its code generation, which takes most of the time."""
+    compiler = functools.partial(torch.compile, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(strategies, "_compile", compiler)
+    check_compiled_training(engine, kind, caplog)
+
+
+def test_compiled_training_of_a_small_network_equals_the_loop_over_twenty_steps(caplog) -> None:
+    """With its code generation too."""
+    check_compiled_training(*COMPILED[0], caplog, rows=60, make=lambda: nn.Linear(4, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "kind"), COMPILED)
+def test_compiled_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog) -> None:
+    check_compiled_training(engine, kind, caplog)
 
 
 def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:

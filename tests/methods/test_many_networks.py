@@ -198,8 +198,16 @@ def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
         torch.testing.assert_close(mean, by_hand, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("watcher", WATCHERS)
+# Pairs that are tried every time: each base with two watchers, each watcher with what is held, stacked and shared.
+OFTEN = ({"a network", "a list", "FoRDE", "BatchEnsemble"}, {"SWAG", "Laplace"})
+PAIRS = [
+    pytest.param(base, watcher, marks=[] if base in OFTEN[0] or watcher in OFTEN[1] else pytest.mark.slow)
+    for base in BASES
+    for watcher in WATCHERS
+]
+
+
+@pytest.mark.parametrize(("base", "watcher"), PAIRS)
 def test_the_page_says_what_composes(base, watcher, tmp_path):
     said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
     if said == "no":

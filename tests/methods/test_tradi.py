@@ -401,8 +401,10 @@ def test_tensors_of_one_sample_are_drawn_apart():
     assert float(weight.var()) == pytest.approx(1.0, abs=4 * (2.2 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize("correlation", ["tensor", "layer"])
-@pytest.mark.parametrize("bandwidth", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("correlation", "bandwidth"),
+    [("tensor", 1.0), ("layer", 1.0), ("layer", 0.4), pytest.param("tensor", 0.4, marks=pytest.mark.slow)],
+)
 def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
     n = 4000
     torch.manual_seed(0)

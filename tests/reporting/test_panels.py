@@ -55,7 +55,12 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+BETWEEN = ("bands of 3", "bands of 10", "maps of 3", "maps of 6")  # fewer and more methods are drawn every time
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in BETWEEN else name for name in FIGURES]
+)
 def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
     make, count = FIGURES[name]
     before = dict(matplotlib.rcParams)

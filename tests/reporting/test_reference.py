@@ -129,7 +129,7 @@ accuracy = 0.5
 """
 
 
-def test_reports_show_the_published_numbers_also_from_run_folders(tmp_path):
+def test_reports_show_the_published_numbers_also_from_run_folders(undrawn, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TASK)
     bench(load_task(str(path)), out=tmp_path / "runs")

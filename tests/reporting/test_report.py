@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import re
+from functools import cache
 from html.parser import HTMLParser
 from itertools import combinations
 
@@ -111,7 +112,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(page):
     assert used <= set(found.ids)
 
 
-def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_axis(tmp_path):
+def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_axis(undrawn, tmp_path):
     free, paid = classification(0), classification(1)
 
     def text(first, second):
@@ -182,7 +183,7 @@ def test_names_are_escaped_wherever_they_stand(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".md", ".html"])
-def test_a_suffix_asks_for_one_file(tmp_path, suffix):
+def test_a_suffix_asks_for_one_file(undrawn, tmp_path, suffix):
     path = tmp_path / f"mine{suffix}"
     assert report({"one": regression()}, path) == [path]
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
@@ -264,7 +265,7 @@ def test_the_best_coverage_is_the_one_nearest_its_target(tmp_path):
     assert [cell.best for cell in row.cells] == [False, True]
 
 
-def test_a_smoke_run_says_so(tmp_path):
+def test_a_smoke_run_says_so(undrawn, tmp_path):
     results = results_of_evaluations({"a": classification(0)}, "t")
     results.origins["a"][0]["size"] = "smoke"
     write_report(results, tmp_path / "report.html")
@@ -318,6 +319,7 @@ def test_what_steers_a_terminal_reaches_no_file(tmp_path):
         assert not any(character in text for character in "\x1b\x9b\x07\r")
 
 
+@cache
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
@@ -356,7 +358,7 @@ def every_figure() -> dict[str, Figure]:
 
 def test_figures_are_labelled_and_nothing_global_is_touched():
     before = dict(matplotlib.rcParams)
-    for name, figure in every_figure().items():
+    for name, figure in every_figure.__wrapped__().items():
         assert isinstance(figure, Figure), name
         assert figure.axes[-1].get_xlabel(), name
         assert all(axes.get_ylabel() for axes in figure.axes), name
@@ -431,7 +433,7 @@ def trained_pair():
 
 
 @pytest.mark.parametrize("count", [40, 60])
-def test_methods_tested_on_other_examples_are_not_ranked(tmp_path, count):
+def test_methods_tested_on_other_examples_are_not_ranked(undrawn, tmp_path, count):
     (first, second), x, y = trained_pair()
     far = {"far": ds.data.Batches(x + 9, y, batch_size=20)}
     others = y[:count] if count < 60 else torch.zeros_like(y)  # fewer examples, or as many with other labels
@@ -448,7 +450,7 @@ def test_methods_tested_on_other_examples_are_not_ranked(tmp_path, count):
     assert "**" not in (tmp_path / "report.md").read_text().split("## What the numbers mean")[0]
 
 
-def test_methods_that_met_the_examples_in_another_order_are_ranked_and_not_compared(tmp_path):
+def test_methods_that_met_the_examples_in_another_order_are_ranked_and_not_compared(undrawn, tmp_path):
     (first, second), x, y = trained_pair()
     shuffled = torch.randperm(60, generator=torch.Generator().manual_seed(1))
     found = {
@@ -464,7 +466,7 @@ def test_methods_that_met_the_examples_in_another_order_are_ranked_and_not_compa
     assert "Differences to a" in (tmp_path / "same" / "report.md").read_text()
 
 
-def test_a_report_says_what_methods_say_against_their_own_numbers(tmp_path, caplog):
+def test_a_report_says_what_methods_say_against_their_own_numbers(undrawn, tmp_path, caplog):
     torch.manual_seed(0)
     x, y = ds.data.two_moons(60, seed=0)
     near = ds.BatchEnsemble(ds.nets.MLP(2, 2, hidden=(8,)), members=4, modulation=ds.Modulation.normal(1, 1e-3))

@@ -17,6 +17,8 @@ from dissensus.core.predictive import ClassificationPredictive, RegressionPredic
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.regions import as_square, region_keys, spoken, window
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 NOTHING = Evaluation("regression", {}, {}, "variance")
 
 

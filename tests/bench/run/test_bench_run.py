@@ -187,7 +187,8 @@ def test_a_regression_runs_too(tmp_path):
     assert "Coverage of 90 % intervals" in (tmp_path / "report.md").read_text()
 
 
-def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path):
+def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path, monkeypatch):
+    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
     path = tmp_path / "table.toml"
     path.write_text(
         'methods = ["map"]\n[data]\nname = "uci_regression"\nset = "bostonHousing"\nsplit = "seed"\nvalidation = 0\n'
@@ -310,7 +311,8 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
 # ---------------------------------------------------------------------------------------------- settings that failed
 
 
-def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path):
+def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
     wrong = load_task("moons", size="smoke", overrides=["network.outputs=1"])
     with pytest.raises(ValueError, match="expected"):
         jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs")

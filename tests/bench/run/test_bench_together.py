@@ -14,6 +14,8 @@ from dissensus.bench.run.together import companions, remove_leftovers, shares, t
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import TRADI
 
+pytestmark = pytest.mark.usefixtures("unreported")
+
 TASK = """
 methods = ["map", "tradi", "tradi-diagonal", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble", "mc_dropout"]
 baseline = "map"

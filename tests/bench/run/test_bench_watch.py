@@ -12,6 +12,8 @@ from dissensus.bench.run.watch import FILE, joined, read_distances
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.distances import member_distances
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def run(folder, method: str = "deep_ensemble", *, every: int = 2, epochs: int = 5) -> Run:
     overrides = [f"evaluation.distances_every={every}", f"training.epochs={epochs}", "training.keep_best=false"]

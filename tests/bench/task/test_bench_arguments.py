@@ -14,6 +14,8 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import resolved
 from dissensus.numerics.lengthscales import Lengthscales
 
+pytestmark = pytest.mark.usefixtures("unreported")
+
 
 def scales(method: str, *overrides: str) -> Lengthscales | None:
     config = run_config(load_task("toy-classification", size="smoke", overrides=overrides), method, 0)

@@ -8,6 +8,8 @@ from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.variants import base_name, check_methods, variants_of
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASK = """
 methods = ["tradi", "tradi-diagonal"]
 baseline = "tradi-diagonal"

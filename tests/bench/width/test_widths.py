@@ -14,6 +14,7 @@ from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.provenance import command
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.task.config import load_task
+from dissensus.bench.width import report
 from dissensus.bench.width.claims import BEST, FALL, FOLLOW, TRANSITION, width_claims, width_verdicts
 from dissensus.bench.width.grid import TEXTS, WidthRow, cells
 from dissensus.bench.width.report import bench_widths, write_page
@@ -35,6 +36,13 @@ def benched(tmp_path_factory):
     small = task("widths.factors=[1]", "widths.members=[1, 2]", "widths.p=[0.5]", "training.epochs=1")
     said, written = bench_widths(small, out=folder, seeds=1)
     return small, folder, said, written
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """A page whose figures are made and not drawn; `benched` has drawn its own before."""
+    monkeypatch.setattr(report, "svg", lambda figure, prefix: "")
+    monkeypatch.setattr("dissensus.reporting.figures.write_png", lambda figure, path: path.touch())
 
 
 def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
@@ -168,7 +176,7 @@ def test_independent_rows_are_means_over_disjoint_subsets_of_one_ensemble(benche
     assert shared["train_member_accuracy"] == pytest.approx(float(right), abs=1e-12)
 
 
-def test_rows_and_claims_read_back_are_those_that_were_written(benched, tmp_path):
+def test_rows_and_claims_read_back_are_those_that_were_written(benched, undrawn, tmp_path):
     small, folder, said, _ = benched
     rows = table_rows(folder / "results.csv", TEXTS)
     again, _ = write_page(rows, tmp_path, small.title, "")
@@ -179,13 +187,13 @@ def test_rows_and_claims_read_back_are_those_that_were_written(benched, tmp_path
     assert width_verdicts(claims) == again
 
 
-def test_what_is_done_is_not_done_again(benched, monkeypatch):
+def test_what_is_done_is_not_done_again(benched, undrawn, monkeypatch):
     small, folder, said, _ = benched
     monkeypatch.setattr(processes, "finish", lambda *_, **__: pytest.fail("a run that is over was run again"))
     assert bench_widths(small, out=folder, seeds=1)[0] == said
 
 
-def test_a_run_that_diverges_is_noted_and_left_out(benched, tmp_path, monkeypatch):
+def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, monkeypatch):
     small, _, _, _ = benched
     train = processes.train_runs
 
@@ -311,7 +319,7 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     assert "not to be told" in width_verdicts(wide)[0]
 
 
-def test_claims_in_a_file_name_their_origin_and_seeds(tmp_path: Path):
+def test_claims_in_a_file_name_their_origin_and_seeds(undrawn, tmp_path: Path):
     origin = {"commit": "c0ffee", "torch": "2", "device": "cpu", "command": "x"}
     write_page([{**each, **origin, "effective": 1.0} for each in made()], tmp_path, "", "")
     with (tmp_path / "claims.csv").open(newline="") as file:
@@ -359,7 +367,7 @@ def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use
     assert not (tmp_path / "here" / "transition.png").exists()
 
 
-def test_the_published_size_trains_on_files_in_the_form_of_cifar(tmp_path):
+def test_the_published_size_trains_on_files_in_the_form_of_cifar(undrawn, tmp_path):
     generator = torch.Generator().manual_seed(0)
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
