@@ -1,6 +1,7 @@
 """Attacks: gradients of the mixture, balls and bounds, the best iterate, and a closed form."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_balls_and_bounds_are_kept(norm, random_start):
     size = delta.abs().amax(1) if norm == "inf" else delta.norm(dim=1)
     assert float(size.max()) <= 0.3 + 1e-12
     assert float(size.max()) > 0.29  # and it goes there
-    assert 0 <= float(found.min())
+    assert float(found.min()) >= 0
     assert float(found.max()) <= 1
     assert bool((found == 0).any() or (found == 1).any())
 
@@ -160,7 +161,7 @@ def test_more_steps_never_raise_the_accuracy(norm, start):
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < shares[0]
     assert shares[0] <= float(clean.double().mean())
-    for before, after in zip(losses, losses[1:], strict=False):
+    for before, after in pairwise(losses):
         assert bool((after.success >= before.success).all())
         same = after.success == before.success
         assert bool((after.loss[same] >= before.loss[same]).all())
@@ -266,7 +267,7 @@ def test_standardised_inputs_are_attacked_in_pixels():
 
 
 def test_noise_becomes_a_confident_class():
-    posterior, x, _ = trained()
+    posterior, _, _ = trained()
     start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = attacks.fool(posterior, start, torch.tensor([0, 1, 2]), steps=40, step_size=0.3, bounds=(-4.0, 4.0))
     assert bool(found.success.all())
