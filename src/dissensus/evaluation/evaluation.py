@@ -40,7 +40,7 @@ class Evaluation:
     notes: dict[str, str] = field(default_factory=dict)  # names of classes, and what a method says against its numbers
 
     def table(self) -> str:
-    X
+        """The metrics as aligned text, one a line; single corruptions and ε are left out and stay in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
         shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
