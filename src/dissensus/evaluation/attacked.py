@@ -30,8 +30,8 @@ class AttackCurves:
 
     Args:
         epsilons: radii ε > 0, in the units of the bounds.
-        names: of "fgsm", "pgd" and "transfer", which is PGD on the first member alone, measured on the mixture; a single
-            network has no such thing.
+        names: of "fgsm", "pgd" and "transfer", which is PGD on the first member alone, measured on the mixture: of a
+            single network the same as "pgd".
         norm, bounds, standardiser: as in `ds.attacks.pgd`.
         steps: of PGD, each of 2.5 ε / steps.
         fool_steps: steps of `ds.attacks.fool` from noise to every class; 0 leaves it out.
@@ -118,7 +118,6 @@ def attacked_inputs(
     member.temperature.copy_(posterior.temperature)
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
-    names = tuple(name for name in spec.names if name != "transfer" or functions.members > 1)
     rows, seen = [], 0
     for x, y, _ in batches.each(loader, anywhere=True):
         check_hard(y, functions)
@@ -128,7 +127,7 @@ def attacked_inputs(
         images, clean = cast(Tensor, x), said(functions, x, y)
         table = [
             [clean, *(said(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons)]
-            for name in names
+            for name in spec.names
         ]
         rows.append(torch.stack([torch.stack(each) for each in table]))  # (attacks, 1 + E, 5, B)
         seen += len(y)
@@ -139,7 +138,7 @@ def attacked_inputs(
             "expected inputs to attack, got no batch; pass a loader that can be gone through more than once"
         )
     fooling = fooling_inputs(functions, spec, images) if spec.fool_steps else {}
-    return AttackedInputs(names, tuple(map(float, spec.epsilons)), torch.cat(rows, 3), fooling)
+    return AttackedInputs(tuple(spec.names), tuple(map(float, spec.epsilons)), torch.cat(rows, 3), fooling)
 
 
 def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:

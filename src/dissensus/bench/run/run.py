@@ -27,14 +27,16 @@ from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.run.records import read_attacked, read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
+    ATTACK,
     CALIBRATION,
     CHOOSE,
     CORRUPT,
     GRID,
     TRAIN,
+    attack_curves,
     corruptions,
     geometry_of,
     split_names,
@@ -105,6 +107,7 @@ class Run:
         """Raises where a setting is wrong or missing; nothing is written."""
         for split in (CORRUPT, CHOOSE):
             corruptions(self.config, split)
+        attack_curves(self.config)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         with same_random_state(self.device):
@@ -275,6 +278,7 @@ class Run:
             ood={s.removeprefix("ood-"): read_predictions(p) for s, p in splits.items() if s.startswith("ood-")},
             shift={s.removeprefix("shift-"): read_predictions(p) for s, p in splits.items() if s.startswith("shift-")},
             corrupted=counts,
+            attacked=read_attacked(splits[ATTACK]) if ATTACK in splits else None,
             score=checked_score(self.config.evaluation.get("score"), self.kind, test.members),
             parameters=parameter_count(posterior),
             prevalence=self.config.evaluation.get("prevalence"),

@@ -13,23 +13,26 @@ from dissensus import metrics
 from dissensus.bench.names import listed
 from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import TaskRows
-from dissensus.bench.run.records import write_counts, write_predictions
+from dissensus.bench.rows.sources import SETS, TaskRows
+from dissensus.bench.run.records import write_attacked, write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.standardise import Standardiser
+from dissensus.evaluation.attacked import AttackCurves, attacked_inputs
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
+from dissensus.evaluation.evaluate import check_attackable
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import Predictions, predictions
 
 Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 CALIBRATION = "calibration"  # held-out test rows
+ATTACK = "attack"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, calibration, ood-SET, shift-SET, grid, train, corrupt and validation-corrupt: each is a file of predictions."""
+    """test, calibration, ood-SET, shift-SET, grid, train, attack, corrupt and validation-corrupt: one file each."""
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0)
     names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
@@ -37,6 +40,8 @@ def split_names(config: RunConfig) -> list[str]:
         names.append(GRID)
     if config.evaluation.get("train_rows", False):
         names.append(TRAIN)
+    if attack_curves(config) is not None:
+        names.append(ATTACK)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
 
 
@@ -49,6 +54,21 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
     return Corruptions(
         names if names in ("all", "benchmark") else listed(names),
         [severities] if isinstance(severities, int) else severities,
+    )
+
+
+def attack_curves(config: RunConfig) -> AttackCurves | None:
+    """What [evaluation] says about attacks on test rows; None where it says none."""
+    given = config.evaluation
+    if given.get("attack", "none") in ("none", [], ""):
+        return None
+    check_attackable(SETS[config.data["name"]].kind)
+    return AttackCurves(
+        given.get("epsilons", []),
+        listed(given["attack"]),
+        norm=given.get("attack_norm", "inf"),
+        steps=given.get("attack_steps", 10),
+        fool_steps=given.get("fool_steps", 0),
     )
 
 
@@ -76,12 +96,26 @@ def write_split(
         )
         write_counts(path, counts)
         return
+    attacks = attack_curves(config) if split == ATTACK else None
+    if attacks is not None:
+        rows = data.test.first(config.evaluation.get("attack_rows"), seed=0)
+        about = f"{len(attacks.names)} attacks × {len(attacks.epsilons)} ε on {len(rows.y)} inputs"
+        tell(about)
+        bounds = (0.0, 1.0) if data.images else None
+        found = attacked_inputs(
+            functions,
+            loader(rows),
+            replace(attacks, standardiser=data.standardiser, bounds=bounds),
+            tell=lambda done: tell(f"{about}: {done} done"),
+        )
+        write_attacked(path, found)
+        return
     tell(split)
     kind, _, name = split.partition("-")
     rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
     picture = data.standardiser.inverse if data.images else None
-    found = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
-    write_predictions(path, in_original_units(found, data.targets, rows.y))
+    said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
+    write_predictions(path, in_original_units(said, data.targets, rows.y))
 
 
 def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:
