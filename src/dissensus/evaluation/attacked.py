@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dissensus import attacks, metrics
-from dissensus.attacks import Bounds, Draw, Norm
+from dissensus.attacks import Ball, Bounds, Draw, Norm
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive
@@ -17,7 +17,7 @@ from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import check_hard
 from dissensus.methods.map import MAP
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.checks import one_of, whole
 
 ATTACKS = ("fgsm", "pgd", "transfer")
 VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # of every example
@@ -48,14 +48,14 @@ class AttackCurves:
     def __post_init__(self) -> None:
         for name in self.names:
             one_of("an attack", name, ATTACKS)
-        for epsilon in self.epsilons:
-            number("epsilons", epsilon, above=0, hint="0 is measured anyway")
+        for epsilon in self.epsilons:  # an error now rather than after the clean pass
+            Ball.around(torch.zeros(0, 1), epsilon, norm=self.norm, bounds=self.bounds, standardiser=None)
         whole("steps", self.steps)
         whole("fool_steps", self.fool_steps, least=0)
-        if not self.names or not self.epsilons or list(self.epsilons) != sorted(set(self.epsilons)):
+        if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
             raise ValueError(
-                f"expected at least one attack and ascending epsilons, got {list(self.names)} at {list(self.epsilons)}; pass "
-                "None to leave attacks out"
+                f"expected at least one attack and ascending epsilons above 0, got {list(self.names)} at {list(self.epsilons)}; "
+                "leave out 0, which is measured anyway, or pass None for no attacks"
             )
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
