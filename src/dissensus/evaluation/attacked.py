@@ -54,8 +54,8 @@ class AttackCurves:
         whole("fool_steps", self.fool_steps, least=0)
         if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
             raise ValueError(
-                f"expected at least one attack and ascending epsilons above 0, got {list(self.names)} at {list(self.epsilons)}; "
-                "leave out 0, which is measured anyway, or pass None for no attacks"
+                f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; leave "
+                "out 0, which is measured anyway, or pass None for no attacks"
             )
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
