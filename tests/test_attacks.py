@@ -10,6 +10,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks
+from dissensus.attacks.aim import Aim
+from dissensus.attacks.ball import Ball
 from dissensus.data import Standardiser
 
 FREE = {"bounds": None}
@@ -75,8 +77,8 @@ def test_the_way_up_is_known_where_probabilities_round_to_one():
     single, double = (ds.DeepEnsemble(networks).to(dtype) for dtype in (torch.float32, torch.float64))
     sure = loss(single, x, y) == 0
     assert sure.sum() > 5
-    aim = attacks.Aim(single, x, y, draw="fixed", targeted=False, at_once=1000)
-    exact = attacks.Aim(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
+    aim = Aim(single, x, y, draw="fixed", targeted=False, at_once=1000)
+    exact = Aim(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
     assert torch.equal(aim.look(x).way.sign(), exact.look(x.double()).way.float().sign())
     found = attacks.pgd(single, x, y, 0.5)
     assert found.success[sure].any()
@@ -139,7 +141,7 @@ def test_random_starts_are_uniform_in_the_ball():
     x, n = torch.zeros(4000, 3, dtype=torch.float64), 4000
     generator = torch.Generator().manual_seed(0)
     for norm, radii in (("2", lambda d: d.norm(dim=1) ** 3), ("inf", lambda d: d.abs().amax(1) ** 3)):
-        ball = attacks.Ball.around(x, 2.0, norm=norm, bounds=None, standardiser=None)
+        ball = Ball.around(x, 2.0, norm=norm, bounds=None, standardiser=None)
         power = radii(ball.random(generator) / 2)
         assert float(power.max()) <= 1
         assert abs(float(power.mean()) - 0.5) < 4 / math.sqrt(12 * n)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dissensus import attacks, metrics
-from dissensus.attacks import Ball, Bounds, Draw, Norm
+from dissensus.attacks.aim import Draw
+from dissensus.attacks.ball import Ball, Bounds, Norm
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive
@@ -54,8 +55,8 @@ class AttackCurves:
         whole("fool_steps", self.fool_steps, least=0)
         if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
             raise ValueError(
-                f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; leave "
-                "out 0, which is measured anyway, or pass None for no attacks"
+                f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; "
+                "leave out 0, which is measured anyway, or pass None for no attacks"
             )
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:

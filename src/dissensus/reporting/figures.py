@@ -205,7 +205,7 @@ def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
     if fooling[0] is not None and fooling[0].ndim == 4:
         found["fooling"] = [
             Picture(png(image), f"{_class_name(classes, int(target))} · {_share(float(confidence))}", not reached)
-            for image, target, confidence, reached in zip(*fooling, strict=True)  # type: ignore[arg-type]
+            for image, target, confidence, reached in zip(*fooling, strict=True)
         ]
     return found
 
