@@ -58,13 +58,13 @@ def under_attack(
             ],
             {"xlabel": "ε", "title": UNDER_ATTACK[metric]},
             percent="y" * (metric in ("accuracy", "ece")),
-            ticks=[float(each) for each in epsilons],
         )
         for metric, methods in drawn.items()
     ]
     figure = curve_figure(panels, size=(13.0, 2.8))
     figure.axes[0].set_ylabel(title)
     for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     return figure
 
