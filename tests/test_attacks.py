@@ -305,6 +305,13 @@ class Numpy(nn.Linear):
         return super().forward(torch.from_numpy(x.detach().numpy()))
 
 
+class Steep(nn.Linear):
+    """√|x| has no derivative at 0."""
+
+    def forward(self, x):
+        return super().forward((x - x.detach()).abs().sqrt())
+
+
 class Dead(nn.Linear):
     """Depends on its inputs, but not where they are negative."""
 
@@ -313,7 +320,7 @@ class Dead(nn.Linear):
 
 
 @pytest.mark.parametrize("members", [1, 3])
-@pytest.mark.parametrize("layer", [Rounded, Detached, Numpy])
+@pytest.mark.parametrize("layer", [Rounded, Detached, Numpy, Steep])
 def test_a_network_without_gradients_is_refused(layer, members):
     x, y = tiny.points()
     posterior = tiny.ensemble(lambda: layer(4, 3), members)

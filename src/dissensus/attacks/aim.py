@@ -127,6 +127,8 @@ class Aim:
         predictive = self.posterior.checked(drawn.likelihood.predictive(log_probs))
         log_p, log_weight = F.logsigmoid(-odds), F.logsigmoid(odds) + F.logsigmoid(-odds)  # (M, B)
         way = (per_input(log_weight.softmax(0), slopes) * slopes).sum(0)
+        if not way.isfinite().all():
+            raise no_gradients("a gradient is NaN or infinite")
         slope = (log_weight.logsumexp(0) - log_p.logsumexp(0)).exp()
         return cast(ClassificationPredictive, predictive).log_mean, way, per_input(slope, way)
 

@@ -125,6 +125,8 @@ def attacked_inputs(
         if functions.ignore_index is not None:
             kept = y != functions.ignore_index
             x, y = batches.apply(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
+        if not len(y):
+            continue
         images, clean = cast(Tensor, x), said(functions, x, y)
         table = [
             [clean, *(said(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons)]
