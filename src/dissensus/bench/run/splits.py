@@ -66,7 +66,7 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     return AttackCurves(
         given.get("epsilons", []),
         listed(given["attack"]),
-        norm=given.get("attack_norm", "inf"),
+        norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
         steps=given.get("attack_steps", 10),
         fool_steps=given.get("fool_steps", 0),
     )

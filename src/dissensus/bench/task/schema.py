@@ -93,7 +93,7 @@ EVALUATION: dict[str, ValueRule] = {
     "corrupt_rows": whole,  # at most so many test rows
     "attack": TEXTS,  # none, or fgsm, pgd, transfer
     "epsilons": LIST,  # radii of attacks, in pixels' range of 1 or in the units of the inputs, ascending
-    "attack_norm": TEXT,  # inf or 2
+    "attack_norm": ANY,  # "inf" or "2"; inf and 2 are read as those
     "attack_steps": whole,  # of PGD
     "attack_rows": whole,  # at most so many test rows
     "fool_steps": COUNT,  # from noise to every class; 0: not done
