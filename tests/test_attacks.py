@@ -10,7 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks
-from dissensus.attacks.aim import Aim
+from dissensus.attacks.aim import Adversarial, Aim, Look
 from dissensus.attacks.ball import Ball
 from dissensus.data import Standardiser
 
@@ -167,6 +167,24 @@ def test_more_steps_never_raise_the_accuracy(norm, start):
         assert bool((after.success >= before.success).all())
         same = after.success == before.success
         assert bool((after.loss[same] >= before.loss[same]).all())
+
+
+def test_a_misclassified_iterate_comes_before_a_higher_loss():
+    """With three classes p(y) = 0.4 may be right and 0.45 wrong."""
+
+    def look(success, gain):
+        gain = torch.tensor(gain)
+        inputs = gain[:, None].expand(-1, 2)
+        return Look(Adversarial(inputs, torch.tensor(success), gain), gain, inputs, gain)
+
+    first, second = (
+        look([False, True, True, False, True], [1.0, 1, 1, 1, 1]),
+        look([True, False, True, False, True], [0.0, 2, 3, 4, 1]),
+    )
+    best = first.better(second).found
+    assert best.loss.tolist() == [0, 1, 3, 4, 1]
+    assert best.inputs[:, 0].tolist() == [0, 1, 3, 4, 1]
+    assert best.success.tolist() == [True, True, True, False, True]
 
 
 def test_what_is_said_of_the_found_inputs_is_what_the_posterior_predicts():
