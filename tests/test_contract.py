@@ -363,6 +363,20 @@ def test_outputs_can_be_differentiated(build):
     assert all(float(p.grad.abs().max()) > 0 for n, p in posterior.named_parameters() if n.endswith("weight"))
 
 
+def test_attacks_follow_the_gradient_of_the_mixture(build):
+    """Central differences along one direction, error O(h²) and rounding; nothing of the posterior moves."""
+    posterior, (x, y) = build(), tiny.points()
+    before = tiny.state(posterior)
+    slope = ds.attacks.gradient(posterior, x, y)
+    step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    down, clean, up = (-posterior.predict(x + sign * step).log_prob(y) for sign in (-1, 0, 1))
+    assert torch.allclose((slope * step).sum(1), (up - down) / 2, atol=1e-11, rtol=1e-4)
+    found = ds.attacks.pgd(posterior, x, y, 0.1, steps=2, bounds=None)
+    assert bool((found.loss >= clean - 1e-12)[~found.success].all())
+    assert tiny.largest_difference(before, tiny.state(posterior)) == 0
+    assert all(parameter.grad is None for parameter in posterior.parameters())
+
+
 def test_training_lowers_the_loss(build):
     posterior, (x, y) = build(), tiny.points(30)
     x = x + 2 * nn.functional.one_hot(y, 4)

@@ -12,7 +12,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize(
-    "name", ["dissensus", "dissensus.data", "dissensus.metrics", "dissensus.nets", "dissensus.theory"]
+    "name",
+    ["dissensus", "dissensus.attacks", "dissensus.data", "dissensus.metrics", "dissensus.nets", "dissensus.theory"],
 )
 def test_every_public_function_is_named_in_the_documentation(name):
     package = importlib.import_module(name)

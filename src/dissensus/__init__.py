@@ -18,8 +18,9 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import data, metrics, nets, theory
+    from dissensus import attacks, data, metrics, nets, theory
     from dissensus.core.empcov import EmpCov
+    from dissensus.evaluation.attacked import AttackCurves
     from dissensus.evaluation.corrupted import Corruptions
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 # Name -> where it is found when it is first asked for. Any other name of `__all__` is a method's, or a function of theirs.
 _HOMES = {
     "Annealing": "numerics.annealing",
+    "AttackCurves": "evaluation.attacked",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
@@ -77,7 +79,7 @@ _HOMES = {
     "save": "storage",
     "temperature_scale": "temperature",
 }
-_ROOMS = ("data", "metrics", "nets", "theory")
+_ROOMS = ("attacks", "data", "metrics", "nets", "theory")
 
 __all__ = [
     "LIT",
@@ -88,6 +90,7 @@ __all__ = [
     "SWAG",
     "TRADI",
     "Annealing",
+    "AttackCurves",
     "BatchEnsemble",
     "Classification",
     "ClassificationPredictive",
@@ -124,6 +127,7 @@ __all__ = [
     "SnapshotEnsemble",
     "SummaryPredictive",
     "WeightRDE",
+    "attacks",
     "branch",
     "data",
     "evaluate",

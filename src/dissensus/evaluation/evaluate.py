@@ -13,6 +13,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
+from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
@@ -32,6 +33,7 @@ def evaluate(
     ood: Loaders | None = None,
     shift: Loaders | None = None,
     corrupt: str | Sequence[str] | Corruptions | None = None,
+    attack: AttackCurves | None = None,
     score: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> Evaluation:
@@ -43,6 +45,7 @@ def evaluate(
         shift: name -> loader of inputs from another distribution, with targets of the same task.
         corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the images of the loader,
             which is then gone through twice; None applies none.
+        attack: `AttackCurves(epsilons=[...])`: attacks on the inputs of the loader, which is gone through once more.
         score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
         classes: their names, for a segmentation's iou/CLASS and for reports.
@@ -68,6 +71,8 @@ def evaluate(
     with drawn_once(posterior) as functions:
         kind, loader_again = _kind_of_predictions(functions, loader)
         score = checked_score(score, kind, functions.members)
+        if attack is not None:
+            check_attackable(kind)
         if kind == "segmentation":
             found = _segmentation(functions, loader_again, loader, ood, shift, spec, score, classes)
         else:
@@ -79,6 +84,7 @@ def evaluate(
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
                 shift={n: predictions(functions, moved, name=n, like=like) for n, moved in shift.items()},
                 corrupted=None if spec is None else corrupted_counts(functions, loader, spec),
+                attacked=None if attack is None else attacked_inputs(functions, loader, attack),
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),
@@ -95,6 +101,7 @@ def evaluation_of(
     ood: Mapping[str, Predictions],
     shift: Mapping[str, Predictions],
     corrupted: CorruptedCounts | None,
+    attacked: AttackedInputs | None = None,
     score: str,
     parameters: int,
     prevalence: float | None = None,
@@ -121,6 +128,8 @@ def evaluation_of(
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)
+    if attacked is not None:
+        found, arrays = found | attacked.metrics(), arrays | attacked.arrays()
     return joined_evaluation(
         Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
         corrupted,
@@ -165,6 +174,12 @@ def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     if score == "mutual_information" and members == 1:
         raise ValueError("expected several members for mutual information, got one; rank by max_probability or entropy")
     return score
+
+
+def check_attackable(kind: str) -> None:
+    """Raises where predictions are of a kind without a class per input."""
+    if kind != "classification":
+        raise ValueError(f"expected a classification to attack, got a {kind}; leave the attacks out")
 
 
 def parameter_count(posterior: Posterior) -> int:

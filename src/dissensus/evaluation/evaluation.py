@@ -22,9 +22,9 @@ class Evaluation:
         arrays: `test/NAME` (N,) per example (correct, nll, brier, confidence, prediction, target; regressions:
             squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more
             foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
-            `examples/GROUP/…`. Segmentations have one number per image: `test/correct`, `test/nll`, and under the key of an
-            `ood/…` metric that is a mean over images, what it is the mean of; `test/intersection` and `test/union`
-            (N, C) are what mIoU is found from.
+            `attack/NAME/METRIC` (over ε, `attack/epsilons`), `examples/GROUP/…`. Segmentations have one number per image:
+            `test/correct`, `test/nll`, and under the key of an `ood/…` metric that is a mean over images, what it is the
+            mean of; `test/intersection` and `test/union` (N, C) are what mIoU is found from.
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.
@@ -42,8 +42,9 @@ class Evaluation:
     notes: dict[str, str] = field(default_factory=dict)  # names of classes, and what a method says against its numbers
 
     def table(self) -> str:
-        """The metrics as aligned text, one a line; single corruptions are left out and stay in `.metrics`."""
+        """The metrics as aligned text, one a line; single corruptions and ε are left out and stay in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
+        single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
         shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
         width = max(map(len, shown), default=0)
         return "\n".join(f"{name:<{width}}  {metric_text(value)}" for name, value in shown.items())

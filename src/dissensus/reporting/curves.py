@@ -35,6 +35,38 @@ def distances_over_training(
     return figure
 
 
+UNDER_ATTACK = {
+    "accuracy": "Accuracy",
+    "nll": "NLL (nats)",
+    "ece": "ECE",
+    "entropy": "Entropy (nats)",
+    "mutual_information": "Mutual information (nats)",
+}
+
+
+def under_attack(
+    epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Mapping[str, str], title: str
+) -> Figure:
+    """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
+    panels = [
+        Panel(
+            [
+                Curve(epsilons, values, short(name), {"color": palette[name], **marked(i)})
+                for i, (name, values) in enumerate(methods.items())
+            ],
+            {"xlabel": "ε", "title": UNDER_ATTACK[metric]},
+            percent="y" * (metric in ("accuracy", "ece")),
+        )
+        for metric, methods in drawn.items()
+    ]
+    figure = curve_figure(panels, size=(13.0, 2.8))
+    figure.axes[0].set_ylabel(title)
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    return figure
+
+
 SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something
 
 

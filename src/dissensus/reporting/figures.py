@@ -49,6 +49,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
         (_corrupted_section(results, palette), {}),
+        (scenes.attacked(results, palette), {"wide": True}),
         (_cost(results, draws, palette), {}),
     ]
     numbered, count = [], 0
@@ -193,12 +194,27 @@ def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
         for image, row in zip(inputs, rows.tolist(), strict=True):
             target, prediction = (int(evaluation.arrays[f"test/{n}"][row]) for n in ("target", "prediction"))
             confidence = float(evaluation.arrays["test/confidence"][row])
-            names = [classes[i] if i < len(classes) and classes[i] else str(i) for i in (target, prediction)]
+            names = [_class_name(classes, i) for i in (target, prediction)]
             answer = names[0] if target == prediction else f"{names[0]}, said {names[1]}"
-            share = f"{100 * confidence:.0f} %" if confidence < 0.995 else f"{100 * min(confidence, 0.99999):.3g} %"
-            shown.append(Picture(png(image), f"{answer} · {share}", target != prediction))
+            shown.append(Picture(png(image), f"{answer} · {_share(confidence)}", target != prediction))
         found[group] = shown
+    fooling = [
+        evaluation.arrays.get(f"examples/fooling/{key}") for key in ("inputs", "target", "confidence", "reached")
+    ]
+    if fooling[0] is not None and fooling[0].ndim == 4:
+        found["fooling"] = [
+            Picture(png(image), f"{_class_name(classes, int(target))} · {_share(float(confidence))}", not reached)
+            for image, target, confidence, reached in zip(*fooling, strict=True)
+        ]
     return found
+
+
+def _class_name(classes: Sequence[str], index: int) -> str:
+    return classes[index] if index < len(classes) and classes[index] else str(index)
+
+
+def _share(confidence: float) -> str:
+    return f"{100 * confidence:.0f} %" if confidence < 0.995 else f"{100 * min(confidence, 0.99999):.3g} %"
 
 
 def write_png(figure: Figure, path: Path) -> None:

@@ -16,6 +16,9 @@ Better = Literal["high", "low"]
 ArrayNames = tuple[str, ...]
 
 
+ATTACKED = {"fgsm": "attacked by FGSM", "pgd": "attacked by PGD", "transfer": "attacked through one member"}
+
+
 def weighted_mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
     """(R,) mean of values."""
     return weights[0] @ values.double() / weights[0].sum(1)
@@ -94,6 +97,16 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
             Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
         ]
+    for name, group in ATTACKED.items():
+        each: dict[str, tuple[ArrayNames, ...]] = {
+            key: ((f"attack/{name}/example_{key}",),) for key in ("accuracy", "nll")
+        }
+        found += [
+            Measure(f"attack/{name}/accuracy", "Accuracy", group, "high", 100, 2, "%", each["accuracy"]),
+            Measure(f"attack/{name}/nll", "NLL", group, "low", 1, 4, "nats", each["nll"]),
+            Measure(f"attack/{name}/ece", "ECE", group, "low", 100, 2, "%"),
+        ]
+    found.append(Measure("fool/confidence", "Confidence", "fooling inputs", "low", 100, 2, "%"))
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
     for key in region_keys(evaluation):

@@ -21,6 +21,7 @@ PICTURES = {
     "most": "Most certain",
     "least": "Least certain",
     "mistakes": "Most certain mistakes",
+    "fooling": "Noise turned into a class",
 }
 
 
@@ -49,13 +50,21 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     against = tables.differences(results, found, draws, str(baseline)) if shown else None
     against = against if against is not None and against.comparisons else None
     alike = "own" not in tables.rows_by_method(draws["nll"]).values()
-    corruptions = [
-        (name, table)
-        for name, table in (
-            ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
-            ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
-        )
-        if table is not None
+    ece, entropy = Measure("", "ECE", "", "low", 100, 2, "%"), Measure("", "", "", None, 1, 3)
+    corruptions = _shown(
+        ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
+        ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
+    )
+    attacked = _shown(
+        ("Accuracy, %", tables.attack_table(results, "accuracy", accuracy, marked=alike)),
+        ("NLL, nats", tables.attack_table(results, "nll", nll, marked=alike)),
+        ("ECE, %", tables.attack_table(results, "ece", ece, marked=alike)),
+        ("Entropy, nats", tables.attack_table(results, "entropy", entropy, marked=False)),
+        ("Mutual information, nats", tables.attack_table(results, "mutual_information", entropy, marked=False)),
+    )
+    details = [
+        ("By type of corruption", "Mean over severities.", corruptions),
+        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacked),
     ]
     return {
         "title": results.title,
@@ -69,7 +78,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "reference_source": results.reference.get("source", "published numbers"),
         "reference_says": reference_sentences(results, found),
         "distances": tables.distance_table(results),
-        "corruptions": corruptions,
+        "details": [each for each in details if each[2]],
         "scores": tables.score_table(results),
         "score": next(iter(results.methods.values()))[0].score,
         "sections": figures.sections(results, draws) if with_figures else [],
@@ -81,6 +90,10 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "compared_by": _compared_by(results, against),
         "glossary": _glossary(found),
     }
+
+
+def _shown(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
+    return [(name, table) for name, table in named if table is not None]
 
 
 def _what_counts(results: Results) -> str:
@@ -145,6 +158,10 @@ MEANINGS = {
     "numbers were measured: fitted on held-out data, 1 where there is none",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
+    "attacked by FGSM": "test inputs after one step up the loss of the averaged prediction, mean over radii",
+    "attacked by PGD": "the same after several steps, of which each input keeps the best for the attacker",
+    "attacked through one member": "PGD on the first member alone, measured on the whole mixture",
+    "Confidence": "probability of the class that noise was turned into, mean over classes: low is wanted",
     "corrupted inputs": "test inputs damaged by noise, blur, weather and the like, or as many of them as the task says; every "
     "severity is measured on all types together, then severities are averaged",
 }

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting import curves, maps, panels
+from dissensus.reporting.measures import ATTACKED
 from dissensus.reporting.regions import as_square, window
 from dissensus.reporting.results import Results
 from dissensus.reporting.sweep import accuracies, sweep_of
@@ -90,6 +91,32 @@ def over_training(results: Results, palette: dict[str, str]) -> Made | None:
     )
     figure = curves.distances_over_training(drawn, palette=palette)
     return "How members differ, over training", text, [("Distances between members over training", figure)]
+
+
+def attacked(results: Results, palette: dict[str, str]) -> Made | None:
+    """What every attack does to every method as ε grows, mean over seeds."""
+    figures = []
+    for attack, title in ATTACKED.items():
+        known = {
+            name: several
+            for name, several in results.methods.items()
+            if all(f"attack/{attack}/accuracy" in each.arrays for each in several)
+        }
+        if known:
+            epsilons = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy()
+            drawn = {
+                metric: {
+                    name: np.mean([each.arrays[f"attack/{attack}/{metric}"].numpy() for each in several], axis=0)
+                    for name, several in known.items()
+                }
+                for metric in curves.UNDER_ATTACK
+            }
+            figures.append((f"Test inputs {title}", curves.under_attack(epsilons, drawn, palette=palette, title=title)))
+    text = (
+        "Test inputs changed within a radius ε so that the averaged prediction is wrong; ε = 0 is the same inputs, unchanged. "
+        "Entropy and mutual information should rise where accuracy falls."
+    )
+    return ("What happens to attacked inputs?", text, figures) if figures else None
 
 
 def _looks(evaluation: Evaluation, space: str) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -156,19 +156,29 @@ def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequen
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
     """A metric of every type of corruption, averaged over severities and seeds; the best is marked, unless told not to."""
     first = next(iter(results.methods.values()))[0]
-    if not first.corruptions:
-        return None
+    return _detail(results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked)
+
+
+def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
+    """A metric of every attack at every ε, averaged over seeds."""
+    keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
+    split = [key.split("/") for key in keys if key.startswith("attack/")]
+    rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
+    return _detail(results, rows, measure, marked=marked)
+
+
+def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
+    """A row for each label with the numbers of its key, averaged over seeds; None without rows."""
     rows = []
-    for kind in first.corruptions:
-        key = f"corrupt/{kind}/{metric}"
+    for label, key in keys.items():
         values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
         best = max(map(measure.goodness, values.values())) if marked and len(values) > 1 else None
         cells = [
             Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
             for n in results.methods
         ]
-        rows.append(Row(kind.replace("_", " "), "", "", cells))
-    return Table(columns(results), rows)
+        rows.append(Row(label.replace("_", " "), "", "", cells))
+    return Table(columns(results), rows) if rows else None
 
 
 def score_table(results: Results) -> Table | None:

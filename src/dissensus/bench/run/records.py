@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.evaluation.attacked import AttackedInputs
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
@@ -64,6 +65,19 @@ def read_counts(path: Path) -> CorruptedCounts:
         return CorruptedCounts(
             types=tuple(facts["types"]), severities=tuple(facts["severities"]), **{n: tensors[n] for n in COUNTS}
         )
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"without {error}") from error
+
+
+def write_attacked(path: Path, attacked: AttackedInputs) -> None:
+    facts = {"names": attacked.names, "epsilons": attacked.epsilons}
+    write_tensors(path, {"values": attacked.values, **attacked.fooling}, facts)
+
+
+def read_attacked(path: Path) -> AttackedInputs:
+    tensors, facts = read_tensors(path)
+    try:
+        return AttackedInputs(tuple(facts["names"]), tuple(facts["epsilons"]), tensors.pop("values"), tensors)
     except (KeyError, TypeError) as error:
         raise damaged(path, f"without {error}") from error
 

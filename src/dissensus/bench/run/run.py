@@ -35,14 +35,16 @@ from dissensus.bench.run.measured import (
 )
 from dissensus.bench.run.pixels import evaluation_of_pixels, image_facts, read_measured
 from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.run.records import read_attacked, read_counts, read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
+    ATTACK,
     CALIBRATION,
     CHOOSE,
     CORRUPT,
     GRID,
     TRAIN,
+    attack_curves,
     corruptions,
     geometry_of,
     split_names,
@@ -114,6 +116,7 @@ class Run:
         """Raises where a setting is wrong or missing; nothing is written."""
         for split in (CORRUPT, CHOOSE):
             corruptions(self.config, split)
+        attack_curves(self.config)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         with same_random_state(self.device):
@@ -289,7 +292,8 @@ class Run:
             score = checked_score(self.config.evaluation.get("score"), self.kind, 2)
             evaluation = evaluation_of_pixels(parts, score=score, **about)
         else:
-            evaluation = evaluation_of_rows(splits, self.config.evaluation, self.kind, **about)
+            attacked = read_attacked(splits[ATTACK]) if ATTACK in splits else None
+            evaluation = evaluation_of_rows(splits, self.config.evaluation, self.kind, attacked=attacked, **about)
         facts = read_json(self.folder / "training.json")
         if not is_number(facts.get("seconds")):
             raise damaged(self.folder / "training.json", "without 'seconds'")

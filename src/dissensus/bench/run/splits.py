@@ -15,23 +15,25 @@ from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run.pixels import measured_pixels, write_measured
-from dissensus.bench.run.records import write_counts, write_predictions
+from dissensus.bench.run.records import write_attacked, write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.standardise import Standardiser
+from dissensus.evaluation.attacked import AttackCurves, attacked_inputs
 from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
-from dissensus.evaluation.evaluate import checked_score
+from dissensus.evaluation.evaluate import check_attackable, checked_score
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import Predictions, predictions
 
 Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
 CALIBRATION = "calibration"  # held-out test rows
+ATTACK = "attack"
 
 
 def split_names(config: RunConfig) -> list[str]:
-    """test, calibration, ood-SET, shift-SET, grid, train, corrupt and validation-corrupt: each is a file of predictions."""
+    """test, calibration, ood-SET, shift-SET, grid, train, attack, corrupt and validation-corrupt: one file each."""
     scenes = is_segmentation(config)  # of whose calibration rows only a temperature is wanted
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
     names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
@@ -41,6 +43,8 @@ def split_names(config: RunConfig) -> list[str]:
         names.append(GRID)
     if config.evaluation.get("train_rows", False):
         names.append(TRAIN)
+    if attack_curves(config) is not None:
+        names.append(ATTACK)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
 
 
@@ -57,6 +61,21 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
     return Corruptions(
         names if names in ("all", "benchmark") else listed(names),
         [severities] if isinstance(severities, int) else severities,
+    )
+
+
+def attack_curves(config: RunConfig) -> AttackCurves | None:
+    """What [evaluation] says about attacks on test rows; None where it says none."""
+    given = config.evaluation
+    if given.get("attack", "none") in ("none", [], ""):
+        return None
+    check_attackable(SETS[config.data["name"]].kind)
+    return AttackCurves(
+        given.get("epsilons", []),
+        listed(given["attack"]),
+        norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
+        steps=given.get("attack_steps", 10),
+        fool_steps=given.get("fool_steps", 0),
     )
 
 
@@ -84,6 +103,20 @@ def write_split(
         )
         write_counts(path, counts)
         return
+    attacks = attack_curves(config) if split == ATTACK else None
+    if attacks is not None:
+        rows = data.test.first(config.evaluation.get("attack_rows"), seed=0)
+        about = f"{len(attacks.names)} attacks × {len(attacks.epsilons)} ε on {len(rows.y)} inputs"
+        tell(about)
+        bounds = (0.0, 1.0) if data.images else None
+        found = attacked_inputs(
+            functions,
+            loader(rows),
+            replace(attacks, standardiser=data.standardiser, bounds=bounds),
+            tell=lambda done: tell(f"{about}: {done} done"),
+        )
+        write_attacked(path, found)
+        return
     tell(split)
     kind, _, name = split.partition("-")
     rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
@@ -92,8 +125,8 @@ def write_split(
         write_measured(path, measured_pixels(split, rows, data, functions, loader, score))
         return
     picture = data.standardiser.inverse if data.images else None
-    found = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
-    write_predictions(path, in_original_units(found, data.targets, rows.y))
+    said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
+    write_predictions(path, in_original_units(said, data.targets, rows.y))
 
 
 def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:

@@ -90,6 +90,12 @@ EVALUATION: dict[str, ValueRule] = {
     "corrupt": TEXTS,  # none, all, benchmark, or names
     "severities": WHOLES,
     "corrupt_rows": whole,  # at most so many test rows
+    "attack": TEXTS,  # none, or fgsm, pgd, transfer
+    "epsilons": LIST,  # radii of attacks, in pixels' range of 1 or in the units of the inputs, ascending
+    "attack_norm": ANY,  # "inf" or "2"; inf and 2 are read as those
+    "attack_steps": whole,  # of PGD
+    "attack_rows": whole,  # at most so many test rows
+    "fool_steps": COUNT,  # from noise to every class; 0: not done
     "score": TEXT,  # what OOD inputs are ranked by
     "prevalence": share,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
     "distances_every": whole,  # epochs between looks at how members differ; not looked at where it is left out

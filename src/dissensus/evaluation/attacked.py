@@ -1,0 +1,182 @@
+"""Attacked inputs: what a posterior says about inputs made to mislead it, at several ε, and about noise made to fool it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dissensus import attacks, metrics
+from dissensus.attacks.aim import Draw
+from dissensus.attacks.ball import Ball, Bounds, Norm
+from dissensus.core import batch as batches
+from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.data.standardise import Standardiser
+from dissensus.evaluation.functions import Functions
+from dissensus.evaluation.predictions import check_hard
+from dissensus.methods.map import MAP
+from dissensus.metrics.calibration import confidence_ece
+from dissensus.numerics.checks import one_of, whole
+
+ATTACKS = ("fgsm", "pgd", "transfer")
+VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # of every example
+CURVES = ("accuracy", "nll", "ece", "entropy", "mutual_information")  # of every ε
+
+
+@dataclass(frozen=True)
+class AttackCurves:
+    """Which attacks `evaluate` makes on its test inputs, and how far they may go.
+
+    Args:
+        epsilons: radii ε > 0, in the units of the bounds.
+        names: of "fgsm", "pgd" and "transfer", which is PGD on the first member alone, measured on the mixture: of a
+            single network the same as "pgd".
+        norm, bounds, standardiser: as in `ds.attacks.pgd`.
+        steps: of PGD, each of 2.5 ε / steps.
+        fool_steps: steps of `ds.attacks.fool` from noise to every class; 0 leaves it out.
+    """
+
+    epsilons: Sequence[float]
+    names: Sequence[str] = ATTACKS
+    norm: Norm = "inf"
+    steps: int = 10
+    fool_steps: int = 0
+    bounds: Bounds = (0.0, 1.0)
+    standardiser: Standardiser | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            one_of("an attack", name, ATTACKS)
+        for epsilon in self.epsilons:  # an error now rather than after the clean pass
+            Ball.around(torch.zeros(0, 1), epsilon, norm=self.norm, bounds=self.bounds, standardiser=None)
+        whole("steps", self.steps)
+        whole("fool_steps", self.fool_steps, least=0)
+        if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
+            raise ValueError(
+                f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; "
+                "leave out 0, which is measured anyway, or pass None for no attacks"
+            )
+
+    def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
+        """The inputs after one attack on this posterior."""
+        where: dict[str, Any] = {
+            "norm": self.norm,
+            "bounds": self.bounds,
+            "standardiser": self.standardiser,
+            "draw": draw,
+        }
+        if name == "fgsm":
+            return attacks.fgsm(posterior, x, y, epsilon, **where).inputs
+        return attacks.pgd(posterior, x, y, epsilon, steps=self.steps, **where).inputs
+
+
+@dataclass(frozen=True, eq=False)
+class AttackedInputs:
+    """What was said about N inputs under each attack and ε, ε = 0 first, and about fooling inputs."""
+
+    names: tuple[str, ...]
+    epsilons: tuple[float, ...]  # E, without 0
+    values: Tensor  # (attacks, 1 + E, 5, N) float64, in the order of VALUES
+    fooling: dict[str, Tensor]  # inputs (C, ...), target, reached, confidence, …; or nothing
+
+    def curves(self, name: str) -> dict[str, Tensor]:
+        """Metric -> (1 + E,) under this attack."""
+        found = self.values[self.names.index(name)]  # (1 + E, 5, N)
+        means = dict(zip(VALUES, found.mean(2).unbind(1), strict=True))
+        ece = [confidence_ece(confidence, correct) for correct, _, confidence, _, _ in found]
+        return {key: torch.stack(ece) if key == "ece" else means[key] for key in CURVES}
+
+    def metrics(self) -> dict[str, float]:
+        """attack/NAME/METRIC, the mean over ε > 0; attack/NAME/ε/METRIC of each; fool/METRIC, means over classes."""
+        found = {}
+        for name in self.names:
+            for key, values in self.curves(name).items():
+                found[f"attack/{name}/{key}"] = float(values[1:].mean())
+                for epsilon, value in zip(self.epsilons, values[1:].tolist(), strict=True):
+                    found[f"attack/{name}/{epsilon:g}/{key}"] = value
+        for key in ("confidence", "entropy", "mutual_information"):
+            if self.fooling:
+                found[f"fool/{key}"] = float(self.fooling[key].mean())
+        return found
+
+    def arrays(self) -> dict[str, Tensor]:
+        """attack/epsilons (1 + E,), attack/NAME/METRIC (1 + E,), attack/NAME/example_… (N,), examples/fooling/…."""
+        found = {"attack/epsilons": torch.tensor([0.0, *self.epsilons], dtype=torch.float64)}
+        for name, values in zip(self.names, self.values, strict=True):
+            found |= {f"attack/{name}/{key}": curve for key, curve in self.curves(name).items()}
+            means = values[1:].mean(0)  # (5, N)
+            found |= {f"attack/{name}/example_{key}": means[i].clone() for i, key in enumerate(VALUES[:2])}
+        return found | {f"examples/fooling/{key}": value for key, value in self.fooling.items()}
+
+
+def attacked_inputs(
+    functions: Functions, loader: Iterable[Any], spec: AttackCurves, *, tell: Callable[[int], object] | None = None
+) -> AttackedInputs:
+    """AttackedInputs of a loader; `tell` is called with the inputs done so far after every batch."""
+    posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
+    member.temperature.copy_(posterior.temperature)
+    sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
+    sources["transfer"] = (member, "fixed")
+    rows, seen = [], 0
+    for x, y, _ in batches.each(loader, anywhere=True):
+        check_hard(y, functions)
+        if functions.ignore_index is not None:
+            kept = y != functions.ignore_index
+            x, y = batches.apply(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
+        if not len(y):
+            continue
+        images, clean = cast(Tensor, x), said(functions, x, y)
+        table = [
+            [clean, *(said(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons)]
+            for name in spec.names
+        ]
+        rows.append(torch.stack([torch.stack(each) for each in table]))  # (attacks, 1 + E, 5, B)
+        seen += len(y)
+        if tell is not None:
+            tell(seen)
+    if not rows:
+        raise ValueError(
+            "expected inputs to attack, got no batch; pass a loader that can be gone through more than once"
+        )
+    fooling = fooling_inputs(functions, spec, images) if spec.fool_steps else {}
+    return AttackedInputs(tuple(spec.names), tuple(map(float, spec.epsilons)), torch.cat(rows, 3), fooling)
+
+
+def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
+    """(5, B) VALUES of inputs x."""
+    predictive = cast(ClassificationPredictive, functions.predict(x).to("cpu"))
+    log_mean, y = predictive.log_mean, y.cpu()
+    return torch.stack(
+        [
+            metrics.accuracy_values(log_mean.exp(), y),
+            metrics.nll_values(log_mean, y),
+            predictive.confidence.double(),
+            metrics.entropy_score(log_mean),
+            metrics.mutual_information_score(predictive.members),
+        ]
+    )
+
+
+def fooling_inputs(functions: Functions, spec: AttackCurves, like: Tensor) -> dict[str, Tensor]:
+    """Inputs of every class, made of the same noise for every posterior, and what is said about them."""
+    generator, classes = torch.Generator().manual_seed(0), functions.posterior.output_shape(like)[1]
+    start = torch.empty(classes, *like.shape[1:])
+    if spec.bounds is None:
+        start.normal_(generator=generator)
+    else:
+        start.uniform_(*spec.bounds, generator=generator)
+        start = start if spec.standardiser is None else spec.standardiser(start)
+    where: dict[str, Any] = {"bounds": spec.bounds, "standardiser": spec.standardiser, "draw": functions.drawn}
+    target = torch.arange(classes)
+    found = attacks.fool(functions.posterior, start.to(like), target, steps=spec.fool_steps, **where).inputs
+    reached, nll, _, entropy, information = said(functions, found, target)
+    return {
+        "inputs": (found if spec.standardiser is None else spec.standardiser.inverse(found)).cpu(),
+        "target": target,
+        "reached": reached.clone(),
+        "confidence": (-nll).exp(),  # in the target
+        "entropy": entropy.clone(),
+        "mutual_information": information.clone(),
+    }

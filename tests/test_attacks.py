@@ -1,0 +1,399 @@
+"""Attacks: gradients of the mixture, balls and bounds, the best iterate, and a closed form."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus import attacks
+from dissensus.attacks.aim import Adversarial, Aim, Look
+from dissensus.attacks.ball import Ball
+from dissensus.data import Standardiser
+
+FREE = {"bounds": None}
+
+
+def smooth(dropout=0.0):
+    """4 inputs, tanh: nothing that has a kink."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 3))
+
+
+def sampling():
+    """Without a stored draw: every `draw()` has other masks."""
+    torch.manual_seed(1)
+    return ds.MCDropout(smooth(0.4), samples=5).double()
+
+
+def ensemble(how=None, net=smooth):
+    torch.manual_seed(0)
+    return tiny.ensemble(net, how=how)
+
+
+def trained():
+    """An ensemble that is right about most points, and these points."""
+    x, _ = tiny.points(40)
+    y = (x[:, :3]).argmax(1)
+    posterior = ensemble()
+    ds.fit(posterior, [(x, y)], epochs=60, optimizer=torch.optim.Adam(posterior.parameters(), lr=0.05), progress=False)
+    return posterior, x, y
+
+
+def loss(posterior, x, y):
+    return -posterior.predict(x).log_prob(y)
+
+
+def differences(posterior, x, y, h=1e-6):
+    """(B, D) central differences of −log p̄(y) by every coordinate of x (B, D)."""
+    columns = []
+    for i in range(x.shape[1]):
+        step = torch.zeros_like(x)
+        step[:, i] = h
+        columns.append((loss(posterior, x + step, y) - loss(posterior, x - step, y)) / (2 * h))
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("make", [ensemble, sampling, lambda: ensemble("loop")])
+def test_gradients_are_finite_differences_of_the_mixture(make, temperature):
+    """Of a method without a stored draw, too: `predict` and the attack look at the same next draw."""
+    posterior, (x, y) = make(), tiny.points()
+    posterior.temperature.fill_(temperature)
+    found = attacks.gradient(posterior, x, y)
+    assert torch.allclose(found, differences(posterior, x, y), atol=1e-8)
+    assert float(found.abs().max()) > 0.01
+
+
+def test_the_way_up_is_known_where_probabilities_round_to_one():
+    """In float32, log p̄ of sure networks is flat; the signs of its gradient are those of float64."""
+    torch.manual_seed(0)
+    networks, x = [nn.Linear(6, 4) for _ in range(3)], torch.rand(20, 6)
+    for network in networks:  # nearly alike
+        network.weight.data = 300 * (networks[0].weight.data + 0.01 * network.weight.data)
+    y = networks[0](x).argmax(1)
+    single, double = (ds.DeepEnsemble(networks).to(dtype) for dtype in (torch.float32, torch.float64))
+    sure = loss(single, x, y) == 0
+    assert sure.sum() > 5
+    aim = Aim(single, x, y, draw="fixed", targeted=False, at_once=1000)
+    exact = Aim(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
+    assert torch.equal(aim.look(x).way.sign(), exact.look(x.double()).way.float().sign())
+    found = attacks.pgd(single, x, y, 0.5)
+    assert found.success[sure].any()
+
+
+def test_fgsm_of_a_linear_softmax_is_the_closed_form():
+    """∇ −log p(y) = Wᵀ (p − e_y)."""
+    torch.manual_seed(0)
+    linear, x, y = nn.Linear(5, 3).double(), torch.rand(7, 5, dtype=torch.float64), torch.arange(7) % 3
+    slope = (linear(x).softmax(1) - nn.functional.one_hot(y, 3)).detach() @ linear.weight.detach()
+    assert torch.allclose(attacks.gradient(ds.MAP(linear), x, y), slope, atol=1e-12)
+    for epsilon in (0.1, 3.0):
+        found = attacks.fgsm(ds.MAP(linear), x, y, epsilon, **FREE)
+        assert torch.allclose(found.inputs, x + epsilon * slope.sign(), atol=1e-12)
+        found = attacks.fgsm(ds.MAP(linear), x, y, epsilon, norm="2", **FREE)
+        assert torch.allclose(found.inputs, x + epsilon * slope / slope.norm(dim=1, keepdim=True), atol=1e-12)
+        towards = attacks.fgsm(ds.MAP(linear), x, y, epsilon, targeted=True)
+        assert torch.allclose(towards.inputs, (x - epsilon * slope.sign()).clamp(0, 1), atol=1e-12)
+        assert torch.equal(towards.success, linear(towards.inputs).argmax(1) == y)
+
+
+@pytest.mark.parametrize("norm", ["inf", "2"])
+@pytest.mark.parametrize("make", [ensemble, sampling])
+def test_no_attack_of_radius_zero_changes_a_bit(make, norm):
+    x, y = tiny.points()
+    x[0, 0] = -0.0
+    posterior = make()
+    for found in (
+        attacks.fgsm(posterior, x, y, 0.0, norm=norm, **FREE),
+        attacks.pgd(
+            posterior, x, y, 0.0, norm=norm, step_size=0.1, random_start=True, generator=torch.Generator(), **FREE
+        ),
+        attacks.pgd(posterior, x, y, 0.5, norm=norm, steps=0, **FREE),
+    ):
+        assert torch.equal(found.inputs.view(torch.int64), x.view(torch.int64))
+        assert torch.allclose(found.loss, loss(posterior, x, y))
+        assert torch.equal(found.success, posterior.predict(x).mean.argmax(1) != y)
+
+
+@pytest.mark.parametrize("norm", ["inf", "2"])
+@pytest.mark.parametrize("random_start", [False, True])
+def test_balls_and_bounds_are_kept(norm, random_start):
+    posterior, y = ensemble(), torch.arange(12) % 3
+    x = torch.rand(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(3)
+    found = attacks.pgd(
+        posterior, x, y, 0.3, norm=norm, step_size=0.2, random_start=random_start, generator=generator
+    ).inputs
+    delta = found - x
+    size = delta.abs().amax(1) if norm == "inf" else delta.norm(dim=1)
+    assert float(size.max()) <= 0.3 + 1e-12
+    assert float(size.max()) > 0.29  # and it goes there
+    assert float(found.min()) >= 0
+    assert float(found.max()) <= 1
+    assert bool((found == 0).any() or (found == 1).any())
+
+
+def test_random_starts_are_uniform_in_the_ball():
+    """Mean of the D-th power of the radius: 1/2, standard error 1/√(12 n)."""
+    x, n = torch.zeros(4000, 3, dtype=torch.float64), 4000
+    generator = torch.Generator().manual_seed(0)
+    for norm, radii in (("2", lambda d: d.norm(dim=1) ** 3), ("inf", lambda d: d.abs().amax(1) ** 3)):
+        ball = Ball.around(x, 2.0, norm=norm, bounds=None, standardiser=None)
+        power = radii(ball.random(generator) / 2)
+        assert float(power.max()) <= 1
+        assert abs(float(power.mean()) - 0.5) < 4 / math.sqrt(12 * n)
+
+
+@pytest.mark.parametrize("norm", ["inf", "2"])
+@pytest.mark.parametrize("start", [False, True])
+def test_more_steps_never_raise_the_accuracy(norm, start):
+    posterior, x, y = trained()
+    clean = posterior.predict(x).mean.argmax(1) == y
+    shares, losses = [], []
+    for steps in (0, 1, 2, 3, 5, 8, 12):
+        generator = torch.Generator().manual_seed(5)
+        found = attacks.pgd(
+            posterior, x, y, 1.0, steps=steps, step_size=0.4, norm=norm, random_start=start, generator=generator, **FREE
+        )
+        shares.append(1 - float(found.success.double().mean()))
+        losses.append(found)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[0]
+    assert shares[0] <= float(clean.double().mean())
+    for before, after in pairwise(losses):
+        assert bool((after.success >= before.success).all())
+        same = after.success == before.success
+        assert bool((after.loss[same] >= before.loss[same]).all())
+
+
+def test_a_misclassified_iterate_comes_before_a_higher_loss():
+    """With three classes p(y) = 0.4 may be right and 0.45 wrong."""
+
+    def look(success, gain):
+        gain = torch.tensor(gain)
+        inputs = gain[:, None].expand(-1, 2)
+        return Look(Adversarial(inputs, torch.tensor(success), gain), gain, inputs, gain)
+
+    first, second = (
+        look([False, True, True, False, True], [1.0, 1, 1, 1, 1]),
+        look([True, False, True, False, True], [0.0, 2, 3, 4, 1]),
+    )
+    best = first.better(second).found
+    assert best.loss.tolist() == [0, 1, 3, 4, 1]
+    assert best.inputs[:, 0].tolist() == [0, 1, 3, 4, 1]
+    assert best.success.tolist() == [True, True, True, False, True]
+
+
+def test_what_is_said_of_the_found_inputs_is_what_the_posterior_predicts():
+    for posterior in (ensemble(), sampling()):
+        x, y = tiny.points()
+        for found in (attacks.fgsm(posterior, x, y, 0.5, **FREE), attacks.pgd(posterior, x, y, 0.5, **FREE)):
+            said = posterior.predict(found.inputs)
+            assert torch.allclose(found.loss, -said.log_prob(y), atol=1e-12)
+            assert torch.equal(found.success, said.mean.argmax(1) != y)
+
+
+@pytest.mark.parametrize("make", [ensemble, sampling, lambda: ensemble("loop")])
+@pytest.mark.parametrize("norm", ["inf", "2"])
+def test_a_batch_is_attacked_as_its_inputs_one_at_a_time(make, norm):
+    posterior, (x, y) = make(), tiny.points(7)
+    whole = attacks.pgd(posterior, x, y, 0.5, norm=norm, **FREE)
+    few = attacks.pgd(posterior, x, y, 0.5, norm=norm, at_once=1, **FREE)
+    single = [attacks.pgd(posterior, x[i : i + 1], y[i : i + 1], 0.5, norm=norm, **FREE) for i in range(7)]
+    for found in (few.inputs, torch.cat([each.inputs for each in single])):
+        assert torch.allclose(found, whole.inputs, atol=1e-12)
+    assert torch.equal(torch.cat([each.success for each in single]), whole.success)
+
+
+def test_memory_holds_so_many_pairs_of_member_and_input():
+    seen = []
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x)
+
+    x, y = tiny.points(20)
+    posterior = ensemble("loop", net=lambda: Counting(4, 3))
+    attacks.pgd(posterior, x, y, 0.1, steps=2, at_once=9, **FREE)
+    assert max(seen[1:]) == 3  # of 3 members; the first is a look at the shape of outputs
+    assert seen[1:].count(3) == 3 * 3 * 6
+
+
+def test_fresh_draws_come_from_the_stream_and_a_fixed_one_leaves_it():
+    posterior, (x, y) = sampling(), tiny.points()
+    before = torch.get_rng_state()
+    fixed = [attacks.pgd(posterior, x, y, 0.5, **FREE).inputs for _ in range(2)]
+    assert torch.equal(*fixed)
+    assert torch.equal(torch.get_rng_state(), before)
+    fresh = [attacks.pgd(posterior, x, y, 0.5, draw="fresh", **FREE).inputs for _ in range(2)]
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*fresh)
+    torch.set_rng_state(before)
+    assert torch.equal(attacks.pgd(posterior, x, y, 0.5, draw="fresh", **FREE).inputs, fresh[0])
+    drawn = posterior.draw()
+    given = [attacks.pgd(posterior, x, y, 0.5, draw=drawn, **FREE).inputs for _ in range(2)]
+    assert torch.equal(*given)
+    assert not torch.equal(given[0], fixed[0])
+
+
+def test_an_attack_leaves_modes_statistics_gradients_and_inputs_as_they_were():
+    torch.manual_seed(0)
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
+    posterior.train()
+    posterior.backward(x, y)
+    state, grads, given = tiny.state(posterior), tiny.gradients(posterior), x.clone()
+    attacks.fgsm(posterior, x, y, 0.3, **FREE)
+    attacks.pgd(posterior, x.requires_grad_(), y, 0.3, **FREE)
+    attacks.fool(posterior, x, 1, steps=3, **FREE)
+    assert tiny.largest_difference(state, tiny.state(posterior)) == 0
+    assert tiny.largest_difference(grads, tiny.gradients(posterior)) == 0
+    assert posterior.training
+    assert all(each.training for each in posterior.particles.template.modules())
+    assert x.grad is None
+    assert torch.equal(x, given)
+
+
+def test_standardised_inputs_are_attacked_in_pixels():
+    """As if the standardisation were the network's first layer."""
+    torch.manual_seed(0)
+    pixels = torch.rand(6, 2, 3, 3, dtype=torch.float64)
+    images = (255 * pixels).to(torch.uint8)
+    standardiser = Standardiser.of_channels(images)
+    pixels = images.double() / 255
+
+    class Inside(nn.Module):
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def forward(self, x):
+            return self.network(standardiser(x))
+
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3, 3)).double()
+    outer, inner = ds.MAP(network), ds.MAP(Inside(network))
+    y, x = torch.arange(6) % 3, standardiser(pixels)
+    for norm in ("inf", "2"):
+        settings = {"norm": norm, "steps": 5, "step_size": 0.1}
+        found = attacks.pgd(outer, x, y, 0.2, standardiser=standardiser, **settings).inputs
+        expected = attacks.pgd(inner, pixels, y, 0.2, **settings).inputs
+        assert torch.allclose(standardiser.inverse(found), expected, atol=1e-10)
+    assert torch.equal(attacks.fgsm(outer, x, y, 0.0, standardiser=standardiser).inputs, x)
+    with pytest.raises(ValueError, match="pass standardiser="):
+        attacks.fgsm(outer, x, y, 0.1)
+
+
+def test_noise_becomes_a_confident_class():
+    posterior, _, _ = trained()
+    start = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = attacks.fool(posterior, start, torch.tensor([0, 1, 2]), steps=40, step_size=0.3, bounds=(-4.0, 4.0))
+    assert bool(found.success.all())
+    assert torch.equal(posterior.predict(found.inputs).mean.argmax(1), torch.tensor([0, 1, 2]))
+    before, after = (posterior.predict(each).mean.diagonal() for each in (start, found.inputs))
+    assert bool((after > before).all())
+    assert float(after.min()) > 0.95
+    assert bool((found.inputs.abs() <= 4).all())
+
+
+def test_an_attack_on_a_member_moves_to_the_mixture():
+    posterior, x, y = trained()
+    found = attacks.pgd(ds.MAP(posterior.member(0)), x, y, 1.0, **FREE)
+    own, whole = (float(loss(each, found.inputs, y).mean()) for each in (ds.MAP(posterior.member(0)), posterior))
+    both = attacks.pgd(posterior, x, y, 1.0, **FREE)
+    assert float(loss(posterior, x, y).mean()) < whole < float(both.loss.mean())
+    assert whole < own
+
+
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.round())
+
+
+class Detached(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class Numpy(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.from_numpy(x.detach().numpy()))
+
+
+class Steep(nn.Linear):
+    """√|x| has no derivative at 0."""
+
+    def forward(self, x):
+        return super().forward((x - x.detach()).abs().sqrt())
+
+
+class Dead(nn.Linear):
+    """Depends on its inputs, but not where they are negative."""
+
+    def forward(self, x):
+        return super().forward(x.relu())
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("layer", [Rounded, Detached, Numpy, Steep])
+def test_a_network_without_gradients_is_refused(layer, members):
+    x, y = tiny.points()
+    posterior = tiny.ensemble(lambda: layer(4, 3), members)
+    for attack in (attacks.fgsm, attacks.pgd):
+        with pytest.raises(ValueError, match="expected a network that can be differentiated by its inputs"):
+            attack(posterior, x, y, 0.1, **FREE)
+
+
+def test_inputs_at_which_a_network_is_flat_are_no_reason_to_refuse_it():
+    x = -torch.rand(2, 4, dtype=torch.float64) - 1
+    found = attacks.pgd(tiny.ensemble(lambda: Dead(4, 3)), x, torch.tensor([0, 1]), 0.1, **FREE)
+    assert torch.equal(found.inputs, x)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"epsilon": -0.1}, ValueError, "expected epsilon of at least 0, got -0.1"),
+        ({"epsilon": math.nan}, ValueError, "expected epsilon"),
+        ({"x": torch.zeros(12, 4, dtype=torch.uint8)}, ValueError, "got torch.uint8, which has no gradient"),
+        ({"x": (torch.zeros(12, 4),)}, ValueError, "got tuple, which has no gradient"),
+        ({"x": torch.full((12, 4), math.nan)}, ValueError, "expected finite inputs"),
+        ({"y": torch.zeros(11, dtype=torch.int64)}, ValueError, r"of shape \(12,\).*got torch.int64 of shape \(11,\)"),
+        ({"y": torch.full((12,), 3)}, ValueError, "expected labels in 0…2, got 3"),
+        ({"y": torch.full((12, 3), 1 / 3)}, ValueError, "expected one class index per input"),
+        ({"y": [0] * 12}, TypeError, "expected targets as a tensor"),
+        ({"norm": "1"}, ValueError, "expected norm of inf, 2, got '1'"),
+        ({"draw": "fresch"}, ValueError, "did you mean 'fresh'"),
+        ({"bounds": (0.0, 1.0)}, ValueError, r"expected inputs within bounds \(0.0, 1.0\)"),
+        ({"at_once": 0}, ValueError, "expected at_once of at least 1"),
+        ({"posterior": nn.Linear(4, 3)}, TypeError, "expected a posterior, got Linear"),
+    ],
+)
+def test_what_cannot_be_attacked_is_said(change, error, said):
+    x, y = tiny.points()
+    given = {"posterior": ensemble(), "x": x, "y": y, "epsilon": 0.1, **FREE} | change
+    with pytest.raises(error, match=said):
+        attacks.pgd(**given)
+
+
+def test_targets_and_posteriors_that_cannot_be_fooled():
+    x, y = tiny.points()
+    for target in (3, -1):
+        with pytest.raises(ValueError, match=f"expected labels in 0…2, got {target}"):
+            attacks.fool(ensemble(), x, target, **FREE)
+    with pytest.raises(ValueError, match="expected a classification with logits"):
+        attacks.pgd(tiny.ensemble(smooth, likelihood=ds.Regression()), x, y, 0.1)
+    ignoring = tiny.ensemble(smooth, likelihood=ds.Classification(ignore_index=-1))
+    with pytest.raises(ValueError, match="ignored labels"):
+        attacks.pgd(ignoring, x, torch.full((12,), -1), 0.1, **FREE)
+    for number in ({"steps": -1}, {"step_size": 0.0}):
+        with pytest.raises(ValueError, match=f"expected {next(iter(number))}"):
+            attacks.pgd(ensemble(), x, y, 0.1, **number, **FREE)
+
+
+def test_no_inputs_are_no_mistake():
+    found = attacks.pgd(ensemble(), torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.int64), 0.1)
+    assert found.inputs.shape == (0, 4)
