@@ -69,6 +69,7 @@ FLOORS = {
     "bench/run": [
         "provenance records measured pixels watch same weights",
         "build splits convert",
+        "evaluating",
         "run",
         "together",
         "gather processes",

@@ -1,18 +1,14 @@
 """What a run measures beside `dissensus.evaluate`: each function gives the evaluation back with more numbers and arrays."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from dissensus.bench.rows.geometry import Geometry
-from dissensus.bench.run.records import read_predictions
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.evaluation.corrupted import CorruptedCounts
-from dissensus.evaluation.evaluate import checked_score, evaluation_of, numbers_of
-from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.evaluation.evaluate import numbers_of
+from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 from dissensus.temperature import best_temperature
 
@@ -20,20 +16,6 @@ TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/â
 TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
 SHOWN = 10  # members drawn one by one
 POINTS = 2000  # training rows drawn at most
-
-
-def evaluation_of_rows(
-    splits: Mapping[str, Path], asked: Mapping[str, Any], kind: PredictionKind, **about: Any
-) -> Evaluation:
-    """The Evaluation of a classification or a regression from the files of its splits; `asked`: [evaluation] of the task."""
-    test = read_predictions(splits["test"])
-    elsewhere = {
-        group: {s.removeprefix(group): read_predictions(path) for s, path in splits.items() if s.startswith(group)}
-        for group in ("ood-", "shift-")
-    }
-    score = checked_score(asked.get("score"), kind, test.members)
-    ood, shift = elsewhere["ood-"], elsewhere["shift-"]
-    return evaluation_of(test, ood=ood, shift=shift, score=score, prevalence=asked.get("prevalence"), **about)
 
 
 def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +26,30 @@ from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
-from dissensus.bench.run.measured import (
-    evaluation_of_rows,
-    with_calibration,
-    with_choice,
-    with_grid,
-    with_training_rows,
-)
-from dissensus.bench.run.pixels import evaluation_of_pixels, image_facts, read_measured
+from dissensus.bench.run.evaluating import evaluation_of_run
+from dissensus.bench.run.pixels import image_facts
 from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_attacked, read_counts, read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
-    ATTACK,
-    CALIBRATION,
     CHOOSE,
     CORRUPT,
-    GRID,
-    TRAIN,
     attack_curves,
     corruptions,
-    geometry_of,
     split_names,
     write_split,
 )
-from dissensus.bench.run.watch import ROWS, watcher, with_distances
+from dissensus.bench.run.watch import ROWS, watcher
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluation.evaluate import checked_score, parameter_count
+from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
-from dissensus.methods.parts.embedded import collapse_note
-from dissensus.numerics.damage import damaged
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.files import is_number, read_json, read_toml, write_json, write_text
+from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
@@ -284,37 +271,8 @@ class Run:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        splits, posterior = self._splits(), self.posterior()
-        about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
-        about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
-        if self.kind == "segmentation":
-            parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
-            score = checked_score(self.config.evaluation.get("score"), self.kind, 2)
-            evaluation = evaluation_of_pixels(parts, score=score, **about)
-        else:
-            attacked = read_attacked(splits[ATTACK]) if ATTACK in splits else None
-            evaluation = evaluation_of_rows(splits, self.config.evaluation, self.kind, attacked=attacked, **about)
-        facts = read_json(self.folder / "training.json")
-        if not is_number(facts.get("seconds")):
-            raise damaged(self.folder / "training.json", "without 'seconds'")
-        evaluation = replace(
-            evaluation,
-            metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-            notes={"classes": "\n".join(self.data.classes)} | collapse_note(posterior, evaluation.metrics),
-        )
-        if GRID in splits:
-            said = read_predictions(splits[GRID]).predictive
-            evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
-        if TRAIN in splits:
-            evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
-        if CALIBRATION in splits:
-            evaluation = with_calibration(
-                evaluation, *(read_predictions(splits[each]) for each in ("test", CALIBRATION))
-            )
-        if CHOOSE in splits:
-            evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
-        if "distances_every" in self.config.evaluation:
-            evaluation = with_distances(evaluation, self.folder, posterior, self._compared)
+        about = (self.config, self.kind, self.data, self.posterior(), self._compared)
+        evaluation = evaluation_of_run(self.folder, self._splits(), *about)
         write_evaluation(self.folder, evaluation)
         return evaluation
 
