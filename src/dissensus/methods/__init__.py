@@ -11,6 +11,7 @@ from dissensus.methods.function_rde import FunctionRDE as FunctionRDE
 from dissensus.methods.laplace import Laplace as Laplace
 from dissensus.methods.lit import LIT as LIT
 from dissensus.methods.map import MAP as MAP
+from dissensus.methods.mean_field_vi import MeanFieldVI as MeanFieldVI
 from dissensus.methods.node_bnn import NodeBNN as NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation as GaussianPerturbation
 from dissensus.methods.rank_one_bnn import RankOneBNN as RankOneBNN
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Posterior]] = {
         Laplace,
         NodeBNN,
         RankOneBNN,
+        MeanFieldVI,
     )
 }
 

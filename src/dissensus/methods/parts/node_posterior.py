@@ -139,7 +139,7 @@ class NodePosterior(StoringPosterior):
         return F.softplus(self._latent_parameters()["latents.raw_std"])
 
     def kl(self) -> Tensor:
-        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or what the method has in its place; of a list of networks (M,)."""
+        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; of a list of networks (M,)."""
         return self._of_each(self.complexity.kl)
 
     def entropy(self) -> Tensor:
@@ -239,8 +239,9 @@ class NodePosterior(StoringPosterior):
                 if not self.draws_itself and (tables := node_batches.tables_beside(particles, x, self._whole)):
                     raise ValueError(
                         f"expected inputs with a row for each example, got {tables} beside {batches.size(x)} examples, of "
-                        f"which the network reads one whole; {type(self).__name__} repeats examples: keep a table in the network as a "
-                        "buffer, compute what belongs to pairs of examples in forward, or let batches have another size"
+                        f"which the network reads one whole; {type(self).__name__} repeats examples: keep a table in the "
+                        "network as a buffer, compute what belongs to pairs of examples in forward, or let batches have another "
+                        "size"
                     )
                 node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
             self._checked.add(shapes)
