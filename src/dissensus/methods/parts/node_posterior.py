@@ -240,8 +240,8 @@ class NodePosterior(StoringPosterior):
                     raise ValueError(
                         f"expected inputs with a row for each example, got {tables} beside {batches.size(x)} examples, of "
                         f"which the network reads one whole; {type(self).__name__} repeats examples: keep a table in the "
-                        "network as a buffer, compute what belongs to pairs of examples in forward, or let batches have another "
-                        "size"
+                        "network as a buffer, compute what belongs to pairs of examples in forward, or let batches have "
+                        "another size"
                     )
                 node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
             self._checked.add(shapes)
