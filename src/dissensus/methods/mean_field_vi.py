@@ -85,7 +85,7 @@ class MeanFieldVI(SamplingPosterior):
                 "expected a network or a list of them, got those of a run; MeanFieldVI cuts layers: train it on its own"
             )
         number("init_std", init_std, above=0)
-        if prior.get("prior") is None and prior.get("weight_prior_std") is None and prior.get("data_size") is not None:
+        if prior.get("prior") is None and prior.get("weight_prior_std") is None:
             prior["weight_prior_std"] = 1.0
         one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
         cut = [perturbed_copy(each) for each in ([networks] if one else networks)]  # type: ignore[list-item, union-attr]
