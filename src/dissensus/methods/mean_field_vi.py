@@ -88,7 +88,8 @@ class MeanFieldVI(SamplingPosterior):
         if prior.get("prior") is None and prior.get("weight_prior_std") is None:
             prior["weight_prior_std"] = 1.0
         one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-        cut = [perturbed_copy(each) for each in ([networks] if one else networks)]  # type: ignore[list-item, union-attr]
+        each: Any = [networks] if one else networks
+        cut = [perturbed_copy(network) for network in each]
         latents, first = TensorTree(), cut[0][0]
         trained = {name: p for name, p in first.named_parameters() if p.requires_grad}
         spread = [name for name in trained if name in under(_gaussian(prior_of(**prior)), first, trained)]

@@ -10,9 +10,9 @@ scalable Bayesian neural nets with rank-1 factors", ICML 2020). μ and σ are (K
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,11 @@ from dissensus.surgery.nodes import NodedNetwork, with_nodes
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]
 Family = Literal["gaussian", "cauchy"]
+Noise = Callable[
+    ..., Tensor
+]  # torch.randn, or what takes the same arguments and has another law of location 0 and scale 1
 EXACT = 1 / 4  # of (μ_k − μ_r)² / (σ_k² + σ_r²) in the Bhattacharyya distance
 RELEASED = 1 / 16  # what the authors' code has in its place: still a lower bound, a looser one
-
-
-class Noise(Protocol):
-    """Standard random numbers of a family: location 0, scale 1."""
-
-    def __call__(self, *size: int, dtype: Any, device: Any, generator: torch.Generator | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
