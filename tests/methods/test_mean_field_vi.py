@@ -224,6 +224,23 @@ def test_frozen_tensors_have_no_noise():
     assert torch.equal(posterior.member(0)[0].weight, before)
 
 
+def test_a_network_that_takes_no_batch_of_two_has_one_draw_for_all(caplog):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x.reshape(12, 4))
+
+    posterior = ds.MeanFieldVI(Whole().double(), **SIZED)
+    with caplog.at_level("INFO", logger="dissensus"):
+        posterior.backward(*tiny.points())
+    assert posterior._layers == []
+    assert "one weight draw per batch for all layers: two examples do not pass" in caplog.text
+    assert all(bool(p.grad.isfinite().all()) for p in posterior.parameters())
+
+
 # ---------------------------------------------------------------------------------------------------- files and errors
 
 

@@ -5,6 +5,7 @@ Blundell, Cornebise, Kavukcuoglu & Wierstra, "Weight uncertainty in neural netwo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Self, Unpack
@@ -22,6 +23,7 @@ from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
+from dissensus.core.running import first_line
 from dissensus.methods.parts.networks import placeholders
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
@@ -35,6 +37,8 @@ from dissensus.surgery.conversion import uncut
 from dissensus.surgery.factored import Kernel
 from dissensus.surgery.nodes import placed, watched
 from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
+
+log = logging.getLogger("dissensus")
 
 
 class MeanFieldVI(SamplingPosterior):
@@ -183,7 +187,8 @@ class MeanFieldVI(SamplingPosterior):
             with same_random_state(self.device):
                 particles.train()  # which may call a layer more often
                 training = lengths(3)
-        except Exception:  # a network may want other batches than two or three times one example: then one draw for all
+        except Exception as error:  # a network may want other batches than two or three times one example
+            log.info("one weight draw per batch for all layers: two examples do not pass (%s)", first_line(error))
             return []
         return [
             name
