@@ -113,6 +113,7 @@ def test_the_loss_is_the_mean_nll_of_drawn_functions_plus_kl_over_n(make, apart)
         losses = torch.stack([posterior.loss(x, y) for _ in range(20)]) - cost
         each = posterior.draw()(x)  # (S, B, C)
     assert posterior._layers == apart
+    assert list(posterior.account.converted) == apart
     nll = torch.stack([nn.functional.cross_entropy(outputs, y) for outputs in each])
     error = (losses.var() / len(losses) + nll.var() / len(nll)).sqrt()
     assert abs(float(losses.mean() - nll.mean())) < 4 * float(error)
@@ -205,6 +206,8 @@ def test_norm_layers_and_tensors_without_a_prior_stay_point_estimates():
     posterior = ds.MeanFieldVI(tiny.mlp().double(), weight_prior_std={"0.*": 1.0}, samples=4, **SIZED)
     assert list(posterior.mean) == ["0.weight", "0.bias"]
     assert not any("3." in name for name in posterior.particles.shared_parameters() if "latents" in name)
+    posterior.backward(*tiny.points())
+    assert posterior.account.left["3"] == "a point estimate: frozen, or no prior"
     posterior = ds.MeanFieldVI(tiny.mlp().double(), samples=4, **SIZED)
     assert list(posterior.mean) == ["0.weight", "0.bias", "3.weight", "3.bias"]
     ds.fit(posterior, [tiny.points()], epochs=1, progress=False)

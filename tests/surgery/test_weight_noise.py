@@ -111,7 +111,7 @@ def test_the_account_says_where_examples_have_noise_of_their_own():
     _, account = perturbed_copy(network)
     assert account.converted == {
         "conv": "noise for each example (flipout)",
-        "head": "noise for each example (local reparametrisation)",
+        "head": "noise for each example (local reparametrisation, over positions flipout)",
     }
     assert account.left["words"] == "one weight draw per batch: an embedding: a lookup, no product"
     assert account.left["rnn"].startswith("one weight draw per batch: recurrent")

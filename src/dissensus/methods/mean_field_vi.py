@@ -52,7 +52,8 @@ class MeanFieldVI(SamplingPosterior):
 
     A linear layer draws its outputs (local reparametrisation) and a convolution uses flipout, so that every example has
     noise of its own, where each example passes the layer once; in all other places (embeddings, attention, layers that are
-    called twice, layers of your own) one draw of the weights counts for the whole batch. `.account` says which is which.
+    called twice, layers of your own) one draw of the weights counts for the whole batch. `.account` says which is which,
+    once a batch has shown it.
 
     Args:
         networks: one module, or a list of M, of which each has a posterior of its own and gives `samples` functions.
@@ -154,7 +155,11 @@ class MeanFieldVI(SamplingPosterior):
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(batch.x))
         if shapes not in self._apart and batches.size(batch.x):
             with left_as_found(self):
-                self._apart[shapes] = self._passed_once(batch.x)
+                self._apart[shapes] = found = self._passed_once(batch.x)
+            for name in self.account.converted.keys() - found:
+                del self.account.converted[name]
+                shared = "one weight draw per batch: tied, or not passed once by every example"
+                self.account.left[name] = shared if self._has_spread(name) else "a point estimate: frozen, or no prior"
         self._layers = self._apart.get(shapes, [])
 
     def _passed_once(self, x: Inputs) -> list[str]:

@@ -61,7 +61,7 @@ def perturbed_copy(network: nn.Module) -> tuple[nn.Module, Account]:
     for name, layer in found.items():
         if takes_kernel(layer):
             cut(layer, Perturbed).known_as = name
-            kind = "local reparametrisation" if isinstance(layer, nn.Linear) else "flipout"
+            kind = "local reparametrisation, over positions flipout" if isinstance(layer, nn.Linear) else "flipout"
             account.converted[name] = f"noise for each example ({kind})"
         else:
             account.left[name] = f"{type(layer).__name__} computes in a way of its own"
