@@ -75,9 +75,14 @@ def chain(net, **keywords):
     return seen(SGLD(net(), members=3, **keywords))
 
 
-def node_bnn(net, *, networks=None, **keywords):
+def node_bnn(net, *, networks=None, kind=ds.NodeBNN, **keywords):
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
-    return ds.NodeBNN(one_or_many(net, networks), components=2, samples=4, init_std=0.1, **keywords)
+    return kind(one_or_many(net, networks), components=2, samples=4, init_std=0.1, **keywords)
+
+
+def mean_field(net, *, networks=None, **keywords):
+    keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
+    return ds.MeanFieldVI(one_or_many(net, networks), samples=3, **keywords)
 
 
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
@@ -118,6 +123,8 @@ METHODS = {
     "node_bnn_in": lambda net, **keywords: node_bnn(
         net, mode="in", bias_latent=True, divergence="surrogate", **keywords
     ),
+    "rank_one_bnn": lambda net, **keywords: node_bnn(net, kind=ds.RankOneBNN, **keywords),
+    "mean_field_vi": mean_field,
     "map_of_two": lambda net, **keywords: ds.MAP(one_or_many(net, 2), **keywords),
     "multi_tradi": lambda net, **keywords: observed(
         "tradi", net, networks=2, samples=3, state_noise=(1.0, 0.5), **keywords
@@ -130,14 +137,19 @@ METHODS = {
         [net(dropout=0.3) for _ in range(2)], samples=3, **keywords
     ),
     "multi_node_bnn": lambda net, **keywords: node_bnn(net, networks=2, **keywords),
+    "multi_rank_one_bnn": lambda net, **keywords: node_bnn(
+        net, networks=2, kind=ds.RankOneBNN, posterior_temperature=0.5, **keywords
+    ),
+    "multi_mean_field_vi": lambda net, **keywords: mean_field(net, networks=2, posterior_temperature=0.5, **keywords),
     "multi_laplace": lambda net, **keywords: fitted(net, networks=2, **keywords),
     "sgld": chain,
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
     "node_noise": lambda net, **keywords: NodeNoise(net(), samples=4, **keywords),
 }
+# Methods whose loss draws random numbers in eval mode too.
+NOISY = {"node_bnn", "rank_one_bnn", "mean_field_vi", "noisy_weights", "node_noise"}
 # Methods that are not in the library, to show that there is room for their kind: what `ds.load` has to be told.
-NOISY = {"node_bnn", "noisy_weights", "node_noise"}  # whose loss draws random numbers in eval mode too
 OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNoise)}
 
 
@@ -660,7 +672,7 @@ def test_a_learned_noise_has_a_group_of_its_own_without_decay(build):
     for group in groups:
         noise = {"log_noise" in by_name[id(parameter)] for parameter in group["params"]}
         assert noise == {group["lr"] == 3.0}
-        assert group["weight_decay"] == (0.0 if noise == {True} else 0.01)
+        assert group["weight_decay"] == (0.0 if noise == {True} or posterior.prior else 0.01)
     assert len(groups) == 2
     assert {group["lr"] for group in posterior.parameter_groups(lr=0.3)} == {0.3}
 
@@ -672,7 +684,8 @@ def test_the_network_trains_in_one_group_in_the_order_of_its_parameters(build):
     network_only = [p for name, p in posterior.named_parameters() if not any(each in name for each in apart)]
     expected = [p for p in network_only if not is_modulation(posterior, p)]
     assert [id(p) for p in network["params"]] == [id(p) for p in expected]
-    assert (network["lr"], network["weight_decay"], noise["lr"], noise["weight_decay"]) == (0.3, 0.01, 0.3, 0.0)
+    decay = 0.0 if posterior.prior else 0.01  # one method has a prior whether or not it is given one
+    assert (network["lr"], network["weight_decay"], noise["lr"], noise["weight_decay"]) == (0.3, decay, 0.3, 0.0)
 
 
 def test_temperature_one_leaves_predictions_alone(build):

@@ -69,6 +69,7 @@ METHODS = {
     "snapshot_ensemble": lambda net: ds.SnapshotEnsemble(net(), members=3, start=0, every=1),
     "laplace": lambda net: ds.Laplace(net(), samples=4),
     "node_bnn": lambda net: ds.NodeBNN(net(), data_size=24, components=2, samples=4),
+    "mean_field_vi": lambda net: ds.MeanFieldVI(net(), data_size=24, samples=4),
 }
 
 

@@ -278,3 +278,37 @@ def test_signatures_name_what_a_prior_takes():
         parameters = inspect.signature(method).parameters
         assert [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD] == []
         assert list(parameters)[-3:] == ["prior", "weight_prior_std", "data_size"]
+
+
+def test_a_table_of_deviations_is_a_gaussian_of_each_tensors_own():
+    prior = ds.GaussianPrior({"head.*": 0.1, "*.weight": 2.0})
+    params = {"head.weight": torch.randn(3, 2), "body.weight": torch.randn(4)}
+    logs = [
+        torch.distributions.Normal(0.0, s).log_prob(t).sum() for s, t in zip((0.1, 2.0), params.values(), strict=True)
+    ]
+    at_zero = [
+        torch.distributions.Normal(0.0, s).log_prob(torch.zeros_like(t)).sum()
+        for s, t in zip((0.1, 2.0), params.values(), strict=True)
+    ]
+    torch.testing.assert_close(prior.log_prob(params), sum(logs) - sum(at_zero), rtol=1e-5, atol=0)
+    assert [prior.covers(name) for name in ("head.bias", "body.weight", "body.bias")] == [True, True, False]
+    drawn = torch.stack([prior.draw("head.weight", torch.empty(100)) for _ in range(100)])
+    assert float(drawn.std()) == pytest.approx(0.1, rel=5 * (2 * drawn.numel()) ** -0.5)
+
+
+def test_weight_decay_acts_on_what_a_table_leaves_out_and_files_keep_it(tmp_path):
+    posterior = ds.MAP(tiny.mlp().double(), weight_prior_std={"0.*": 0.5}, data_size=12)
+    assert posterior.with_prior() == ["network.0.weight", "network.0.bias"]
+    decays = {id(p): group["weight_decay"] for group in posterior.parameter_groups(0.1, 0.3) for p in group["params"]}
+    named = posterior.particles.shared_parameters()
+    assert (decays[id(named["network.0.weight"])], decays[id(named["network.3.weight"])]) == (0.0, 0.3)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert loaded.config() == posterior.config()
+    torch.testing.assert_close(
+        loaded.penalty(loaded.particles.shared_parameters()), posterior.penalty(named), rtol=1e-14, atol=0
+    )
+    with pytest.raises(ValueError, match="expected patterns of tensors' names, got 'head"):
+        ds.MAP(tiny.mlp(), weight_prior_std={"head.*": 0.5}, data_size=12)
+    with pytest.raises(ValueError, match=r"expected std of '0.\*' above 0, got 0"):
+        ds.MAP(tiny.mlp(), weight_prior_std={"0.*": 0.0}, data_size=12)

@@ -218,6 +218,7 @@ POSTERIORS = {
     "gaussian_perturbation": lambda: ds.GaussianPerturbation(conv_net(), samples=4),
     "laplace": lambda: ds.Laplace(conv_net(), samples=4),
     "node_bnn": lambda: ds.NodeBNN(conv_net(), data_size=90, components=2, samples=4),
+    "mean_field_vi": lambda: ds.MeanFieldVI(conv_net(), data_size=90, samples=4),
     "map": lambda: ds.MAP(conv_net()),
 }
 
@@ -246,6 +247,22 @@ def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, p
     if name != "mc_dropout" and precision == "float32":
         torch.testing.assert_close(summary.mean, got.mean, rtol=0, atol=1e-5)
     torch.cuda.set_rng_state(state)
+
+
+@pytest.mark.parametrize("networks", [1, 2])
+def test_weight_noise_trains_from_a_graph_with_new_numbers_at_every_step(networks: int) -> None:
+    torch.manual_seed(0)
+    x, y = data(90)
+    made = [conv_net() for _ in range(networks)]
+    posterior = ds.MeanFieldVI(made[0] if networks == 1 else made, data_size=90, init_std=0.1).cuda()
+    still = torch.optim.SGD(posterior.parameter_groups(lr=0.0), lr=0.0)
+    history = ds.fit(posterior, Batches(x.float(), y, batch_size=90), epochs=6, optimizer=still, progress=False)
+    assert history.engine.endswith("captured")
+    assert len({epoch.loss for epoch in history.epochs}) == 6  # nothing has moved: the noise was other
+    optimizer = torch.optim.Adam(posterior.parameter_groups(lr=0.02))
+    loader = Batches(x.float() + y[:, None, None, None], y, batch_size=30)
+    history = ds.fit(posterior, loader, epochs=15, optimizer=optimizer, progress=False)
+    assert history[-1].loss < history[0].loss
 
 
 def test_node_noise_trains_from_a_graph_with_new_numbers_at_every_step() -> None:

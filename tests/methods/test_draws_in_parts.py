@@ -16,6 +16,7 @@ METHODS = {
     "swag": lambda networks: ds.SWAG(networks, rank=3, samples=5),
     "tradi": lambda networks: ds.TRADI(networks, samples=5),
     "gaussian_perturbation": lambda networks: ds.GaussianPerturbation(networks, samples=5),
+    "mean_field_vi": lambda networks: ds.MeanFieldVI(networks, samples=5, data_size=24),
 }
 
 

@@ -133,6 +133,7 @@ METHODS: dict[str, Callable[[Callable[[], nn.Module]], ds.Posterior]] = {
     "mc_dropout": lambda make: ds.MCDropout(make(), rate=0.2),
     "batch_ensemble": lambda make: ds.BatchEnsemble(make(), members=2, modulation=ds.Modulation.sign()),
     "node_bnn": lambda make: ds.NodeBNN(make(), data_size=8, components=2, samples=2),
+    "mean_field_vi": lambda make: ds.MeanFieldVI(make(), data_size=8, samples=2),
 }
 
 

@@ -505,3 +505,30 @@ def test_a_layer_too_wide_for_the_whole_matrix_says_what_to_do():
     with pytest.raises(ValueError, match='structure="kron"'):
         Laplace(network).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))])
     Laplace(network, structure="kron", samples=2).fit_posthoc([(torch.randn(5, 1500), torch.arange(5))])
+
+
+@pytest.mark.parametrize("covariance", ["rows", "joint"])
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_posterior_temperature_is_a_factor_of_the_covariance_and_of_nothing_else(structure, covariance, tmp_path):
+    found = []
+    for temperature in (1.0, 0.3):
+        torch.manual_seed(0)
+        found.append(fitted(structure, covariance=covariance, posterior_temperature=temperature))
+    plain, cold = found
+    deviations = [
+        {name: rows - posterior.mean[name] for name, rows in tiny.sampled(posterior).items()}
+        for posterior in found
+        if torch.manual_seed(5)
+    ]
+    for name, deviation in deviations[0].items():
+        torch.testing.assert_close(deviations[1][name], 0.3**0.5 * deviation, rtol=0, atol=1e-12)
+        torch.testing.assert_close(cold.variance[name], 0.3 * plain.variance[name], rtol=1e-12, atol=0)
+        assert torch.equal(cold.mean[name], plain.mean[name])
+    assert cold.precision == plain.precision
+    assert torch.equal(cold.log_marginal_likelihood(), plain.log_marginal_likelihood())
+    ds.save(cold, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert loaded.posterior_temperature == 0.3
+    assert float(loaded.temperature) == 1.0  # the calibration's, another thing
+    with pytest.raises(ValueError, match="expected posterior_temperature above 0, got 0"):
+        ds.Laplace(tiny.mlp(), posterior_temperature=0)

@@ -96,8 +96,12 @@ def test_three_networks_record_and_draw_what_each_does_alone(method, optimizer, 
 
 @pytest.mark.parametrize(
     "method",
-    [partial(ds.MCDropout, samples=2), partial(ds.NodeBNN, components=2, samples=2, data_size=24)],
-    ids=["mc_dropout", "node_bnn"],
+    [
+        partial(ds.MCDropout, samples=2),
+        partial(ds.NodeBNN, components=2, samples=2, data_size=24),
+        partial(ds.MeanFieldVI, samples=2, data_size=24),
+    ],
+    ids=["mc_dropout", "node_bnn", "mean_field_vi"],
 )
 def test_three_networks_have_the_gradients_of_each_alone_for_the_same_noise(method):
     x, y = LOADER[0]

@@ -34,6 +34,8 @@ METHODS = {
     "mc_dropout": lambda make: ds.MCDropout(make(), rate=0.1, samples=2),
     "batch_ensemble": lambda make: ds.BatchEnsemble(make(), members=2, modulation=ds.Modulation.normal(1.0, 0.5)),
     "node_bnn": lambda make: ds.NodeBNN(make(), data_size=32, components=2, samples=2),
+    "mean_field_vi": lambda make: ds.MeanFieldVI(make(), data_size=32, samples=2),
+    "multi_mean_field_vi": lambda make: ds.MeanFieldVI([make(), make()], data_size=32, samples=2),
     "swag": lambda make: ds.SWAG(make(), rank=2, samples=2),
 }
 

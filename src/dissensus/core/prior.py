@@ -2,7 +2,8 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 import torch
@@ -46,8 +47,8 @@ class Prior(nn.Module, ABC):
         """Raises where a network with tensors of these shapes, by name, cannot have this prior."""
 
     def config(self) -> dict[str, Any]:
-        """Its class, and its attributes that are numbers or text: what files and checkpoints say of it."""
-        numbers = {k: v for k, v in vars(self).items() if k[0] != "_" and type(v) in (int, float, str)}
+        """Its class, and its attributes that are numbers, text or tables: what files and checkpoints say of it."""
+        numbers = {k: v for k, v in vars(self).items() if k[0] != "_" and type(v) in (int, float, str, dict)}
         parts = {name: part.config() for name, part in self.named_children() if isinstance(part, Prior)}
         return {"name": type(self).__name__, **numbers, **parts}
 
@@ -59,20 +60,47 @@ class GaussianPrior(Prior):
     """N(0, std²) on weights and biases, not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant.
 
     Args:
-        std: standard deviation of every weight.
+        std: standard deviation of every weight; or a table of deviations by patterns of tensors' names
+            ({"head.*": 0.1, "*": 1.0}), of which the first that fits counts. Tensors that none fits have no prior.
     """
 
     norm_layers = False
 
-    def __init__(self, std: float) -> None:
+    def __init__(self, std: float | Mapping[str, float]) -> None:
         super().__init__()
-        self.std = float(number("std", std, above=0))
+        self.std: float | dict[str, float] = (
+            {name: float(number(f"std of {name!r}", value, above=0)) for name, value in std.items()}
+            if isinstance(std, Mapping)
+            else float(number("std", std, above=0))
+        )
+
+    def deviation(self, name: str) -> float | None:
+        """The standard deviation of this tensor's entries; None where it has no prior."""
+        if not isinstance(self.std, dict):
+            return self.std
+        return next((std for pattern, std in self.std.items() if fnmatchcase(name, pattern)), None)
+
+    def covers(self, name: str) -> bool:
+        return self.deviation(name) is not None
 
     def log_prob(self, params: Tensors) -> Tensor:
-        return -torch.stack([tensor.square().sum() for tensor in params.values()]).sum() / (2 * self.std**2)
+        squares = {name: tensor.square().sum() for name, tensor in params.items()}
+        if not isinstance(self.std, dict):
+            return -torch.stack(list(squares.values())).sum() / (2 * self.std**2)
+        deviations = {name: self.deviation(name) for name in squares}
+        return -torch.stack([squares[name] / (2 * std**2) for name, std in deviations.items() if std]).sum()
+
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
+        for pattern in self.std if isinstance(self.std, dict) else ():
+            if not any(fnmatchcase(name, pattern) for name in shapes):
+                raise ValueError(
+                    f"expected patterns of tensors' names, got {pattern!r}; name one of {', '.join(shapes)}"
+                )
 
     def draw(self, name: str, like: Tensor) -> Tensor:
-        return self.std * torch.randn_like(like)
+        std = self.deviation(name)
+        assert std is not None  # otherwise it does not cover the tensor
+        return std * torch.randn_like(like)
 
 
 LogDensity = Callable[[Tensors], Tensor]
@@ -101,7 +129,7 @@ class PriorKeywords(TypedDict, total=False):
     """Keywords of every method, explained in `Posterior`: the prior, its short form for a Gaussian, and N."""
 
     prior: Prior | LogDensity | None
-    weight_prior_std: float | None
+    weight_prior_std: float | Mapping[str, float] | None
     data_size: int | None
 
 
@@ -116,12 +144,15 @@ def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
     )
 
 
-def prior_of(prior: Any = None, weight_prior_std: float | None = None, data_size: int | None = None) -> Prior | None:
+def prior_of(
+    prior: Any = None, weight_prior_std: float | Mapping[str, float] | None = None, data_size: int | None = None
+) -> Prior | None:
     """The prior that the keywords of a method mean; a table is a file's note of one."""
     if data_size is not None:
         whole("data_size", data_size, hint="pass len(training_set)")
     if weight_prior_std is not None:
-        number("weight_prior_std", weight_prior_std, above=0)
+        if not isinstance(weight_prior_std, Mapping):
+            number("weight_prior_std", weight_prior_std, above=0)
         if prior is not None:
             raise ValueError("expected prior or weight_prior_std, got both; the second is short for GaussianPrior(std)")
         prior = GaussianPrior(weight_prior_std)
@@ -134,6 +165,14 @@ def prior_of(prior: Any = None, weight_prior_std: float | None = None, data_size
     if not callable(prior) or isinstance(prior, type):
         raise TypeError(f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function of tensors by name")
     return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
+
+
+def under(prior: Prior | None, network: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of these names of the network's parameters that are under the prior."""
+    if prior is None:
+        return set()
+    norms = set() if prior.norm_layers else norm_parameters(network)
+    return {name for name in names if name not in norms and prior.covers(name)}
 
 
 def norm_parameters(module: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ from dissensus.core.clock import Clock, Watchers
 from dissensus.core.member import PREFIX
 from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
-from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, norm_parameters, prior_of, spelled_out
+from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, prior_of, spelled_out, under
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.tree import Tensors
 
@@ -100,8 +100,8 @@ class TrainingRules(Clock):
         return [
             Group("network", network),
             Group("others", others, prior=False),
-            Group("latents", latents, decay=False, prior=False),
             Group("under the prior", covered, decay=False),
+            Group("latents", latents, decay=False, prior=False),
             Group("likelihood", noise, decay=False, prior=False),
         ]
 
@@ -110,9 +110,8 @@ class TrainingRules(Clock):
         """Names of members' trained parameters under the prior: what it covers of groups that have one."""
         if self._with_prior is None:
             names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
-            norms, prior = norm_parameters(self.particles.template.network), self.prior
-            plain = {name.removeprefix(PREFIX) for name in names} - (set() if prior and prior.norm_layers else norms)
-            self._with_prior = frozenset(PREFIX + name for name in plain if prior is not None and prior.covers(name))
+            plain = under(self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names))
+            self._with_prior = frozenset(PREFIX + name for name in plain)
         # Asked of the stored tensors: inside vmap and func transforms, those of a member do not know whether they are trained.
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
         return [name for name, each in stored.items() if name in self._with_prior and each.requires_grad]

@@ -11,8 +11,10 @@ from dissensus.methods.function_rde import FunctionRDE as FunctionRDE
 from dissensus.methods.laplace import Laplace as Laplace
 from dissensus.methods.lit import LIT as LIT
 from dissensus.methods.map import MAP as MAP
+from dissensus.methods.mean_field_vi import MeanFieldVI as MeanFieldVI
 from dissensus.methods.node_bnn import NodeBNN as NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation as GaussianPerturbation
+from dissensus.methods.rank_one_bnn import RankOneBNN as RankOneBNN
 from dissensus.methods.snapshots import SnapshotEnsemble as SnapshotEnsemble
 from dissensus.methods.svgd import SVGD as SVGD
 from dissensus.methods.swag import SWA as SWA
@@ -43,6 +45,8 @@ METHODS: dict[str, type[Posterior]] = {
         SnapshotEnsemble,
         Laplace,
         NodeBNN,
+        RankOneBNN,
+        MeanFieldVI,
     )
 }
 

@@ -6,6 +6,7 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 
 import copy
 import logging
+import math
 from collections.abc import Iterable
 from statistics import fmean
 from typing import Any, Literal, Self, Unpack, get_args
@@ -37,7 +38,7 @@ Precision = float | Literal["marginal_likelihood"]
 
 
 class Laplace(SamplingPosterior):
-    """W ~ N(W*, (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    """W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
 
     `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at
     its end. The rest of the network runs once for all samples.
@@ -50,13 +51,17 @@ class Laplace(SamplingPosterior):
             sure as it was under "joint"; "rows" corresponds to the usual probit formula, which reads only the outputs'
             variances.
         prior_precision: δ, or "marginal_likelihood": the δ of the largest evidence.
+        posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are those of T = 1.
         layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
     """
 
     name = "laplace"
-    untrained = (*SamplingPosterior.untrained, "structure", "covariance", "prior_precision", "layer", "fitted")
+    untrained = (
+        *SamplingPosterior.untrained,
+        *("structure", "covariance", "prior_precision", "posterior_temperature", "layer", "fitted"),
+    )
     of_draw = ("stored", "curvature")
     samples_frozen = True
     own_statistics = False  # the last layer comes after all of them
@@ -70,6 +75,7 @@ class Laplace(SamplingPosterior):
         structure: Structure = "full",
         covariance: Literal["rows", "joint"] = "rows",
         prior_precision: Precision = "marginal_likelihood",
+        posterior_temperature: float = 1.0,
         layer: str | None = None,
         samples: int = 300,
         likelihood: Likelihood | None = None,
@@ -84,6 +90,7 @@ class Laplace(SamplingPosterior):
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
         self.prior_precision = precision_or_name(prior_precision)
+        self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
 
@@ -167,7 +174,7 @@ class Laplace(SamplingPosterior):
     @property
     def variance(self) -> Tensors:
         """Name -> their marginal variances; of a list of networks (M, ...)."""
-        variances = torch.stack([curvature.variance() for curvature in self._fitted()])
+        variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted()])
         return self.plain(self._last().tensors(variances))
 
     def sampled_names(self) -> list[str]:
@@ -180,7 +187,7 @@ class Laplace(SamplingPosterior):
             mean = curvatures[m].mean
             noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
             deviations = curvatures[m].joint(noise) if self.covariance == "joint" else curvatures[m].by_rows(noise)
-            return last.tensors(mean + deviations)
+            return last.tensors(mean + math.sqrt(self.posterior_temperature) * deviations)
 
         return by_network(around, self.particles.members)
 

@@ -67,13 +67,14 @@ def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
 
 
 def convertible_copy(
-    network: nn.Module, *, layers: Sequence[str] | None = None
+    network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module], Account]:
     """(a copy of the network, its layers that can be cut by name, an account of those that are left).
 
     Those are linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
     order in which modules are registered. A layer that has several names is there once, tied weights stay tied. `layers`:
     patterns of names, as file names have them ("encoder.*"); None is all. The caller cuts the layers and tells the account.
+    `needed`: whether it is an error that there are none.
     """
     check_initialised(network)
     if layers is not None and (isinstance(layers, str) or not layers):
@@ -97,7 +98,7 @@ def convertible_copy(
             found[name] = known[name]
         elif name in known:
             account.left[name] = "not among the layers asked for"
-    if not found:
+    if not found and needed:
         why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
         raise ValueError(
             f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "

@@ -110,8 +110,8 @@ def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> Abstr
     return placed([network.get_submodule(name) for name in nodes], nodes.values())
 
 
-def placed(layers: Sequence[nn.Module], nodes: Iterable[Factors | Kernel]) -> AbstractContextManager[None]:
-    """`standing` for layers that are known already."""
+def placed(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
+    """`standing` for layers that are known already; or what else they compute with."""
     return _given(layers, "nodes", nodes)
 
 

@@ -17,7 +17,7 @@ def load(*overrides, methods=None):
     ("override", "methods", "owners"),
     [
         ("method.gamma=3", ["map", "deep_ensemble"], "node_bnn"),
-        ("method.modulation=sign", ["map"], "batch_ensemble"),
+        ("method.modulation=sign", ["map"], "batch_ensemble, rank_one_bnn"),
         ("method.members=4", ["map"], "deep_ensemble, .*"),  # a method of the task has it, but does not run
         ("method.gamma=3", None, "node_bnn"),
     ],

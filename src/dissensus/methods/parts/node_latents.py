@@ -3,11 +3,12 @@
     q(z) = (1/K) Σ_k N(z; μ_k, diag σ_k²),    p(z) = N(z; 1, s² I)
 
 with one component index for the latents of all layers (Trinh et al., "Tackling covariate shift with node-based Bayesian neural
-networks", ICML 2022). μ and σ are (K, D), D counting the latents of all layers.
+networks", ICML 2022), or Cauchy laws with scales σ and s in the place of both normal ones (Dusenberry et al., "Efficient and
+scalable Bayesian neural nets with rank-1 factors", ICML 2020). μ and σ are (K, D), D counting the latents of all layers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +19,15 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.methods.parts.networks import stack_members
 from dissensus.numerics.tree import TensorTree
+from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.nodes import NodedNetwork, with_nodes
 
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]
+Family = Literal["gaussian", "cauchy"]
+Noise = Callable[
+    ..., Tensor
+]  # torch.randn, or what takes the same arguments and has another law of location 0 and scale 1
 EXACT = 1 / 4  # of (μ_k − μ_r)² / (σ_k² + σ_r²) in the Bhattacharyya distance
 RELEASED = 1 / 16  # what the authors' code has in its place: still a lower bound, a looser one
 
@@ -31,23 +37,32 @@ class Complexity:
     """What a mixture with means and deviations (K, D) costs, by one of the bounds on its entropy."""
 
     prior_std: float
-    bound: Bound
-    divergence: Divergence
     widths: tuple[int, ...]  # latents of each layer
+    bound: Bound = "joint"
+    divergence: Divergence = "mixture"
+    family: Family = "gaussian"  # of components and prior; Cauchy's entropy is bounded by the components' mean
 
-    def kl(self, mean: Tensor, std: Tensor, gamma: float = 0.0) -> Tensor:
-        """() H[q, p] − (1 + γ) Ĥ[q] in nats, KL(q ‖ p) at γ = 0; with iBNN's surrogate in place of the KL where asked for."""
+    def kl(self, mean: Tensor, std: Tensor, temperature: float = 1.0) -> Tensor:
+        """() H[q, p] − T Ĥ[q] in nats, KL(q ‖ p) at T = 1; with iBNN's surrogate in place of the KL where asked for."""
         mean, std = _wide(mean), _wide(std)
         if self.divergence == "mixture":
-            return cross_entropy(mean, std, self.prior_std) - (1 + gamma) * self.entropy(mean, std)
+            cross = cross_entropy if self.family == "gaussian" else cauchy_cross_entropy
+            return cross(mean, std, self.prior_std) - temperature * self.entropy(mean, std)
         kl = surrogate_kl(mean, std, self.prior_std)
-        return kl if gamma == 0 else kl - gamma * self.entropy(mean, std)
+        return kl if temperature == 1 else kl - (temperature - 1) * self.entropy(mean, std)
 
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
+        if self.family == "cauchy":
+            return cauchy_entropies(_wide(std)).mean()
         widths = None if self.bound == "joint" else self.widths
         factor = RELEASED if self.bound == "released" else EXACT
         return entropy_bound(_wide(mean), _wide(std), widths=widths, factor=factor)
+
+    @property
+    def noise(self) -> Noise:
+        """What deviations are multiplied by."""
+        return torch.randn if self.family == "gaussian" else cauchy
 
 
 def with_latents(
@@ -56,36 +71,35 @@ def with_latents(
     *,
     components: int,
     std: float,
-    spread: float,
+    start: Modulation,
     **where: Any,
 ) -> tuple[Particles, NodedNetwork]:
     """(members with latents of their own, the first network as it was cut), of copies of one network or many.
 
-    `where`: what `with_nodes` is told of the nodes that get latents.
+    `start`: the law of μ. `where`: what `with_nodes` is told of the nodes that get latents.
     """
     if isinstance(networks, Particles):
         raise TypeError(
-            "expected a network or a list of them, got those of a run; NodeBNN cuts layers: train it on its own"
+            "expected a network or a list of them, got those of a run; this method cuts layers: train it on its own"
         )
     held = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
     given: Sequence[Any] = [networks] if held else list(networks)  # type: ignore[arg-type]
     cut = [with_nodes(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     latents = [
-        starting_latents(like, components, each.latents, std, spread=spread)
-        for each, like in zip(cut, likes, strict=True)
+        starting_latents(like, components, each.latents, std, start) for each, like in zip(cut, likes, strict=True)
     ]
     if held:
         return Particles.hold(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 
 
-def starting_latents(like: Tensor, components: int, latents: int, std: float, *, spread: float) -> TensorTree:
-    """μ ~ N(1, spread²) and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
+def starting_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
+    """μ of this law and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
 
     Below std = 0.05, the smallest of the papers', 0.02 would be wider than what was asked for: there it is 0.4 std.
     """
-    mean = 1 + spread * torch.randn(components, latents, dtype=like.dtype, device=like.device)
+    mean = start.sample((components, latents), dtype=like.dtype, device=like.device)
     deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
     tree = TensorTree()
     tree.plant("mean", nn.Parameter(mean))
@@ -93,28 +107,46 @@ def starting_latents(like: Tensor, components: int, latents: int, std: float, *,
     return tree
 
 
-def for_examples(mean: Tensor, std: Tensor, examples: int) -> Tensor:
+def for_examples(mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn) -> Tensor:
     """(examples, D) latents: components in turn, from a random one on, so that all train alike whatever the batch."""
     components = len(mean)
     first = torch.randint(components, (1,), device=mean.device)
     order = (torch.arange(components, device=mean.device) + first) % components
     rounds = -(-examples // components)
-    noise = torch.randn(rounds, *mean.shape, dtype=mean.dtype, device=mean.device)
-    drawn = mean.index_select(0, order) + std.index_select(0, order) * noise  # (rounds, K, D)
+    epsilon = noise(rounds, *mean.shape, dtype=mean.dtype, device=mean.device)
+    drawn = mean.index_select(0, order) + std.index_select(0, order) * epsilon  # (rounds, K, D)
     return drawn.flatten(0, 1)[:examples]
 
 
-def for_functions(mean: Tensor, std: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+def for_functions(
+    mean: Tensor, std: Tensor, samples: int, generator: torch.Generator, noise: Noise = torch.randn
+) -> Tensor:
     """(samples, D) latents, components in turn: as many of each."""
-    noise = torch.randn(samples, mean.shape[1], dtype=mean.dtype, device=mean.device, generator=generator)
+    epsilon = noise(samples, mean.shape[1], dtype=mean.dtype, device=mean.device, generator=generator)
     rounds = samples // len(mean)
-    return mean.repeat(rounds, 1) + std.repeat(rounds, 1) * noise
+    return mean.repeat(rounds, 1) + std.repeat(rounds, 1) * epsilon
 
 
 def cross_entropy(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
     """() H[q, p] = (1/K) Σ_k Σ_d [½ log 2πs² + ((μ − 1)² + σ²) / 2s²]."""
     constant = 0.5 * math.log(2 * math.pi * prior_std**2) * mean.shape[1]
     return constant + ((mean - 1).square() + std.square()).sum() / (2 * prior_std**2 * len(mean))
+
+
+def cauchy_cross_entropy(mean: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
+    """() H[q, p] = (1/K) Σ_k Σ_d log π [(σ + s)² + (μ − 1)²] / s: less the entropy it is the known KL of two Cauchy laws."""
+    reach = (scale + prior_scale).square() + (mean - 1).square()
+    return (math.log(math.pi / prior_scale) + reach.log()).sum() / len(mean)
+
+
+def cauchy_entropies(scale: Tensor) -> Tensor:
+    """(K,) H[q_k] = Σ_d log 4πσ; their mean is at most the entropy of the mixture."""
+    return math.log(4 * math.pi) * scale.shape[1] + scale.log().sum(1)
+
+
+def cauchy(*size: int, dtype: Any, device: Any, generator: torch.Generator | None = None) -> Tensor:
+    """tan π (u − ½), u uniform."""
+    return torch.tan(math.pi * (torch.rand(*size, dtype=dtype, device=device, generator=generator) - 0.5))
 
 
 def component_entropies(std: Tensor) -> Tensor:

@@ -1,0 +1,326 @@
+"""Mean-field variational inference: a mean and a deviation for every weight.
+
+Blundell, Cornebise, Kavukcuoglu & Wierstra, "Weight uncertainty in neural networks", ICML 2015 (Bayes by backprop).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.functions import DrawnFunctions, MemberFunctions
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import PREFIX
+from dissensus.core.optimisation import Group
+from dissensus.core.particles import Member, Particles
+from dissensus.core.posterior import left_as_found
+from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
+from dissensus.core.running import first_line
+from dissensus.methods.parts.networks import placeholders
+from dissensus.methods.parts.node_batches import repeated_inputs
+from dissensus.methods.parts.node_latents import raw_std
+from dissensus.methods.parts.sampling import SamplingPosterior, by_network
+from dissensus.methods.parts.stacked import annealed
+from dissensus.numerics.annealing import Annealing, annealing_or_constant
+from dissensus.numerics.checks import number, whole
+from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.tree import Tensors, TensorTree, ties
+from dissensus.surgery.conversion import uncut
+from dissensus.surgery.factored import Kernel
+from dissensus.surgery.nodes import placed, watched
+from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
+
+log = logging.getLogger("dissensus")
+
+
+class MeanFieldVI(SamplingPosterior):
+    """q(w) = Π N(μ, σ²) over all weights and biases, with the evidence bound as the loss.
+
+        loss = E_q[mean −log p(y | x, w)] + β [H[q, p] − T H[q]] / N,    p(w) = Π N(0, prior std²)
+
+    At T = 1 the bracket is KL(q ‖ p), in closed form. The network is copied, and its weights are where the means start, so
+    that a trained one goes on from what it knows. Norm layers, which the prior leaves out, and other tensors without a
+    prior stay point estimates.
+
+    A linear layer draws its outputs (local reparametrisation) and a convolution uses flipout, so that every example has
+    noise of its own, where each example passes the layer once; in all other places (embeddings, attention, layers that are
+    called twice, layers of your own) one draw of the weights counts for the whole batch. `.account` says which is which,
+    once a batch has shown it.
+
+    Args:
+        networks: one module, or a list of M, of which each has a posterior of its own and gives `samples` functions.
+        init_std: σ at the start.
+        posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
+        train_samples: passes of each batch, whose losses are averaged.
+        samples: functions per network and draw.
+        annealing: β; None is constant 1.
+        deviation_lr: learning rate of the deviations; None is that of the means.
+        prior, weight_prior_std: the prior on the weights, a `GaussianPrior` or its deviation, one number or a table by
+            tensors' names; N(0, 1) by default. Weight decay acts on no weight under it.
+        data_size: N, required.
+        likelihood: as in `Posterior`.
+    """
+
+    name = "mean_field_vi"
+    needed = ("data_size",)
+
+    def __init__(
+        self,
+        networks: nn.Module | Sequence[nn.Module],
+        *,
+        init_std: float = 0.01,
+        posterior_temperature: float = 1.0,
+        train_samples: int = 1,
+        samples: int = 30,
+        annealing: Annealing | None = None,
+        deviation_lr: float | None = None,
+        likelihood: Likelihood | None = None,
+        **prior: Unpack[PriorKeywords],
+    ) -> None:
+        if isinstance(networks, Particles):
+            raise TypeError(
+                "expected a network or a list of them, got those of a run; MeanFieldVI cuts layers: train it on its own"
+            )
+        number("init_std", init_std, above=0)
+        if prior.get("prior") is None and prior.get("weight_prior_std") is None:
+            prior["weight_prior_std"] = 1.0
+        one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+        each: Any = [networks] if one else networks
+        cut = [perturbed_copy(network) for network in each]
+        latents, first = TensorTree(), cut[0][0]
+        trained = {name: p for name, p in first.named_parameters() if p.requires_grad}
+        spread = [name for name in trained if name in under(_gaussian(prior_of(**prior)), first, trained)]
+        for name in spread:
+            latents.plant(f"{name}.raw_std", nn.Parameter(raw_std(torch.full_like(trained[name].detach(), init_std))))
+        given = first if one else [network for network, _ in cut]
+        super().__init__(given, samples=samples, likelihood=likelihood, latents=latents, **prior)
+        self.spread, self.account = spread, cut[0][1]
+        self.init_std, self.train_samples = init_std, whole("train_samples", train_samples)
+        self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
+        self.annealing = annealing_or_constant(annealing)
+        self.deviation_lr = None if deviation_lr is None else number("deviation_lr", deviation_lr, above=0)
+        # Shapes of inputs -> the layers that give every example noise of its own
+        self._apart: dict[tuple[torch.Size, ...], list[str]] = {}
+        self._layers: list[str] = []
+
+    # ------------------------------------------------------------------ the objective
+
+    def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
+        std = {name: F.softplus(params[_raw(name)]) for name in self.spread}
+        total: Tensor | float = 0.0
+        for _ in range(self.train_samples):
+            noise = {name: each * torch.randn_like(each) for name, each in std.items()}
+            # Everything that is not drawn for each example, a weight that is read past its layer too, is this one draw.
+            drawn = {**params, **{PREFIX + name: params[PREFIX + name] + each for name, each in noise.items()}}
+            spreads = [_spread(layer, params, std, noise) for layer in self._layers]
+
+            def nll(member: Member, spreads: list[Spread] = spreads) -> Tensor:
+                with placed([member.network.get_submodule(name) for name in self._layers], spreads):
+                    return member.nll(batch)
+
+            value, buffers = self.particles.call(nll, drawn, buffers)
+            total = total + value / self.train_samples
+        assert self.data_size is not None  # looked at when this was built
+        mean = {name: params[PREFIX + name] for name in self.spread}
+        cost = self._cross_entropy(mean, std) - self.posterior_temperature * _entropy(std)
+        return total + annealed(self, self.annealing) * cost / self.data_size, (), buffers
+
+    def _cross_entropy(self, mean: Tensors, std: Tensors) -> Tensor:
+        """() H[q, p] = Σ ½ log 2πs² + (μ² + σ²) / 2s²."""
+        prior, terms = _gaussian(self.prior), []
+        for name in self.spread:
+            scale = prior.deviation(name)
+            assert scale is not None  # looked at before the step
+            squares = (_wide(mean[name]).square() + _wide(std[name]).square()).sum()
+            terms.append(squares / (2 * scale**2) + 0.5 * math.log(2 * math.pi * scale**2) * mean[name].numel())
+        return torch.stack(terms).sum()
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        covered = {name.removeprefix(PREFIX) for name in self.with_prior()}
+        if not covered.issuperset(self.spread):
+            lost = next(name for name in self.spread if name not in covered)
+            raise ValueError(
+                f"expected a Gaussian prior on every tensor with a deviation, got none on '{lost}', whose deviation would "
+                "grow without bound; call use_prior(GaussianPrior(std))"
+            )
+        shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(batch.x))
+        if shapes not in self._apart and batches.size(batch.x):
+            with left_as_found(self):
+                self._apart[shapes] = found = self._passed_once(batch.x)
+            for name in self.account.converted.keys() - found:
+                del self.account.converted[name]
+                shared = "one weight draw per batch: tied, or not passed once by every example"
+                self.account.left[name] = shared if self._has_spread(name) else "a point estimate: frozen, or no prior"
+        self._layers = self._apart.get(shapes, [])
+
+    def _passed_once(self, x: Inputs) -> list[str]:
+        """Layers that every example passes once, whatever the size of the batch, and whose tensors nobody else has.
+
+        Elsewhere noise of each example's own would be another law: a layer that is called twice has the same weights twice.
+        """
+        particles = self.particles
+        tied = {each for pair in ties(particles.template.network).items() for each in pair}
+        names = [
+            name
+            for name, layer in particles.template.network.named_modules()
+            if isinstance(layer, Perturbed) and not tied.intersection(_tensors(name)) and self._has_spread(name)
+        ]
+
+        def lengths(rows: int) -> list[list[int]]:
+            """Of each layer: the lengths of what it returned, one for every call."""
+
+            def run(member: Member) -> list[list[int]]:
+                layers: Any = [member.network.get_submodule(name) for name in names]
+                with watched(layers):
+                    batches.call(member.network, repeated_inputs(x, rows, first=1))
+                    return [[len(outputs) for outputs, _ in layer.seen] for layer in layers]
+
+            found: list[list[int]] = particles.call(run, *particles.at(0))[0]
+            return found
+
+        try:
+            two, three = lengths(2), lengths(3)
+            with same_random_state(self.device):
+                particles.train()  # which may call a layer more often
+                training = lengths(3)
+        except Exception as error:  # a network may want other batches than two or three times one example
+            log.info("one weight draw per batch for all layers: two examples do not pass (%s)", first_line(error))
+            return []
+        return [
+            name
+            for name, *each in zip(names, two, three, training, strict=True)
+            if each[:2] == [[2], [3]] and each[2] in ([], [3])
+        ]
+
+    def _has_spread(self, layer: str) -> bool:
+        return any(name in self.spread for name in _tensors(layer))
+
+    # ------------------------------------------------------------------ the posterior over weights
+
+    @property
+    def mean(self) -> Tensors:
+        """Name -> μ; of a list of networks (M, ...)."""
+        return self.plain(self.trained.only(lambda name, _: name in self.spread).rows())
+
+    @property
+    def variance(self) -> Tensors:
+        """Name -> σ²; of a list of networks (M, ...)."""
+        return self.plain({name: std.square() for name, std in self._deviations().items()})
+
+    def kl(self) -> Tensor:
+        """() KL(q ‖ p) in nats, not divided by N; of a list of networks (M,)."""
+        return self._of_each(lambda mean, std: self._cross_entropy(mean, std) - _entropy(std))
+
+    def entropy(self) -> Tensor:
+        """() H[q] in nats; of a list of networks (M,)."""
+        return self._of_each(lambda _, std: _entropy(std))
+
+    def _of_each(self, function: Any) -> Tensor:
+        means, stds = self.trained.rows(), self._deviations()
+        each = [
+            function({n: means[n][m] for n in self.spread}, {n: stds[n][m] for n in self.spread})
+            for m in range(self.particles.members)
+        ]
+        return torch.stack(each) if self.built_with.own else each[0]
+
+    def _deviations(self) -> Tensors:
+        """Name -> (M, ...) σ, without a graph."""
+        own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+        raw = {name: own[key] if (key := _raw(name)) in own else shared[key][None] for name in self.spread}
+        return {name: F.softplus(each.detach()) for name, each in raw.items()}
+
+    def groups(self) -> list[Group]:
+        *others, noise = super().groups()
+        deviations = next(group.parameters for group in others if group.name == "latents")
+        drawn = "draws deviations to log 2"
+        mine = Group("deviations", deviations, rate=self.deviation_lr, decay=False, decayed=drawn, prior=False)
+        return [*others, mine, noise]
+
+    # ------------------------------------------------------------------ functions
+
+    def sampled_names(self) -> list[str]:
+        return self.spread
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        means, stds = self.trained.rows(), self._deviations()
+
+        def around(m: int) -> Tensors:
+            found = {}
+            for name in self.spread:
+                mean, std = means[name][m], stds[name][m]
+                like: dict[str, Any] = {"dtype": std.dtype, "device": std.device, "generator": generator}
+                found[name] = mean + std * torch.randn(samples, *std.shape, **like)
+            return found
+
+        return by_network(around, self.particles.members)
+
+    def current(self) -> DrawnFunctions:
+        """The networks of the means."""
+        return MemberFunctions(self.particles, ordinary=uncut)
+
+    def _family(self, samples: Tensors, networks: slice) -> Particles:
+        family = super()._family(samples, networks)
+        uncut(family.template.network)
+        return family
+
+    # ------------------------------------------------------------------ state and files
+
+    def given(self) -> nn.Module:
+        return uncut(self.particles.member(0))
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        for name, parameter in network.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in config["frozen"])
+        several = config["networks"]
+        networks = network if several is None else placeholders(network, several)
+        told = ("networks", "once", "stored", "frozen", "annealing")
+        settings = {key: value for key, value in config.items() if key not in told}
+        posterior = cls(networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **settings)
+        if config["stored"]:
+            posterior.stored = posterior._blank(config["stored"])
+        return posterior
+
+
+def _gaussian(prior: Any) -> GaussianPrior:
+    if not isinstance(prior, GaussianPrior):
+        raise TypeError(f"expected a GaussianPrior, whose KL has a closed form, got {prior!r}; pass weight_prior_std=")
+    return prior
+
+
+def _spread(layer: str, params: Tensors, std: Tensors, noise: Tensors) -> Spread:
+    weight, bias = _tensors(layer)
+    mean = Kernel(params[PREFIX + weight], params.get(PREFIX + bias))
+    return Spread(mean, (std.get(weight), std.get(bias)), (noise.get(weight), noise.get(bias)))
+
+
+def _raw(name: str) -> str:
+    """The name of a tensor's deviations, before softplus, among a member's."""
+    return f"latents.{name}.raw_std"
+
+
+def _tensors(layer: str) -> tuple[str, str]:
+    """Names of a layer's weight and bias."""
+    under = f"{layer}." if layer else ""
+    return f"{under}weight", f"{under}bias"
+
+
+def _entropy(std: Tensors) -> Tensor:
+    """() H[q] = Σ ½ log 2πe σ²."""
+    constant = 0.5 * math.log(2 * math.pi * math.e)
+    return torch.stack([_wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least float32: sums over millions of weights need it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

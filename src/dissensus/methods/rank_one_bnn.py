@@ -1,0 +1,96 @@
+"""Rank-one BNNs: posteriors on BatchEnsemble's factors, weights shared and deterministic (Dusenberry et al., ICML 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self, Unpack, get_args
+
+from torch import nn
+
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import PriorKeywords
+from dissensus.methods.parts.node_latents import Complexity, Family
+from dissensus.methods.parts.node_posterior import NodePosterior
+from dissensus.numerics.annealing import Annealing
+from dissensus.numerics.checks import number, one_of
+from dissensus.surgery.modulation import Modulation
+
+
+class RankOneBNN(NodePosterior):
+    """y = s ∘ (W (r ∘ x) + b) in every layer, with a mixture posterior over all r and s; W and b stay point estimates.
+
+        q(r, s) = (1/K) Σ_k Π N(μ_k, σ_k²),    p(r, s) = Π N(1, prior_std²),    or Cauchy laws in both
+        loss = mean over examples and samples of −log p(y | x, r, s) + β [H[q, p] − T H[q]] / N
+
+    At T = 1 the bracket is KL(q ‖ p). The network is copied; `.account` says which layers were converted and which were
+    not. In training each copy of each example has a component and noise of its own; a drawn function has one r and s.
+    The paper's L2 term is the weight decay, or `weight_prior_std`.
+
+    Args:
+        networks: one module, or a list of M, of which each has factors of its own and gives `samples` functions.
+        components: K.
+        family: of components and prior: "gaussian" or "cauchy", where deviations are scales.
+        prior_std: standard deviation (Cauchy: scale) of the prior of r and s.
+        init_std: σ at the start.
+        modulation: the law that the components' means start from; None is the prior's N(1, prior_std²). The authors'
+            code has `Modulation.sign()`.
+        train_samples: copies of each example, all in one pass of B · train_samples examples.
+        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
+        posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
+        annealing: β; None is constant 1.
+        layers: patterns of names of layers with factors; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
+        latent_lr: rate of the factors for one component; the group's is K times that. None: the weights' rate.
+        data_size: N, required.
+        likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
+    """
+
+    name = "rank_one_bnn"
+
+    def __init__(
+        self,
+        networks: nn.Module | Sequence[nn.Module],
+        *,
+        components: int = 4,
+        family: Family = "gaussian",
+        prior_std: float = 0.1,
+        init_std: float = 0.03,
+        modulation: Modulation | None = None,
+        train_samples: int = 4,
+        samples: int = 32,
+        posterior_temperature: float = 1.0,
+        annealing: Annealing | None = None,
+        layers: Sequence[str] | None = None,
+        batch_norm: Literal["frozen", "trained"] = "trained",
+        latent_lr: float | None = None,
+        likelihood: Likelihood | None = None,
+        **prior: Unpack[PriorKeywords],
+    ) -> None:
+        number("prior_std", prior_std, above=0)
+        start = Modulation.normal(1.0, prior_std) if modulation is None else modulation
+        super().__init__(
+            networks,
+            components=components,
+            std=number("init_std", init_std, above=0),
+            start=start,
+            train_samples=train_samples,
+            samples=samples,
+            posterior_temperature=number("posterior_temperature", posterior_temperature, above=0),
+            mode="both",
+            layers=layers,
+            annealing=annealing,
+            batch_norm=batch_norm,
+            latent_lr=latent_lr,
+            likelihood=likelihood,
+            **prior,
+        )
+        self.prior_std, self.init_std, self.modulation = prior_std, init_std, start
+        self.family = one_of("family", family, get_args(Family))
+        # The paper's code adds up the components' own KLs; the bound on the mixture's has 1/K of that, less what it gains
+        # where components overlap.
+        self.complexity = Complexity(prior_std, self.widths, family=family)
+
+    @classmethod
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
+        modulation = Modulation.from_config(config["modulation"])
+        return super().skeleton(network, config | {"modulation": modulation}, likelihood)
