@@ -15,7 +15,6 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.optimisation import note_step
-from small_chain import SGLD
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
 
@@ -69,10 +68,10 @@ def fitted(net, *, networks=None, **keywords):
     return posterior.fit_posthoc([(inputs, y)])
 
 
-def chain(net, **keywords):
-    """A method that is not the library's, with an optimiser of its own; of many data: its noise is small."""
+def chain(net, *, networks=None, **keywords):
+    """Chains, which have an optimiser of their own; of many data: their noise is small."""
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
-    return seen(SGLD(net(), members=3, **keywords))
+    return seen(ds.SGHMC(one_or_many(net, networks), members=3, cycles=2, **keywords))
 
 
 def node_bnn(net, *, networks=None, **keywords):
@@ -83,7 +82,10 @@ def node_bnn(net, *, networks=None, **keywords):
 def optimizer_for(posterior, kind, *, lr, own_lr=None):
     """An optimiser of this kind, or of the one that the method accepts; `own_lr`: the rate of that."""
     if posterior.optimizers is not None:
-        return posterior.chain(lr if own_lr is None else own_lr)
+        made = posterior.default_optimizer()
+        for group in made.param_groups:
+            group["lr"] = lr if own_lr is None else own_lr
+        return made
     return kind(posterior.parameter_groups(lr))
 
 
@@ -131,14 +133,16 @@ METHODS = {
     ),
     "multi_node_bnn": lambda net, **keywords: node_bnn(net, networks=2, **keywords),
     "multi_laplace": lambda net, **keywords: fitted(net, networks=2, **keywords),
-    "sgld": chain,
+    "sghmc": lambda net, **keywords: chain(net, lr=1e-3, **keywords),
+    "sgld": lambda net, **keywords: chain(net, lr=1e-3, friction=1.0, **keywords),
+    "multi_sghmc": lambda net, **keywords: chain(net, networks=2, lr=1e-3, **keywords),
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
     "node_noise": lambda net, **keywords: NodeNoise(net(), samples=4, **keywords),
 }
 # Methods that are not in the library, to show that there is room for their kind: what `ds.load` has to be told.
 NOISY = {"node_bnn", "noisy_weights", "node_noise"}  # whose loss draws random numbers in eval mode too
-OURS = {each.name: each for each in (SGLD, NoisyWeights, Rank1Ensemble, NodeNoise)}
+OURS = {each.name: each for each in (NoisyWeights, Rank1Ensemble, NodeNoise)}
 
 
 @pytest.fixture(params=METHODS, ids=str)

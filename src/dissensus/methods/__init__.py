@@ -13,6 +13,7 @@ from dissensus.methods.lit import LIT as LIT
 from dissensus.methods.map import MAP as MAP
 from dissensus.methods.node_bnn import NodeBNN as NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation as GaussianPerturbation
+from dissensus.methods.sghmc import SGHMC as SGHMC
 from dissensus.methods.snapshots import SnapshotEnsemble as SnapshotEnsemble
 from dissensus.methods.svgd import SVGD as SVGD
 from dissensus.methods.swag import SWA as SWA
@@ -41,6 +42,7 @@ METHODS: dict[str, type[Posterior]] = {
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
+        SGHMC,
         Laplace,
         NodeBNN,
     )
