@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dissensus.core import weights
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
@@ -93,7 +95,9 @@ class Langevin(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "generators"})
         for generator, state in zip(self.generators, state_dict["generators"], strict=True):
-            if len(state) == len(generator.get_state()):  # else of another device, whose numbers this one cannot go on with
+            if len(state) == len(
+                generator.get_state()
+            ):  # else of another device, whose numbers this one cannot go on with
                 generator.set_state(state.cpu())
 
 
@@ -175,6 +179,10 @@ class SGHMC(SnapshotEnsemble):
         self.recorder = LastSnapshots(
             self.recorded, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
         )
+
+    def recorded(self) -> Weights:
+        """With a learned noise, which the chain moves as well."""
+        return super().recorded().joined(weights.of_likelihood(self.particles))
 
     def default_optimizer(self) -> Langevin:
         """The chains' own, at their beginning."""
