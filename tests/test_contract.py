@@ -55,8 +55,13 @@ def seen(posterior):
 
 
 def fitted(net, *, networks=None, **keywords):
-    """A Laplace that has seen a few inputs of the kind that the network takes, with targets of its outputs' kind."""
+    """A Laplace that has seen a few inputs."""
     posterior = ds.Laplace(one_or_many(net, networks), samples=20, **keywords)
+    return posterior.fit_posthoc([answered(posterior)])
+
+
+def answered(posterior):
+    """(x, y): inputs of the kind that the network takes, with targets of its outputs' kind."""
     network = posterior.particles.member(0)
     dtype = next(network.parameters()).dtype
     image = isinstance(next(network.modules()), nn.Sequential) and isinstance(network[0], nn.Conv2d)
@@ -65,13 +70,21 @@ def fitted(net, *, networks=None, **keywords):
     with torch.no_grad():
         outputs = copy.deepcopy(network).eval()(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     y = outputs.argmax(1) if type(posterior.likelihood) is ds.Classification else outputs + 0.1
-    return posterior.fit_posthoc([(inputs, y)])
+    return inputs, y
 
 
 def chain(net, *, networks=None, **keywords):
     """Chains, which have an optimiser of their own; of many data: their noise is small."""
     keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 1200)
     return seen(ds.SGHMC(one_or_many(net, networks), members=3, **keywords))
+
+
+def with_chains(net, *, networks=None, **keywords):
+    """An HMC whose chains have run once, so cold that they stay where the networks are."""
+    keywords.setdefault("data_size", None if "weight_prior_std" in keywords else 12)
+    settings = {"samples": 3, "warmup": 1, "leapfrog": 1, "posterior_temperature": 1e-16} | keywords
+    posterior = ds.HMC(one_or_many(net, networks), **settings)
+    return posterior.fit_posthoc([answered(posterior)])
 
 
 def node_bnn(net, *, networks=None, **keywords):
@@ -137,6 +150,8 @@ METHODS = {
     "sghmc": lambda net, **keywords: chain(net, lr=1e-3, cycles=1, friction=0.5, **keywords),
     "sgld": lambda net, **keywords: chain(net, lr=1e-3, friction=1.0, cycles=0, **keywords),
     "multi_sghmc": lambda net, **keywords: chain(net, networks=2, lr=1e-3, cycles=2, friction=0.5, **keywords),
+    "hmc": with_chains,
+    "multi_hmc": lambda net, **keywords: with_chains(net, networks=2, **keywords),
     "noisy_weights": lambda net, **keywords: NoisyWeights(net(), **keywords),
     "rank1_ensemble": lambda net, **keywords: Rank1Ensemble(net(), members=3, **keywords),
     "node_noise": lambda net, **keywords: NodeNoise(net(), samples=4, **keywords),

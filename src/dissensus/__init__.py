@@ -20,11 +20,13 @@ from dissensus.version import __version__ as __version__
 if TYPE_CHECKING:
     from dissensus import data, metrics, nets, theory
     from dissensus.core.empcov import EmpCov
+    from dissensus.evaluation.convergence import Convergence, convergence
     from dissensus.evaluation.corrupted import Corruptions
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.methods import (
+        HMC,
         LIT,
         MAP,
         METHODS,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 # Name -> where it is found when it is first asked for. Any other name of `__all__` is a method's, or a function of theirs.
 _HOMES = {
     "Annealing": "numerics.annealing",
+    "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
@@ -70,6 +73,7 @@ _HOMES = {
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "fit": "train",
     "load": "storage",
@@ -81,6 +85,7 @@ _HOMES = {
 _ROOMS = ("data", "metrics", "nets", "theory")
 
 __all__ = [
+    "HMC",
     "LIT",
     "MAP",
     "METHODS",
@@ -93,6 +98,7 @@ __all__ = [
     "BatchEnsemble",
     "Classification",
     "ClassificationPredictive",
+    "Convergence",
     "Corruptions",
     "DeepEnsemble",
     "DistancesOverTraining",
@@ -126,6 +132,7 @@ __all__ = [
     "SummaryPredictive",
     "WeightRDE",
     "branch",
+    "convergence",
     "data",
     "evaluate",
     "fit",

@@ -45,7 +45,7 @@ class Weights:
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """(M, P) all entries of each member, tensor after tensor, copied; in at least float32 by default."""
         dtype = dtype or state_dtype(list(self.stored.values()))
-        return torch.cat([rows.to(dtype).flatten(1) for rows in self.rows().values()], dim=1)
+        return torch.cat([rows.to(dtype).reshape(self.members, -1) for rows in self.rows().values()], dim=1)
 
     def one(self) -> Tensors:
         """Name -> the first member's tensor."""

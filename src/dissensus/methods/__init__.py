@@ -8,6 +8,7 @@ from dissensus.methods.dropout_ensemble import DropoutEnsemble as DropoutEnsembl
 from dissensus.methods.feature_rde import FeatureRDE as FeatureRDE
 from dissensus.methods.forde import FoRDE as FoRDE
 from dissensus.methods.function_rde import FunctionRDE as FunctionRDE
+from dissensus.methods.hmc import HMC as HMC
 from dissensus.methods.laplace import Laplace as Laplace
 from dissensus.methods.lit import LIT as LIT
 from dissensus.methods.map import MAP as MAP
@@ -43,6 +44,7 @@ METHODS: dict[str, type[Posterior]] = {
         GaussianPerturbation,
         SnapshotEnsemble,
         SGHMC,
+        HMC,
         Laplace,
         NodeBNN,
     )

@@ -23,7 +23,7 @@ def conjugate():
     return x, y, torch.linalg.solve(precision, x.T @ y / NOISE**2)[:, 0], torch.linalg.inv(precision)
 
 
-@pytest.mark.parametrize("friction, temperature", [(1.0, 1.0), (0.3, 1.0), (0.3, 0.25)])
+@pytest.mark.parametrize(("friction", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.3, 0.25)])
 def test_full_batches_sample_the_posterior_of_a_linear_model(friction, temperature):
     """500 outputs with the same targets are 500 chains; the 4 snapshots of each are hardly correlated: n = 2000.
 
@@ -32,7 +32,7 @@ def test_full_batches_sample_the_posterior_of_a_linear_model(friction, temperatu
     x, y, mean, covariance = conjugate()
     chains, scale = 500, STD
     curvature, directions = torch.linalg.eigh(torch.linalg.inv(covariance) / SIZE)  # of the mean loss
-    rate = 0.3 / float(curvature[-1])
+    rate = 0.6 / float(curvature[-1])  # ηλ = 0.6 in the stiff direction: a factor of 1.43 at α = 1
     posterior = ds.SGHMC(
         nn.Linear(2, chains, bias=False).double(),
         members=4,
@@ -55,8 +55,6 @@ def test_full_batches_sample_the_posterior_of_a_linear_model(friction, temperatu
     assert bool((along.mean(0).abs() < 4 * (variances / n).sqrt()).all())
     errors = along.T.cov() / torch.outer(variances.sqrt(), variances.sqrt()) - torch.eye(2)
     assert float(errors.abs().max()) < 4 * (2 / n) ** 0.5
-    # The step's own share is no part of the error bar: without it the test fails for the stiff direction at α = 1.
-    assert float(1 / (1 - rate * curvature[-1] / (2 * (2 - friction))) - 1) > 0.08
 
 
 def run(networks, *, epochs=6, stop=None, checkpoint=None, **keywords):
@@ -107,7 +105,7 @@ def test_the_noise_depends_on_the_seed():
     assert not torch.allclose(first, drawn)
 
 
-@pytest.mark.parametrize("cycles, expected", [(1, [8, 11]), (2, [4, 5, 10, 11]), (3, [3, 7, 11])])
+@pytest.mark.parametrize(("cycles", "expected"), [(1, [8, 11]), (2, [4, 5, 10, 11]), (3, [3, 7, 11])])
 def test_rate_and_noise_follow_the_cycles(cycles, expected):
     """12 steps; the last half of each cycle is sampled."""
     wanted = len(expected)
@@ -147,7 +145,7 @@ def test_only_its_own_optimizer_may_train_it():
     posterior, (x, y) = ds.SGHMC(tiny.mlp().double(), data_size=12), tiny.points()
     sgd = torch.optim.SGD(posterior.parameters(), lr=0.1)
     with pytest.raises(
-        TypeError, match="expected an optimizer of kind Langevin for SGHMC, got SGD; .*default_optimizer"
+        TypeError, match=r"expected an optimizer of kind Langevin for SGHMC, got SGD; .*default_optimizer"
     ):
         ds.fit(posterior, [(x, y)], epochs=1, optimizer=sgd, progress=False)
 
