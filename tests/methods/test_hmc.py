@@ -128,8 +128,9 @@ def test_a_bimodal_posterior_has_chains_in_both_modes():
             return torch.where(x > 0, self.w**2, -self.w)
 
     x, y = torch.ones(10, 1), torch.full((10, 1), 1.0)
-    posterior = ds.HMC([Square(w) for w in (-1.0, 1.0)], samples=150, warmup=50, leapfrog=3, seed=0,
-                       likelihood=ds.Regression(noise=0.5), weight_prior_std=1.0, data_size=10).fit_posthoc([(x, y)])  # fmt: skip
+    settings = {"samples": 150, "warmup": 50, "leapfrog": 3, "seed": 0, "likelihood": ds.Regression(noise=0.5)}
+    posterior = ds.HMC([Square(w) for w in (-1.0, 1.0)], weight_prior_std=1.0, data_size=10, **settings)
+    posterior.fit_posthoc([(x, y)])
     w = posterior.chains.draws[..., 0]
     grid = torch.linspace(0, 3, 3001, dtype=torch.float64)
     density = torch.exp(-10 * (1 - grid**2) ** 2 / (2 * 0.25) - grid**2 / 2)

@@ -146,8 +146,8 @@ class HMC(SamplingPosterior):
         if cost > self.budget:
             raise ValueError(
                 f"expected chains of at most {self.budget:.0e} operations, got about {cost:.0e}: {self.particles.members} "
-                f"chains × {gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6; take a smaller network, "
-                "fewer data or samples, or raise budget"
+                f"chains × {gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6; take a smaller "
+                "network, fewer data or samples, or raise budget"
             )
 
 
