@@ -34,18 +34,18 @@ def test_two_gaussians_have_the_total_variation_of_the_closed_form(apart):
     sigma = 0.7
     means, variances = torch.zeros(1, 2, 1), torch.full((1, 2, 1), sigma**2)
     expected = math.erf(apart / (2 * sigma) / math.sqrt(2))
-    found = metrics.total_variation_mixtures(means, variances, means + apart, variances)
+    found = metrics.mixture_total_variation(means, variances, means + apart, variances)
     assert float(found) == pytest.approx(expected, abs=1e-4)
 
 
 def test_one_of_two_modes_is_half_the_distribution():
     both = torch.tensor([-5.0, 5.0]).view(2, 1, 1), torch.ones(2, 1, 1)
     one = torch.full((1, 1, 1), 5.0), torch.ones(1, 1, 1)
-    assert float(metrics.total_variation_mixtures(*both, *one)) == pytest.approx(0.5, abs=1e-4)
+    assert float(metrics.mixture_total_variation(*both, *one)) == pytest.approx(0.5, abs=1e-4)
 
 
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match="same shape"):
         metrics.agreement(torch.ones(2, 1), torch.ones(3, 1))
     with pytest.raises(ValueError, match="same N inputs"):
-        metrics.total_variation_mixtures(*[torch.ones(1, 2, 1)] * 2, *[torch.ones(1, 3, 1)] * 2)
+        metrics.mixture_total_variation(*[torch.ones(1, 2, 1)] * 2, *[torch.ones(1, 3, 1)] * 2)

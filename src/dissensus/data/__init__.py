@@ -38,6 +38,7 @@ __all__ = [
     "fashion_mnist",
     "five_blobs",
     "gaussian_process",
+    "hill",
     "image_set",
     "mnist",
     "notmnist",

@@ -30,16 +30,22 @@ def total_variation_values(probabilities: Tensor, reference: Tensor) -> Tensor:
     return (mine.double() - theirs.double()).abs().sum(1) / 2
 
 
-def total_variation_mixtures(
-    means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor, *, points: int = 2000
+def mixture_total_variation(
+    means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor
 ) -> Tensor:
     """() mean over inputs and outputs of ½ ∫ |p(y) − q(y)| dy of two mixtures of Gaussians, one output at a time.
 
     Args:
         means, variances: (M, N, D) of the members of one.
         reference_means, reference_variances: (K, N, D) of the members of the other.
-        points: of the trapezoidal rule, between 6 standard deviations outside the outermost means.
     """
+    return mixture_total_variation_values(means, variances, reference_means, reference_variances).mean()
+
+
+def mixture_total_variation_values(
+    means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor, *, points: int = 1000
+) -> Tensor:
+    """(N, D) ½ ∫ |p(y) − q(y)| dy; points: of the trapezoidal rule, to 6 standard deviations beyond the outermost means."""
     both = [(means, variances), (reference_means, reference_variances)]
     pairs = [same_shape(means=m, variances=v) for m, v in both]
     if pairs[0][0].shape[1:] != pairs[1][0].shape[1:]:
@@ -55,7 +61,7 @@ def total_variation_mixtures(
         y = lowest[row] + share[:, None] * (highest - lowest)[row]  # (points, D)
         mine, theirs = (_density(y, m[:, row], v[:, row]) for m, v in pairs)
         distances.append(torch.trapezoid((mine - theirs).abs(), y, dim=0) / 2)
-    return torch.stack(distances).mean()
+    return torch.stack(distances)
 
 
 def _density(y: Tensor, means: Tensor, variances: Tensor) -> Tensor:

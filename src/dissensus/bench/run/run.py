@@ -48,6 +48,7 @@ from dissensus.data.locate import data_folder
 from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
+from dissensus.evaluation.predictions import Predictions
 from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.damage import damaged
 from dissensus.numerics.randomness import same_random_state
@@ -192,7 +193,7 @@ class Run:
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
             )
-            seconds = sum(epoch.seconds for epoch in history.epochs)
+            seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         checkpoint.unlink(missing_ok=True)
 
@@ -268,7 +269,7 @@ class Run:
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
         splits = self._splits()
-        test, posterior = read_predictions(splits["test"]), self.posterior()
+        test, posterior = self.predictions(), self.posterior()
         counts = read_counts(splits["corrupt"]) if "corrupt" in splits else None
         evaluation = evaluation_of(
             test,
@@ -310,6 +311,10 @@ class Run:
             )
         self.predict(tell=tell)
         return self.measure()
+
+    def predictions(self) -> Predictions:
+        """What the members said about the test rows."""
+        return read_predictions(self._splits()["test"])
 
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
