@@ -96,6 +96,17 @@ def test_chains_together_are_chains_alone():
     assert not torch.allclose(together.draws[0], together.draws[1])
 
 
+def test_every_other_sample_is_what_is_kept_of_a_longer_chain():
+    start, energy = torch.zeros(2, 3, dtype=torch.float64), gaussian(correlated(3))
+    every = {"warmup": 5, "leapfrog": 3, "target_acceptance": 0.8}
+    long, thin = (
+        sample_chains(energy, start, samples=n, every=e, generators=chain_generators(0, range(2), CPU), **every)
+        for n, e in ((12, 1), (4, 3))
+    )
+    assert torch.equal(thin.draws, long.draws[:, 2::3])
+    torch.testing.assert_close(thin.acceptance, long.acceptance)
+
+
 def test_a_chain_never_enters_where_the_energy_is_not_finite():
     """A half-normal: energy is NaN below 0. Its mean is √(2/π); the other chain is not disturbed."""
 

@@ -36,5 +36,5 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
     with left_as_found(posterior):
         drawn: DrawnFunctions = posterior.draw()
     said = posterior.predict(x).described()[0]  # (M · S, B, C)
-    chains = said.unflatten(0, (drawn.networks, -1))  # (M, S, B, C)
+    chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)
     return Convergence(split_rhat(chains), effective_sample_size(chains), len(said))

@@ -44,7 +44,8 @@ class HMC(SamplingPosterior):
     Args:
         networks: one module, held and not copied, or a list of M, each with a chain of its own that does not depend on
             the others.
-        samples: trajectories kept of each chain, one function each.
+        samples: functions kept of each chain.
+        every: trajectories from one that is kept to the next.
         warmup: trajectories before, which choose the step size.
         leapfrog: gradients of a trajectory.
         target_acceptance: by which dual averaging chooses the step size.
@@ -63,7 +64,7 @@ class HMC(SamplingPosterior):
     needed = ("data_size",)
     untrained = (
         *SamplingPosterior.untrained,
-        *("warmup", "leapfrog", "target_acceptance", "posterior_temperature", "budget", "seed", "first_chain"),
+        *("every", "warmup", "leapfrog", "target_acceptance", "posterior_temperature", "budget", "seed", "first_chain"),
     )
     random = False
     own_statistics = False  # the energy is that of the networks' own
@@ -73,6 +74,7 @@ class HMC(SamplingPosterior):
         networks: Networks,
         *,
         samples: int = 200,
+        every: int = 1,
         warmup: int = 200,
         leapfrog: int = 50,
         target_acceptance: float = 0.8,
@@ -84,6 +86,7 @@ class HMC(SamplingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
+        self.every = whole("every", every)
         self.warmup = whole("warmup", warmup, hint="the step size is chosen there")
         self.leapfrog = whole("leapfrog", leapfrog)
         self.target_acceptance = share("target_acceptance", target_acceptance)
@@ -112,6 +115,7 @@ class HMC(SamplingPosterior):
             energy,
             energy.start,
             samples=self.samples,
+            every=self.every,
             warmup=self.warmup,
             leapfrog=self.leapfrog,
             target_acceptance=self.target_acceptance,
@@ -141,7 +145,7 @@ class HMC(SamplingPosterior):
         return list(sampled(self.particles).stored)
 
     def _check_budget(self, parameters: int, examples: int) -> None:
-        gradients = (self.warmup + self.samples) * self.leapfrog
+        gradients = (self.warmup + self.samples * self.every) * self.leapfrog
         cost = 6.0 * gradients * self.particles.members * examples * parameters
         if cost > self.budget:
             raise ValueError(
@@ -178,7 +182,7 @@ class Potential:
     def tensors(self, flat: Tensor) -> Tensors:
         """Name -> (M, …, *shape) of (M, …, P)."""
         one = self.weights.one()
-        parts = flat.split([each.numel() for each in one.values()], dim=-1)
+        parts = torch.split(flat, [each.numel() for each in one.values()], dim=-1)
         return {n: part.reshape(*flat.shape[:-1], *one[n].shape) for n, part in zip(one, parts, strict=True)}
 
 
@@ -194,4 +198,4 @@ def whole_batch(parts: list[Batch]) -> Batch:
         raise ValueError("expected at least one batch from the loader, got none; pass the training data")
     if len(parts) == 1:
         return parts[0]
-    return pytree.tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *parts)
+    return Batch(*pytree.tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *parts))

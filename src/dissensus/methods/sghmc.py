@@ -60,7 +60,7 @@ class Langevin(Optimizer):
         self.generators, self.phase = list(generators), phase
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         factor, hot = self.phase()
         halted: Tensor | None = getattr(self, "found_inf", None)
@@ -85,9 +85,12 @@ class Langevin(Optimizer):
         """ξ for each parameter. Each chain's generator gives all numbers of that chain at once, whoever else there is."""
         chains = len(self.generators)
         sizes = [each.numel() // chains for each in parameters]
-        like = {"device": parameters[0].device, "dtype": torch.promote_types(parameters[0].dtype, torch.float32)}
-        flat = torch.stack([torch.randn(sum(sizes), generator=each, **like) for each in self.generators])  # (M, P)
-        return [part.reshape(each.shape) for part, each in zip(flat.split(sizes, dim=1), parameters, strict=True)]
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        flat = torch.empty(chains, sum(sizes), dtype=dtype, device=parameters[0].device)  # (M, P)
+        for row, generator in zip(flat, self.generators, strict=True):
+            row.normal_(generator=generator)
+        parts = torch.split(flat, sizes, dim=1)
+        return [part.reshape(each.shape) for part, each in zip(parts, parameters, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "generators": [each.get_state() for each in self.generators]}

@@ -40,29 +40,31 @@ def sample_chains(
     leapfrog: int,
     target_acceptance: float,
     generators: Sequence[torch.Generator],
+    every: int = 1,
 ) -> Chains:
     """Samples of exp(−energy), all of each chain's random numbers from its own generator.
 
     Args:
         energy: of M positions at once; a chain whose energy is not finite stays where it is.
         start: (M, P).
-        samples: trajectories that are kept.
+        samples: positions that are kept.
         warmup: trajectories before, in which each chain finds its step size.
         leapfrog: steps of a trajectory.
         target_acceptance: what the step size is chosen for.
+        every: trajectories from one that is kept to the next.
     """
     point = Point(start, *energy(start))
     sizes = StepSizes(first_step_size(energy, point, generators), target_acceptance)
     draws = start.new_empty(len(start), samples, start.shape[1])
     acceptance = torch.zeros_like(point.energy)
-    for number in range(warmup + samples):
+    for number in range(warmup + samples * every):
         size = sizes.current if number < warmup else sizes.settled
         point, accepted = trajectory(energy, point, size, leapfrog, generators)
         if number < warmup:
             sizes.update(accepted)
         else:
-            draws[:, number - warmup] = point.position
-            acceptance += accepted / samples
+            draws[:, (number - warmup) // every] = point.position  # the last of them stays
+            acceptance += accepted / (samples * every)
     return Chains(draws, acceptance, sizes.settled)
 
 
@@ -136,7 +138,8 @@ class StepSizes:
 
 def _random(like: Tensor, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor, Tensor]:
     """(N(0, 1) (M, P), uniform (M,), uniform (M,)), each chain's from its own generator."""
-    form = {"dtype": like.dtype, "device": like.device}
-    normal = torch.stack([torch.randn(like.shape[1], generator=each, **form) for each in generators])
-    uniform = torch.stack([torch.rand(2, generator=each, **form) for each in generators])
+    normal, uniform = torch.empty_like(like), like.new_empty(len(like), 2)
+    for chain, generator in enumerate(generators):
+        normal[chain].normal_(generator=generator)
+        uniform[chain].uniform_(generator=generator)
     return normal, uniform[:, 0], uniform[:, 1]

@@ -73,7 +73,7 @@ def with_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
     Halves are halves of its chains where it has an even number of them: two references would be as far apart.
     """
     described, kind = reference.predictive.described(), type(reference.predictive)
-    chains = described[0].unflatten(0, (reference.networks, -1))  # (M, S, N, C)
+    chains = described[0].reshape(reference.networks, -1, *described[0].shape[1:])  # (M, S, N, C)
     first, second = (kind(*half) for half in zip(*(each.chunk(2) for each in described), strict=True))
     found = {f"against/halves/{name}": float(each.mean()) for name, each in _distances(first, second).items()}
     found["against/rhat"] = float(metrics.split_rhat(chains).max())

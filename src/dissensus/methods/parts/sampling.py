@@ -230,8 +230,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def _blank(self, sizes: Sequence[int]) -> Families:
         """A draw with so many functions in each of its families, to be filled from a file."""
-        members, parts = self.particles.members, (weights.of_likelihood, weights.buffers, weights.parameters)
-        one = {name: tensor for part in parts for name, tensor in part(self.particles).one().items()}
+        members, kinds = self.particles.members, (weights.of_likelihood, weights.buffers, weights.parameters)
+        one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).one().items()}
         blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
         if max(sizes) >= self.samples:
             return self._families(blank)
