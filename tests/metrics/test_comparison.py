@@ -44,6 +44,12 @@ def test_one_of_two_modes_is_half_the_distribution():
     assert float(metrics.mixture_total_variation(*both, *one)) == pytest.approx(0.5, abs=1e-4)
 
 
+def test_narrow_members_far_apart_are_not_stepped_over():
+    means = torch.tensor([-500.0, 500.0]).view(2, 1, 1)
+    narrow = torch.full((2, 1, 1), 0.01)
+    assert float(metrics.mixture_total_variation(means, narrow, means[1:], narrow[1:])) == pytest.approx(0.5, abs=1e-4)
+
+
 def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match="same shape"):
         metrics.agreement(torch.ones(2, 1), torch.ones(3, 1))
