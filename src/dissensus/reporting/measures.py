@@ -102,10 +102,10 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         Measure(
             "against/total_variation", "Total variation", against, "low", 1, 4, "", (("against/total_variation",),)
         ),
-        Measure("against/halves/agreement", "Agreement of its halves", against, None, 100, 2, "%"),
-        Measure("against/halves/total_variation", "Total variation of its halves", against, None, 1, 4),
-        Measure("against/rhat", "Largest split-R̂", against, None, 1, 3),
-        Measure("against/effective_samples", "Least effective samples", against, None, 1, 0),
+        Measure("against/halves/agreement", "Agreement of its halves", "the reference", None, 100, 2, "%"),
+        Measure("against/halves/total_variation", "Total variation of its halves", "the reference", None, 1, 4),
+        Measure("against/rhat", "Largest split-R̂", "the reference", None, 1, 3),
+        Measure("against/effective_samples", "Least effective samples", "the reference", None, 1, 0),
     ]
     for key in region_keys(evaluation):
         region, quantity = spoken(key)
