@@ -107,7 +107,7 @@ class HMC(SamplingPosterior):
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
             raise ValueError(
-                "expected a network that says the same twice in eval mode, got one that draws random numbers"
+                "expected a network that says the same twice in eval mode, got one that draws random numbers; take that out"
             )
         seed = next_seed() if self.seed is None else self.seed
         numbers = range(self.first_chain, self.first_chain + self.particles.members)

@@ -98,9 +98,8 @@ class Langevin(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "generators"})
         for generator, state in zip(self.generators, state_dict["generators"], strict=True):
-            if len(state) == len(
-                generator.get_state()
-            ):  # else of another device, whose numbers this one cannot go on with
+            # The state of another kind of device, whose numbers this one cannot go on with, has another length.
+            if len(state) == len(generator.get_state()):
                 generator.set_state(state.cpu())
 
 
