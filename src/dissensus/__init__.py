@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from dissensus import attacks, data, metrics, nets, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.attacked import AttackCurves
+    from dissensus.evaluation.convergence import Convergence, convergence
     from dissensus.evaluation.corrupted import Corruptions
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.methods import (
+        HMC,
         LIT,
         MAP,
         METHODS,
+        SGHMC,
         SVGD,
         SWA,
         SWAG,
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
+    "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
@@ -73,6 +77,7 @@ _HOMES = {
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "fit": "train",
     "load": "storage",
@@ -84,9 +89,11 @@ _HOMES = {
 _ROOMS = ("attacks", "data", "metrics", "nets", "theory")
 
 __all__ = [
+    "HMC",
     "LIT",
     "MAP",
     "METHODS",
+    "SGHMC",
     "SVGD",
     "SWA",
     "SWAG",
@@ -96,6 +103,7 @@ __all__ = [
     "BatchEnsemble",
     "Classification",
     "ClassificationPredictive",
+    "Convergence",
     "Corruptions",
     "DeepEnsemble",
     "DistancesOverTraining",
@@ -133,6 +141,7 @@ __all__ = [
     "WeightRDE",
     "attacks",
     "branch",
+    "convergence",
     "data",
     "evaluate",
     "fit",

@@ -162,7 +162,9 @@ def fit(
         if best.state is not None:
             posterior.load_state_dict(best.state)
         if draw:
+            start = time.perf_counter()
             refresh(posterior, loader)
+            history.drawing = time.perf_counter() - start
         posterior.eval()
         return history
 

@@ -14,6 +14,7 @@ from dissensus.data import (
     far_ring,
     five_blobs,
     gaussian_process,
+    hill,
     quadratic_features,
     three_clusters,
     two_moons,
@@ -165,3 +166,12 @@ def test_three_clusters_are_given_in_quadratic_features():
 def test_a_count_of_zero_is_refused(make):
     with pytest.raises(ValueError, match="of at least 1, got 0"):
         make(0)
+
+
+def test_a_hill_is_the_same_from_both_sides():
+    x, y = hill(4, dtype=torch.float64)
+    torch.testing.assert_close(x, -x.flip(0), rtol=0, atol=1e-12)
+    assert torch.equal(y, y.flip(0))
+    assert x.shape == (15, 1)
+    assert [int((y == value).sum()) for value in (1, -1)] == [7, 8]
+    assert not torch.equal(hill(4, noise=0.1, seed=1)[1], hill(4, noise=0.1, seed=2)[1])

@@ -281,6 +281,31 @@ def test_node_noise_trains_from_a_graph_with_new_numbers_at_every_step() -> None
     assert history[-1].loss < 0.8 * history[0].loss
 
 
+@pytest.mark.parametrize("networks", [1, 3])
+def test_captured_chains_have_the_noise_of_plain_ones_and_go_on_after_a_checkpoint(networks: int, tmp_path) -> None:
+    """Each chain's generator is registered with the graph: as many numbers are taken from it as in plain steps."""
+    x, y = data(96)
+
+    def run(engine: str, **keywords) -> ds.SGHMC:
+        torch.manual_seed(0)
+        made = [conv_net() for _ in range(networks)]
+        posterior = ds.SGHMC(
+            made[0] if networks == 1 else made, members=4, cycles=2, exploration=0.5, lr=2**-6, data_size=96, seed=1
+        ).to("cuda", torch.float64)
+        loader = Batches(x, y, batch_size=12, shuffle=True, seed=3)
+        history = ds.fit(posterior, loader, epochs=6, engine=engine, progress=False, **keywords)
+        assert history.engine == engine
+        return posterior
+
+    plain, captured = run("loop"), run("loop+captured")
+    for name, rows in plain.sample(4).items():
+        torch.testing.assert_close(captured.sample(4)[name], rows, rtol=0, atol=1e-8)
+    whole = run("loop+captured")
+    run("loop+captured", checkpoint=tmp_path / "run.pt", callback=lambda epoch: epoch.epoch == 2)
+    resumed = run("loop+captured", checkpoint=tmp_path / "run.pt")
+    assert tiny.largest_difference(tiny.state(whole), tiny.state(resumed)) == 0
+
+
 def test_an_evaluation_on_the_gpu_is_the_one_on_the_host() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([conv_net() for _ in range(3)])

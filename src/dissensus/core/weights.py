@@ -26,6 +26,11 @@ class Weights:
         """Those whose name and stored tensor are wanted."""
         return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.members)
 
+    def joined(self, other: Weights) -> Weights:
+        """These and the other's; of a name in both, these."""
+        others = {name: tensor for name, tensor in other.stored.items() if name not in self.stored}
+        return Weights({**self.stored, **others}, self.own | other.own, self.members)
+
     def lifted(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Name -> (M, ...) views without a graph of tensors that are shaped as the stored ones of these names."""
         return {
@@ -40,7 +45,7 @@ class Weights:
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """(M, P) all entries of each member, tensor after tensor, copied; in at least float32 by default."""
         dtype = dtype or state_dtype(list(self.stored.values()))
-        return torch.cat([rows.to(dtype).flatten(1) for rows in self.rows().values()], dim=1)
+        return torch.cat([rows.to(dtype).reshape(self.members, -1) for rows in self.rows().values()], dim=1)
 
     def one(self) -> Tensors:
         """Name -> the first member's tensor."""
@@ -55,6 +60,13 @@ def parameters(particles: Particles) -> Weights:
 def buffers(particles: Particles) -> Weights:
     """The networks' buffers."""
     return _of_networks(particles, particles.shared_buffers(), particles.own_buffers())
+
+
+def of_likelihood(particles: Particles) -> Weights:
+    """The likelihood's parameters, a learned noise for example, by their full names: "likelihood.log_noise"."""
+    stored = {**particles.shared_parameters(), **particles.own_parameters()}
+    mine = {name: tensor for name, tensor in stored.items() if name.startswith("likelihood.")}
+    return Weights(mine, frozenset(particles.own_parameters()) & mine.keys(), particles.members)
 
 
 def _of_networks(particles: Particles, shared: Tensors, own: Tensors) -> Weights:

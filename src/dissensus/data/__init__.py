@@ -46,6 +46,7 @@ __all__ = [
     "fashion_mnist",
     "five_blobs",
     "gaussian_process",
+    "hill",
     "image_set",
     "mnist",
     "notmnist",

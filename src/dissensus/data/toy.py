@@ -121,6 +121,22 @@ def cubic_gap(
     return x.to(dtype), y.to(dtype)
 
 
+def hill(
+    points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x (4 · points − 1, 1) on even grids and y: 1 on [−½, ½], −1 on [−2½, −1½] and [1½, 2½], + noise · N(0, 1).
+
+    The same from both sides: a monotone function, such as a network of one hidden unit, can follow one slope alone, and
+    has a posterior with two modes of the same weight.
+    """
+    whole("points", points)
+    right = torch.linspace(1.5, 2.5, points, dtype=torch.float64)[:, None]
+    top = torch.linspace(-0.5, 0.5, 2 * points - 1, dtype=torch.float64)[:, None]
+    x = torch.cat([-right.flip(0), top, right])
+    y = torch.where(x.abs() < 1, 1.0, -1.0) + noise * _normal(x.shape, _seeded(seed))
+    return x.to(dtype), y.to(dtype)
+
+
 def gaussian_process(
     count: int = 50,
     *,

@@ -86,7 +86,8 @@ class CapturedStep(Captured):
         # Every replay reads its batch from these tensors, into which it is copied: the loader's own may be gone by then.
         steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
         self.posterior.zero_grad(set_to_none=True)  # all of them: what is there would be added to at every replay
-        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors())
+        generators = getattr(self.step.optimizer, "generators", ())
+        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors(), generators)
         if graph is None:
             self.posterior.steps.copy_(steps)
         else:

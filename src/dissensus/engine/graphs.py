@@ -23,11 +23,23 @@ MOST_GRAPHS = 3
 
 
 class Graph:
-    """One captured call of `function`, with the memory that it reads (`inputs`) and writes (`results`)."""
+    """One captured call of `function`, with the memory that it reads (`inputs`) and writes (`results`).
 
-    def __init__(self, function: Callable[[], Any], inputs: Sequence[Tensor] = (), *, pool: Any = None) -> None:
+    `generators`: those that it draws from beside torch's own; each replay takes new numbers from them.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        inputs: Sequence[Tensor] = (),
+        *,
+        pool: Any = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         self.inputs = inputs
         self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         with PROCESS, warnings.catch_warnings():
             # Of an empty graph the error that emptied it says more.
@@ -64,11 +76,17 @@ class Captured:
         self.seen[key] += 1
         return self.seen[key] > self.warm_up
 
-    def capture(self, key: Hashable, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Graph | None:
+    def capture(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        inputs: Sequence[Tensor],
+        generators: Sequence[torch.Generator] = (),
+    ) -> Graph | None:
         """A graph for these shapes, in the memory of those before; None where there can be none."""
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         try:
-            self.graphs[key] = Graph(function, inputs, pool=pool)
+            self.graphs[key] = Graph(function, inputs, pool=pool, generators=generators)
         except Exception as error:  # whatever a user's network does that a capture refuses
             torch.cuda.synchronize()
             self.give_up(first_line(error))

@@ -11,13 +11,14 @@ from dissensus.core.posterior import Posterior
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
-    """Whether the optimiser's step can be part of a CUDA graph."""
-    return type(optimizer) in (SGD, Adam, AdamW)
+    """Whether the optimiser's step can be part of a CUDA graph: torch's own, and those that say so (`skips`)."""
+    return type(optimizer) in (SGD, Adam, AdamW) or getattr(optimizer, "skips", False)
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused."""
-    return can_be_captured(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+    """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused, or it says so."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return can_be_captured(optimizer) and (fused or getattr(optimizer, "skips", False))
 
 
 def lay_out(posterior: Posterior) -> None:

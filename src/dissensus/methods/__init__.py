@@ -8,6 +8,7 @@ from dissensus.methods.dropout_ensemble import DropoutEnsemble as DropoutEnsembl
 from dissensus.methods.feature_rde import FeatureRDE as FeatureRDE
 from dissensus.methods.forde import FoRDE as FoRDE
 from dissensus.methods.function_rde import FunctionRDE as FunctionRDE
+from dissensus.methods.hmc import HMC as HMC
 from dissensus.methods.laplace import Laplace as Laplace
 from dissensus.methods.lit import LIT as LIT
 from dissensus.methods.map import MAP as MAP
@@ -15,6 +16,7 @@ from dissensus.methods.mean_field_vi import MeanFieldVI as MeanFieldVI
 from dissensus.methods.node_bnn import NodeBNN as NodeBNN
 from dissensus.methods.perturbation import GaussianPerturbation as GaussianPerturbation
 from dissensus.methods.rank_one_bnn import RankOneBNN as RankOneBNN
+from dissensus.methods.sghmc import SGHMC as SGHMC
 from dissensus.methods.snapshots import SnapshotEnsemble as SnapshotEnsemble
 from dissensus.methods.svgd import SVGD as SVGD
 from dissensus.methods.swag import SWA as SWA
@@ -43,6 +45,8 @@ METHODS: dict[str, type[Posterior]] = {
         SWA,
         GaussianPerturbation,
         SnapshotEnsemble,
+        SGHMC,
+        HMC,
         Laplace,
         NodeBNN,
         RankOneBNN,

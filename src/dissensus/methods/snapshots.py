@@ -73,8 +73,7 @@ class SnapshotEnsemble(RecordingPosterior):
 
     def recorded(self) -> Weights:
         """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
-        trained, buffers = super().recorded(), named.buffers(self.particles)
-        return Weights({**trained.stored, **buffers.stored}, trained.own | buffers.own, self.particles.members)
+        return super().recorded().joined(named.buffers(self.particles))
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""

@@ -27,6 +27,13 @@ from dissensus.metrics.calibration import debiased_squared_ece as debiased_squar
 from dissensus.metrics.calibration import ece as ece
 from dissensus.metrics.calibration import reliability_bins as reliability_bins
 from dissensus.metrics.calibration import union_ece as union_ece
+from dissensus.metrics.chains import effective_sample_size as effective_sample_size
+from dissensus.metrics.chains import split_rhat as split_rhat
+from dissensus.metrics.comparison import agreement as agreement
+from dissensus.metrics.comparison import mixture_total_variation as mixture_total_variation
+from dissensus.metrics.comparison import mixture_total_variation_values as mixture_total_variation_values
+from dissensus.metrics.comparison import total_variation as total_variation
+from dissensus.metrics.comparison import total_variation_values as total_variation_values
 from dissensus.metrics.diversity import EnsembleGain as EnsembleGain
 from dissensus.metrics.diversity import disagreement as disagreement
 from dissensus.metrics.diversity import effective_members as effective_members

@@ -1,10 +1,11 @@
 """Random numbers: draws have a generator of their own, and torch's streams, which all threads share, are left as found."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,12 @@ def next_seed() -> int:
 def own_generator(device: torch.device) -> torch.Generator:
     """A generator for one draw: what it gives depends on torch's stream, and on no other thread."""
     return torch.Generator(device).manual_seed(next_seed())
+
+
+def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) -> list[torch.Generator]:
+    """A generator for each chain: what it gives depends on the seed and the chain's number, not on who else there is."""
+    states = [np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] for number in numbers]
+    return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
 @contextmanager

@@ -109,6 +109,17 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     found.append(Measure("fool/confidence", "Confidence", "fooling inputs", "low", 100, 2, "%"))
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
+    against = "against the reference"
+    found += [
+        Measure("against/agreement", "Agreement", against, "high", 100, 2, "%", (("against/agreement",),)),
+        Measure(
+            "against/total_variation", "Total variation", against, "low", 1, 4, "", (("against/total_variation",),)
+        ),
+        Measure("against/halves/agreement", "Agreement of its halves", "the reference", None, 100, 2, "%"),
+        Measure("against/halves/total_variation", "Total variation of its halves", "the reference", None, 1, 4),
+        Measure("against/rhat", "Largest split-R̂", "the reference", None, 1, 3),
+        Measure("against/effective_samples", "Least effective samples", "the reference", None, 1, 0),
+    ]
     for key in region_keys(evaluation):
         region, quantity = spoken(key)
         unit = "nats" if quantity == "entropy" else ""

@@ -45,12 +45,14 @@ class History:
         best: the epoch kept by validation; None where none was chosen.
         engine: how members ran, as in `fit(engine=...)`.
         memory: what training was expected to need, in bytes.
+        drawing: seconds at the end, in which functions were drawn and stored.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
     best: int | None = None  # the epoch kept by validation; None where none was chosen
     engine: str | None = None  # how members ran
     memory: Memory | None = None  # what training was expected to need
+    drawing: float = 0.0  # seconds at the end, in which functions were drawn and stored
 
     def __len__(self) -> int:
         return len(self.epochs)

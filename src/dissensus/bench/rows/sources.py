@@ -17,6 +17,7 @@ from dissensus.data import (
     fashion,
     five_blobs,
     gaussian_process,
+    hill,
     image_set,
     quadratic_features,
     split_indices,
@@ -201,6 +202,11 @@ def _cubic_elsewhere(
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=torch.Generator().manual_seed(draw)))
 
 
+def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> LearnedRows:
+    """Training rows have no noise: what is learned is the same from both sides. Test rows do."""
+    return LearnedRows(TaskRows(*hill(points)), TaskRows(*hill(10 * points, noise=noise)), ())
+
+
 GAP = (0.0, 2.0)  # of the draw of a Gaussian process: seen on [−4, 0] and [2, 4]
 
 
@@ -236,6 +242,7 @@ SETS: dict[str, TaskSet] = {
     ),
     "cubic": TaskSet(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
     "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals and a gap between"),
+    "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, the same from both"),
     "gp_draw": TaskSet(_gp_draw, "regression", "a draw of a Gaussian process, seen on two intervals"),
     "npz": TaskSet(
         _own_images, "classification", "images and labels in .npz files: data.train_file, data.test_file", "your files"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dissensus.bench.run.measured import with_halves, with_reference
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.objects import value_of
 from dissensus.evaluation.evaluation import Evaluation
@@ -28,6 +29,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     if len(tasks) > 1:
         shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
         raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
+    evaluations = compared_with_reference(runs, evaluations)
     methods: dict[str, list[Evaluation]] = {}
     origins: dict[str, list[dict[str, Any]]] = {}
     seen: dict[tuple[str, int], Run] = {}
@@ -67,6 +69,22 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         focus=focus if focus in methods else None,
         sweep=Swept(key, values) if key and values else None,
     )
+
+
+def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations, with against/NAME of each where the task names a method to compare with, seed by seed."""
+    name = runs[0].config.evaluation.get("against")
+    if name is None:
+        return list(evaluations)
+    references = {run.config.seed: run.predictions() for run in runs if run.config.method == name}
+    if missing := {run.config.seed for run in runs} - references.keys():
+        raise ValueError(f"expected {name} among the runs of seed {min(missing)}, got others alone; run it as well")
+    return [
+        with_halves(evaluation, references[run.config.seed])
+        if run.config.method == name
+        else with_reference(evaluation, run.predictions(), references[run.config.seed])
+        for run, evaluation in zip(runs, evaluations, strict=True)
+    ]
 
 
 def _shared(runs: Sequence[Run], key: str) -> str:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from dissensus import metrics
 from dissensus.bench.rows.geometry import Geometry
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.evaluation.corrupted import CorruptedCounts
@@ -55,6 +56,36 @@ def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
     part = numbers_of(said)
     found = part.metrics(said) | part.members(said)
     return more(evaluation, {f"train/{key}": found[key] for key in TRAINED if key in found})
+
+
+def with_reference(evaluation: Evaluation, test: Predictions, reference: Predictions) -> Evaluation:
+    """With against/agreement (of classes) and against/total_variation of this predictive and the reference's."""
+    distances = _distances(test.predictive, reference.predictive)
+    found = {f"against/{name}": float(each.mean()) for name, each in distances.items()}
+    return more(evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()})
+
+
+def with_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
+    """With against/halves/NAME, the same of the first half of the reference's functions and the second, and how they mix.
+
+    Halves are halves of its chains where it has an even number of them: two references would be as far apart.
+    """
+    described, kind = reference.predictive.described(), type(reference.predictive)
+    chains = described[0].reshape(reference.networks, -1, *described[0].shape[1:])  # (M, S, N, C)
+    first, second = (kind(*half) for half in zip(*(each.chunk(2) for each in described), strict=True))
+    found = {f"against/halves/{name}": float(each.mean()) for name, each in _distances(first, second).items()}
+    found["against/rhat"] = float(metrics.split_rhat(chains).max())
+    found["against/effective_samples"] = float(metrics.effective_sample_size(chains).min())
+    return more(evaluation, found)
+
+
+def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
+    """Name -> (N,) float64."""
+    if isinstance(mine, ClassificationPredictive):
+        agrees = mine.mean.argmax(1) == theirs.mean.argmax(1)
+        return {"agreement": agrees.double(), "total_variation": metrics.total_variation_values(mine.mean, theirs.mean)}
+    distances = metrics.mixture_total_variation_values(*mine.described(), *theirs.described())  # (N, D)
+    return {"total_variation": distances.mean(1)}
 
 
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:

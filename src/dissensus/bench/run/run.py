@@ -29,7 +29,7 @@ from dissensus.bench.run import build
 from dissensus.bench.run.evaluating import evaluation_of_run
 from dissensus.bench.run.pixels import image_facts
 from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_evaluation, write_evaluation
+from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
 from dissensus.bench.run.same import check_same
 from dissensus.bench.run.splits import (
     CHOOSE,
@@ -48,6 +48,7 @@ from dissensus.data.locate import data_folder
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
+from dissensus.evaluation.predictions import Predictions
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
@@ -195,7 +196,7 @@ class Run:
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
             )
-            seconds = sum(epoch.seconds for epoch in history.epochs)
+            seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         checkpoint.unlink(missing_ok=True)
 
@@ -284,6 +285,10 @@ class Run:
             )
         self.predict(tell=tell)
         return self.measure()
+
+    def predictions(self) -> Predictions:
+        """What the members said about the test rows."""
+        return read_predictions(self._splits()["test"])
 
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""

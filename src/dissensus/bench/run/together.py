@@ -227,6 +227,8 @@ def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
 
 def _tail(method: type[Posterior]) -> str | None:
     """The end of a shared run that suits a method: recorders want weights that go on moving. None: it watches no run."""
+    if method.optimizers is not None:
+        return None
     if issubclass(method, RecordingPosterior):
         return "constant"
     return "decayed" if issubclass(method, MAP | MCDropout | SamplingPosterior) else None

@@ -100,6 +100,7 @@ EVALUATION: dict[str, ValueRule] = {
     "prevalence": share,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
     "distances_every": whole,  # epochs between looks at how members differ; not looked at where it is left out
     "focus": TEXT,  # the method that the report compares region by region with every other
+    "against": TEXT,  # the method whose predictive those of all others are compared with
     "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
     "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen

@@ -76,6 +76,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         """Name of a tensor of the networks -> (M, S, ...) samples, without a graph. The other tensors stay as they are.
 
+        A learned noise may be among them, as "likelihood.log_noise".
+
         Random numbers come from the generator, on the posterior's device; None is torch's own stream, which all threads share.
         """
 
@@ -161,7 +163,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         common = {**particles.shared_parameters(), **particles.shared_buffers()}
         count = len(next(iter(samples.values()))[0]) if samples else self.samples
         several = networks.stop - networks.start > 1
-        sampled = {f"{PREFIX}{name}": rows[networks].flatten(0, 1) for name, rows in samples.items()}
+        noise = weights.of_likelihood(particles).stored.keys() - self.built_with.stored.keys()
+        sampled = {n if n in noise else f"{PREFIX}{n}": rows[networks].flatten(0, 1) for n, rows in samples.items()}
         statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
         total = count * (networks.stop - networks.start)
         rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
@@ -227,7 +230,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def _blank(self, sizes: Sequence[int]) -> Families:
         """A draw with so many functions in each of its families, to be filled from a file."""
-        members, one = self.particles.members, {**self.built_with.one(), **weights.buffers(self.particles).one()}
+        members, kinds = self.particles.members, (weights.of_likelihood, weights.buffers, weights.parameters)
+        one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).one().items()}
         blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
         if max(sizes) >= self.samples:
             return self._families(blank)

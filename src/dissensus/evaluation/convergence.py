@@ -1,0 +1,40 @@
+"""Whether chains of networks have converged, judged by what the networks say: weights may be permuted."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dissensus.core.batch import Inputs
+from dissensus.core.functions import DrawnFunctions
+from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.metrics.chains import effective_sample_size, split_rhat
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Split-R̂ and effective sample sizes of log-probabilities (B, C) or means (B, D), over all chains."""
+
+    rhat: Tensor
+    effective_samples: Tensor
+    draws: int  # of all chains together
+
+    def __str__(self) -> str:
+        return (
+            f"split-R̂ at most {float(self.rhat.max()):.3f}, median {float(self.rhat.median()):.3f}; of {self.draws} draws "
+            f"effective at least {float(self.effective_samples.min()):.0f}, median "
+            f"{float(self.effective_samples.median()):.0f}"
+        )
+
+
+def convergence(posterior: Posterior, x: Inputs) -> Convergence:
+    """How well the chains of `HMC` or `SGHMC` have mixed, at these inputs.
+
+    Args:
+        posterior: drawn functions come chain by chain, in the order of the chain, at least four of each.
+        x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
+    """
+    with left_as_found(posterior):
+        drawn: DrawnFunctions = posterior.draw()
+    said = posterior.predict(x).described()[0]  # (M · S, B, C)
+    chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)
+    return Convergence(split_rhat(chains), effective_sample_size(chains), len(said))
