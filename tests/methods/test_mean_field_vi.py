@@ -244,6 +244,20 @@ def test_a_network_that_takes_no_batch_of_two_has_one_draw_for_all(caplog):
     assert all(bool(p.grad.isfinite().all()) for p in posterior.parameters())
 
 
+def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.b(torch.utils.checkpoint.checkpoint(lambda h: self.a(h).tanh(), x, use_reentrant=False))
+
+    posterior = ds.MeanFieldVI(Again().double(), **SIZED)
+    with pytest.raises(ValueError, match="got 'a' run again in the backward pass, without its noise"):
+        posterior.backward(*tiny.points())
+
+
 # ---------------------------------------------------------------------------------------------------- files and errors
 
 

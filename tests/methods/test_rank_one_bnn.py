@@ -110,7 +110,7 @@ def test_a_cold_posterior_is_narrow_and_a_hot_one_wide():
         torch.manual_seed(0)
         posterior = build(posterior_temperature=temperature, data_size=32, init_std=0.1)
         ds.fit(posterior, [(x, y)], epochs=60, optimizer=torch.optim.Adam(posterior.parameters(), 0.03), progress=False)
-        widths.append(float(posterior.std.mean()))
+        widths.append(float(posterior.std.detach().mean()))
     assert widths[0] < 0.8 * widths[1] < 0.8 * 0.8 * widths[2]
 
 

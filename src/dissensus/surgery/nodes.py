@@ -142,7 +142,7 @@ def _check_not_again(layer: Noded) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ValueError(
             f"expected a layer that runs in the forward pass alone, got {layer.known_as!r} run again in the backward pass, "
-            "without its latents; leave activation checkpointing out, or leave this layer out with layers=[...]"
+            "without its noise; leave activation checkpointing out, or this layer, where the method takes layers=[...]"
         )
 
 
