@@ -36,7 +36,7 @@ def built(config):
 
 def test_methods_of_one_network_or_many_count_networks_and_ensembles_count_members():
     one_or_many = {"map", "mc_dropout", "tradi", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble"}
-    assert {*COUNTED} == one_or_many | {"laplace", "node_bnn"}
+    assert {*COUNTED} == one_or_many | {"laplace", "node_bnn", "sghmc", "hmc"}
     assert {name for name, method in METHODS.items() if counted_by(method) is None} == {
         "batch_ensemble",
         "dropout_ensemble",

@@ -55,7 +55,7 @@ def test_a_bench_leaves_one_folder_per_method_and_seed(benched):
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in log] == [0, 1, 2]
     seconds = json.loads((run / "training.json").read_text())["seconds"]
-    assert seconds == pytest.approx(sum(line["seconds"] for line in log))
+    assert 0 <= seconds - sum(line["seconds"] for line in log) < 1  # what is drawn at the end is counted, too
 
 
 def test_the_csv_holds_every_metric_in_full(benched):
