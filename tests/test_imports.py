@@ -61,11 +61,13 @@ FLOORS = {
         "plots curves panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting printing", "rows", "task", "run", "theory width", "cli"],
+    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],
     "bench/rows": ["sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records measured watch same weights",
+        "provenance records measured same weights",
+        "watch",
+        "learned",
         "build splits convert",
         "run",
         "together",
@@ -73,6 +75,7 @@ FLOORS = {
         "jobs",
     ],
     "bench/theory": ["studies", "cli"],
+    "bench/grid": ["axes", "report"],
     "bench/width": ["grid", "rows", "claims", "report"],
 }
 

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dissensus.reporting.measures import Measure
 from dissensus.reporting.plots import INK, Array, Curve, Panel, curve_figure, marked, short
 
 SPACES = {
@@ -35,6 +36,65 @@ def distances_over_training(
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     return figure
+
+
+Interval = tuple[float, float, float]  # estimate, lower, upper
+OverValues = dict[
+    str, dict[Measure, dict[str, dict[float, Interval]]]
+]  # title -> measure -> method -> value of the setting
+
+
+def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
+    """Measures against the values of a setting, one line per method with its intervals; every title is a row of panels."""
+    panels = []
+    for title, several in rows.items():
+        for measure, methods in several.items():
+            drawn = []
+            for i, (name, points) in enumerate(methods.items()):
+                mean, lower, upper = np.array(list(points.values())).T
+                look = {"color": palette[name], **marked(i)}
+                drawn.append(Curve(list(points), mean, short(name), look, band=(lower, upper)))
+            ends = np.concatenate([curve.y for curve in drawn])
+            room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
+            axes = {
+                "xlabel": label,
+                "title": f"{measure.label}, {title}" if title else measure.label,
+                "xscale": "log" if log else "linear",
+                "ylim": (
+                    max(np.nanmin(ends) - room, measure.possible[0]),
+                    min(np.nanmax(ends) + room, measure.possible[1]),
+                ),
+            }
+            ticks = sorted({value for points in methods.values() for value in points})
+            panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
+    columns = max(len(several) for several in rows.values())
+    return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
+
+
+LEARNED = {
+    "train/accuracy": "training rows, labels as given",
+    "test/accuracy": "test rows",
+    "noise/memorised": "wrong labels: as labelled",
+    "noise/recovered": "wrong labels: answered truly",
+}
+
+
+def learning_curves(
+    rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
+) -> Figure:
+    """Accuracy over epochs, the mean over seeds with their range: rows[title][name][method] has epochs (E,), values (S, E)."""
+    panels = []
+    for title, several in rows.items():
+        for name, methods in several.items():
+            drawn = [
+                Curve(epochs, values.mean(0), short(method), {"color": palette[method]}, (values.min(0), values.max(0)))
+                for method, (epochs, values) in methods.items()
+            ]
+            shown = f"{LEARNED[name]}; {title}" if title else LEARNED[name]
+            axes = {"xlabel": "epochs", "title": short(shown, 46), "ylim": (0, 1)}
+            panels.append(Panel(drawn, axes, percent="y"))
+    columns = max(len(several) for several in rows.values())
+    return curve_figure(panels, size=(3.3 * columns, 2.6 * len(rows)), rows=len(rows))
 
 
 SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something

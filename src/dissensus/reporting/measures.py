@@ -94,6 +94,11 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
             Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
         ]
+    wrong = "training rows with wrong labels"
+    found += [
+        Measure("noise/memorised", "Answered as labelled", wrong, "low", 100, 2, "%", (("noise/memorised",),)),
+        Measure("noise/recovered", "Answered truly", wrong, "high", 100, 2, "%", (("noise/recovered",),)),
+    ]
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
     for key in region_keys(evaluation):

@@ -146,6 +146,8 @@ MEANINGS = {
     "Width of 90 % intervals": "how wide those intervals are, in the target's units",
     "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
     "numbers were measured: fitted on held-out data, 1 where there is none",
+    "Answered as labelled": "share of the training inputs with a wrong label that are answered by that label: memorised",
+    "Answered truly": "share of the training inputs with a wrong label that are answered by their true class all the same",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
     "corrupted inputs": "test inputs damaged by noise, blur, weather and the like, or as many of them as the task says; every "

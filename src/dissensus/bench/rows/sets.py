@@ -12,7 +12,7 @@ import torch
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
 from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, Folder, SetKind, TaskRows, rows_elsewhere
-from dissensus.data import split_indices
+from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
 
@@ -67,12 +67,14 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
     validation, calibration = options.pop("validation", 0.1), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
-    source = SETS[name]
+    noise, source = options.pop("label_noise", 0.0), SETS[name]
     with fitting(f"the data set {name}"):
         everything, test, classes = source.make(folder, **options)
     _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), classes)
     _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), classes)
-    training, held = _split(everything.first(train_rows, seed=seed), validation, seed, source.kind)
+    # What is held out of a noisy set is noisy too: nobody who has wrong labels has right ones to choose an epoch by.
+    learned = _with_noise(everything.first(train_rows, seed=seed), noise, classes, seed)
+    training, held = _split(learned, validation, seed, source.kind)
     test, held_test = _split(test.first(test_rows, seed=seed), calibration, seed, source.kind)
 
     def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
@@ -100,6 +102,15 @@ def task_data(settings: dict[str, Any], folder: Folder = None) -> TaskData:
         standardiser=_of_inputs(training, standardise),
         targets=_of_targets(training, targets, source.kind),
     )
+
+
+def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
+    """The rows with a share of wrong labels; the true ones are kept beside them."""
+    if noise == 0:
+        return rows
+    if not classes:
+        raise ValueError(f"expected classes for data.label_noise = {noise}, got a regression; leave the key out")
+    return TaskRows(rows.x, noisy_labels(rows.y, noise, classes=len(classes), seed=seed), rows.y)
 
 
 def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:

@@ -25,6 +25,7 @@ from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS, SetKind, TaskRows
 from dissensus.bench.run import build
+from dissensus.bench.run.learned import learning, with_curves, with_memorised
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_counts, read_evaluation, read_predictions, write_evaluation
@@ -107,6 +108,10 @@ class Run:
             corruptions(self.config, split)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
+        if self.kind != "classification" and "curves_every" in self.config.evaluation:
+            raise ValueError(
+                f"expected classes for evaluation.curves_every, got a {self.kind}; leave the key out of the task"
+            )
         with same_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
 
@@ -228,14 +233,19 @@ class Run:
         write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
-        """What is done after each epoch: a line in the log, and a look at how members differ where that is asked for."""
-        every, rows = self.config.evaluation.get("distances_every"), self._compared
-        watch = None if every is None else watcher(self.folder, posterior, rows, every=every)
+        """What is done after each epoch: a line in the log, and looks at how members differ and at what is learned."""
+        asked, watching = self.config.evaluation, []
+        if "distances_every" in asked:
+            watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
+        if "curves_every" in asked:
+            rows = (self.data.train, self.data.test)
+            watching.append(learning(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))
 
         def after(epoch: Epoch) -> None:
             self.log(epoch)
-            if watch is not None:
-                watch(epoch)
+            for look in watching:
+                if look is not None:
+                    look(epoch)
 
         return after
 
@@ -289,16 +299,19 @@ class Run:
             notes={"classes": "\n".join(self.data.classes)} | collapse_note(posterior, evaluation.metrics),
         )
         if GRID in splits:
-            said = read_predictions(splits[GRID]).predictive
-            evaluation = with_grid(evaluation, said, geometry_of(self.config, self.data), self.data.train.y)
+            on_grid = read_predictions(splits[GRID]).predictive
+            evaluation = with_grid(evaluation, on_grid, geometry_of(self.config, self.data), self.data.train.y)
         if TRAIN in splits:
-            evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
+            said = read_predictions(splits[TRAIN])
+            evaluation = with_memorised(with_training_rows(evaluation, said), said, self.data.train)
         if CALIBRATION in splits:
             evaluation = with_calibration(evaluation, test, read_predictions(splits[CALIBRATION]))
         if CHOOSE in splits:
             evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
         if "distances_every" in self.config.evaluation:
             evaluation = with_distances(evaluation, self.folder, posterior, self._compared)
+        if "curves_every" in self.config.evaluation:
+            evaluation = with_curves(evaluation, self.folder, self.data.train)
         write_evaluation(self.folder, evaluation)
         return evaluation
 

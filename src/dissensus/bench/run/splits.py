@@ -35,7 +35,7 @@ def split_names(config: RunConfig) -> list[str]:
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
-    if config.evaluation.get("train_rows", False):
+    if config.evaluation.get("train_rows", False) or config.data.get("label_noise", 0) != 0:
         names.append(TRAIN)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
 
