@@ -62,7 +62,7 @@ class NodeBNN(StoringPosterior):
         init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
-        gamma: γ; above 0 a hot posterior.
+        gamma: γ: the posterior's temperature is 1 + γ; above 0 hot, between −1 and 0 cold.
         init_spread: standard deviation of μ around 1 at the start.
         annealing: β; None is constant 1.
         bias_latent: iBNN's scalar latent on each bias.
@@ -122,7 +122,7 @@ class NodeBNN(StoringPosterior):
         self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
         self.components, self.train_samples = components, whole("train_samples", train_samples)
         self.samples = -(-whole("samples", samples) // components) * components
-        self.gamma = number("gamma", gamma, least=0)
+        self.gamma = number("gamma", gamma, above=-1)
         self.bound = one_of("bound", bound, get_args(Bound))
         self.divergence = one_of("divergence", divergence, get_args(Divergence))
         self.complexity = Complexity(prior_std, bound, divergence, made.widths)

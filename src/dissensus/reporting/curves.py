@@ -48,23 +48,23 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
     """Measures against the values of a setting, one line per method with its intervals; every title is a row of panels."""
     panels = []
     for title, several in rows.items():
-        for measure, methods in several.items():
+        for column, (measure, methods) in enumerate(several.items()):
             drawn = []
             for i, (name, points) in enumerate(methods.items()):
                 mean, lower, upper = np.array(list(points.values())).T
                 look = {"color": palette[name], **marked(i)}
                 drawn.append(Curve(list(points), mean, short(name), look, band=(lower, upper)))
-            ends = np.concatenate([curve.y for curve in drawn])
-            room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
             axes = {
                 "xlabel": label,
-                "title": f"{measure.label}, {title}" if title else measure.label,
+                "ylabel": "" if column else title,
+                "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
                 "xscale": "log" if log else "linear",
-                "ylim": (
-                    max(np.nanmin(ends) - room, measure.possible[0]),
-                    min(np.nanmax(ends) + room, measure.possible[1]),
-                ),
             }
+            if drawn:  # a cell may lack a measure: where no label is wrong, none is memorised
+                ends = np.concatenate([curve.y for curve in drawn])
+                room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
+                least, most = measure.possible
+                axes["ylim"] = (max(np.nanmin(ends) - room, least), min(np.nanmax(ends) + room, most))
             ticks = sorted({value for points in methods.values() for value in points})
             panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
     columns = max(len(several) for several in rows.values())
@@ -85,13 +85,12 @@ def learning_curves(
     """Accuracy over epochs, the mean over seeds with their range: rows[title][name][method] has epochs (E,), values (S, E)."""
     panels = []
     for title, several in rows.items():
-        for name, methods in several.items():
+        for column, (name, methods) in enumerate(several.items()):
             drawn = [
                 Curve(epochs, values.mean(0), short(method), {"color": palette[method]}, (values.min(0), values.max(0)))
                 for method, (epochs, values) in methods.items()
             ]
-            shown = f"{LEARNED[name]}; {title}" if title else LEARNED[name]
-            axes = {"xlabel": "epochs", "title": short(shown, 46), "ylim": (0, 1)}
+            axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
             panels.append(Panel(drawn, axes, percent="y"))
     columns = max(len(several) for several in rows.values())
     return curve_figure(panels, size=(3.3 * columns, 2.6 * len(rows)), rows=len(rows))

@@ -4,8 +4,8 @@
     label = "wrong labels"
     "data.label_noise" = [0.0, 0.2, 0.4]       # a setting as on the command line, and its value in each cell
 
-An axis may have several settings, a value each for each cell, for methods that call one thing by different names: with
-"method.node_bnn.gamma" = ["none", 0.0, 2.0], node_bnn is not in the first cell. A run that no axis changes is done once.
+An axis may have several settings, for methods that call one thing by different names; `values` are then its own. A run that
+no axis changes is done once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from dissensus.bench.task.schema import GRID, check_task
 from dissensus.bench.task.variants import base_name
 from dissensus.numerics.checks import number, one_of
 
-NONE = "none"  # as a value of method.NAME.key: that method is not in the cell
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -34,12 +32,11 @@ class Axis:
 
 
 class GridCell(NamedTuple):
-    """A task at one point of the grid, and the methods that are there."""
+    """A task at one point of the grid."""
 
     name: str
     at: dict[str, float]  # axis -> value
     task: Task
-    methods: list[str]
 
 
 def axes_of(task: Task) -> list[Axis]:
@@ -48,23 +45,20 @@ def axes_of(task: Task) -> list[Axis]:
 
 
 def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
-    """All cells, the last axis the fastest."""
+    """All cells, the last axis the fastest; settings of methods that do not run are left out."""
     axes, found = axes_of(task), []
     plain = {key: value for key, value in task.settings.items() if key != "grid"}
     for places in product(*(range(len(axis.values)) for axis in axes)):
-        settings, there = plain, list(methods)
-        changes = [(key, axis.settings[key][i]) for axis, i in zip(axes, places, strict=True) for key in axis.settings]
-        for key, value in changes:
-            if value == NONE:
-                there = [method for method in there if base_name(method) != key.split(".")[1]]
-        for key, value in changes:
-            if value != NONE and _read(key, there):
-                settings = overridden(settings, f"{key}={json.dumps(value)}", methods=there)
-        at = {axis.name: axis.values[i] for axis, i in zip(axes, places, strict=True)}
+        settings, here = plain, list(zip(axes, places, strict=True))
+        for axis, i in here:
+            for key, values in axis.settings.items():
+                if _read(key, methods):
+                    settings = overridden(settings, f"{key}={json.dumps(values[i])}", methods=methods)
+        at = {axis.name: axis.values[i] for axis, i in here}
         name = "-".join(f"{axis}{value:g}" for axis, value in at.items())
         check_task(settings, f"{task.name}, {name}")
-        found.append(GridCell(name, at, replace(task, settings=settings), there))
-    return [cell for cell in found if cell.methods]
+        found.append(GridCell(name, at, replace(task, settings=settings)))
+    return found
 
 
 def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
@@ -75,13 +69,11 @@ def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
         raise ValueError(f'expected a setting in [grid.{name}], got none; write for example "data.train" = [100, 1000]')
     values = table.get("values", next(iter(settings.values())))
     for key, several in settings.items():
-        if not isinstance(several, list) or len(several) != len(values):
+        if not isinstance(several, list) or not isinstance(values, list) or len(several) != len(values):
             raise ValueError(
-                f"expected a list of {len(values)} values for {key} in [grid.{name}], one for each cell, got {several!r}; give "
-                "as many"
+                f"expected a list of values for {key} in [grid.{name}], as long as that of the axis, {values!r}, "
+                f"got {several!r}; give one for each cell"
             )
-        if NONE in several and (key.count(".") < 2 or not key.startswith("method.")):
-            raise ValueError(f'expected "{NONE}" for a method.NAME.key alone, got it for {key}; leave the cell out')
         _check_alone(key, task.settings, f"[grid.{name}]")
     numbers = [float(number(f"grid.{name}: a value of the axis", each)) for each in values]
     return Axis(name, str(table.get("label", name)), bool(table.get("log", False)), numbers, settings)

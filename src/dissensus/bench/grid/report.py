@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ from dissensus.reporting.plots import colours
 from dissensus.reporting.report import rendered
 from dissensus.reporting.results import Results, table_text
 from dissensus.reporting.statistics import Family, compared, family
-from dissensus.reporting.tables import Cell, MeasureDraws, Row, Table, difference_table, draws_of, main_table, p_text
+from dissensus.reporting.tables import MeasureDraws, Row, Table, difference_table, draws_of, main_table, p_text
 from dissensus.storage.files import write_text
 
 SHOWN = ("accuracy", "nll", "ece", "noise/memorised", "noise/recovered", "rmse", "coverage90")
 QUALITY = "Quality over {label}: means over seeds; bands are 95 % intervals (seeds and test examples), cut where a panel ends."
+RESULTS = "Bold: best in its row. ≈: cannot be told from the best (p ≥ 0.05). In brackets: 95 % intervals."
+DIFFERENCES = "On the same test examples and seeds; bold: better with p < 0.05 over several seeds."
 LEARNING = "What is learned with every epoch, at up to 1,000 rows of each kind: means over seeds, bands from lowest to highest."
 
 
@@ -59,7 +62,7 @@ def bench_grid(
     if baseline is not None:
         one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
     cells = cells_of(task, chosen)
-    asked = begin_cells(cells, range(whole("--seeds", seeds)), folder, source=source)
+    asked = begin_cells(cells, chosen, range(whole("--seeds", seeds)), folder, source=source)
     runs = list({id(run): run for several in asked for run in several}.values())
     done = finished(runs, source=source, progress=progress, jobs=whole("--jobs", jobs), tell=tell)
     evaluations = dict(zip(map(id, runs), done, strict=True))
@@ -68,14 +71,17 @@ def bench_grid(
     for cell, several in zip(cells, asked, strict=True):
         results = results_of_runs(several, [evaluations[id(run)] for run in several]).compared_with(None, holm=holm)
         measured.append(Measured(cell, results, *draws_of(results, SHOWN)))
-    return write_grid(task, axes_of(task), measured, folder, str(baseline or task.settings.get("baseline", chosen[0])))
+    named = baseline or measured[0].results.baseline or chosen[0]
+    return write_grid(task, axes_of(task), measured, folder, named)
 
 
-def begin_cells(cells: Sequence[GridCell], seeds: Sequence[int], out: Path, *, source: str | None) -> list[list[Run]]:
+def begin_cells(
+    cells: Sequence[GridCell], methods: Sequence[str], seeds: Sequence[int], out: Path, *, source: str | None
+) -> list[list[Run]]:
     """The runs of every cell, method by method; one whose settings are those of another cell's is that cell's run."""
     load, there, found = LastData(source), dict[str, Run](), []
     for cell in cells:
-        configs = [run_config(cell.task, method, seed) for method in cell.methods for seed in seeds]
+        configs = [run_config(cell.task, method, seed) for method in methods for seed in seeds]
         keys = [json.dumps(config.table(), sort_keys=True) for config in configs]
         new = {key: config for key, config in zip(keys, configs, strict=True) if key not in there}
         if new:
@@ -89,23 +95,23 @@ def write_grid(
     task: Task, axes: Sequence[Axis], measured: Sequence[Measured], folder: Path, baseline: str
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files): the rows, the figures, report.md and report.html."""
-    methods = list(dict.fromkeys(method for each in measured for method in each.results.methods))
+    methods = list(measured[0].results.methods)
     palette, against = colours(methods), compared_cells(measured, baseline)
     drawn = curves.over_values(quality(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
     if learned := learning(axes, measured):
         figures["curves.png"] = (curves.learning_curves(learned, palette=palette), LEARNING)
     first = measured[0].results
+    count = len(first.methods[methods[0]])
+    seeds = f" of {count} seeds" if count > 1 else ""
     said = sentences(axes, measured, against, first.focus, baseline)
     content = {
         "title": task.title, "description": first.description, "sentences": said, "facts": first.facts,
         "tables": [
-            ("Results", "Bold: best in its row. ≈: cannot be told from the best (p ≥ 0.05). In brackets: 95 % intervals.",
-             joined(axes, measured, [main_table(m.results, m.measures, m.draws) for m in measured], methods)),
-            (f"Differences to {baseline}", "On the same test examples and seeds; bold: better with p < 0.05 over seeds.",
-             joined(axes, measured, [
-                 difference_table(m.results, m.measures, each, baseline) for m, each in zip(measured, against, strict=True)
-             ], [name for name in methods if name != baseline])),
+            (f"Results{seeds}", RESULTS, joined(axes, measured, [main_table(*each[1:]) for each in measured])),
+            (f"Differences to {baseline}", DIFFERENCES, joined(axes, measured, [
+                difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
+            ])),
         ],
         "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
     }  # fmt: skip
@@ -138,17 +144,13 @@ def compared_cells(measured: Sequence[Measured], baseline: str) -> list[Family]:
     return [Family(of(name, every.comparisons), of(name, every.p_values), every.level) for name in names]
 
 
-def joined(
-    axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[Table], methods: Sequence[str]
-) -> Table:
-    """The cells' tables as one, measure by measure; "–" where a method is not in a cell."""
+def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[Table]) -> Table:
+    """The cells' tables as one, measure by measure."""
     rows: dict[str, list[Row]] = {}
     for each, table in zip(measured, tables, strict=True):
         for row in table.rows:
-            there = {name.split(" (")[0]: cell for name, cell in zip(table.columns, row.cells, strict=True)}
-            cells = [there.get(method, Cell("–")) for method in methods]
-            rows.setdefault(row.label, []).append(Row(place(axes, each.cell), row.unit, row.arrow, cells, row.label))
-    return Table(list(methods), [row for several in rows.values() for row in several])
+            rows.setdefault(row.label, []).append(replace(row, label=place(axes, each.cell), group=row.label))
+    return Table(tables[0].columns, [row for several in rows.values() for row in several])
 
 
 def place(axes: Sequence[Axis], cell: GridCell) -> str:
