@@ -34,6 +34,7 @@ ROOMS = {
     "train": "numerics core surgery engine training",
     "predict": "numerics core engine storage",
     "temperature": "core predict",
+    "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
     "predict temperature version",

@@ -18,7 +18,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import data, metrics, nets, theory
+    from dissensus import data, landscape, metrics, nets, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.corrupted import Corruptions
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
@@ -77,7 +77,7 @@ _HOMES = {
     "save": "storage",
     "temperature_scale": "temperature",
 }
-_ROOMS = ("data", "metrics", "nets", "theory")
+_ROOMS = ("data", "landscape", "metrics", "nets", "theory")
 
 __all__ = [
     "LIT",
@@ -127,6 +127,7 @@ __all__ = [
     "data",
     "evaluate",
     "fit",
+    "landscape",
     "load",
     "member_distances",
     "metrics",
