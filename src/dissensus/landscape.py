@@ -263,7 +263,7 @@ class _Anchors:
         loss = torch.empty(len(coefficients), dtype=torch.float64)
         accuracy = torch.empty_like(loss)
         for stored, rows in ((True, exact.nonzero()[:, 0]), (False, (~exact).nonzero()[:, 0])):
-            for some in rows.split(together) if len(rows) else ():
+            for some in torch.split(rows, together) if len(rows) else ():
                 particles = self._room(len(some))
                 self._place(particles, coefficients[some])
                 if not stored and self.seen is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -54,7 +55,7 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
                 mean, lower, upper = np.array(list(points.values())).T
                 look = {"color": palette[name], **marked(i)}
                 drawn.append(Curve(list(points), mean, short(name), look, band=(lower, upper)))
-            axes = {
+            axes: dict[str, Any] = {
                 "xlabel": label,
                 "ylabel": "" if column else title,
                 "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
@@ -83,17 +84,17 @@ def learning_curves(
     rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
 ) -> Figure:
     """Accuracy over epochs, the mean over seeds with their range: rows[title][name][method] has epochs (E,), values (S, E)."""
-    panels = []
+    panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
     for title, several in rows.items():
-        for column, (name, methods) in enumerate(several.items()):
+        for column, name in enumerate(names):
+            methods = several.get(name, {})
             drawn = [
                 Curve(epochs, values.mean(0), short(method), {"color": palette[method]}, (values.min(0), values.max(0)))
                 for method, (epochs, values) in methods.items()
             ]
             axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
             panels.append(Panel(drawn, axes, percent="y"))
-    columns = max(len(several) for several in rows.values())
-    return curve_figure(panels, size=(3.3 * columns, 2.6 * len(rows)), rows=len(rows))
+    return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
 
 
 SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something

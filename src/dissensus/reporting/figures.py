@@ -44,6 +44,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
     made: list[tuple[Made | None, dict[str, bool]]] = [
         (scenes.looked_at(first, palette), {"first_seed": True, "wide": True}),
         (scenes.swept(results, palette), {"wide": True}),
+        (scenes.learning(results, palette), {"wide": True}),
         (scenes.over_training(results, palette), {"wide": True}),
         (_calibration(first, palette), {"first_seed": True}),
         (_coverage(first, palette), {"first_seed": True}),

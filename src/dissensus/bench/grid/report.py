@@ -8,17 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dissensus.bench.grid.axes import Axis, GridCell, axes_of, cells_of
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.jobs import begun, default_folder, finished
 from dissensus.bench.run.run import Run, Tell, silent
 from dissensus.bench.task.config import Task, run_config
-from dissensus.evaluation.evaluation import Evaluation
 from dissensus.numerics.checks import one_of, whole
-from dissensus.reporting import curves
+from dissensus.reporting import curves, scenes
 from dissensus.reporting.figures import svg, write_png
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.plots import colours
@@ -99,7 +96,7 @@ def write_grid(
     palette, against = colours(methods), compared_cells(measured, baseline)
     drawn = curves.over_values(quality(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
-    if learned := learning(axes, measured):
+    if learned := {place(axes, each.cell): found for each in measured if (found := scenes.learned(each.results))}:
         figures["curves.png"] = (curves.learning_curves(learned, palette=palette), LEARNING)
     first = measured[0].results
     count = len(first.methods[methods[0]])
@@ -170,29 +167,6 @@ def quality(axes: Sequence[Axis], measured: Sequence[Measured]) -> curves.OverVa
                 points = row[known[measure.key]].setdefault(name, {})
                 points[each.cell.at[axes[0].name]] = (draws.estimate, *ends)
     return rows
-
-
-def learning(axes: Sequence[Axis], measured: Sequence[Measured]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Accuracies over epochs, a row of panels for every cell; nothing where nobody looked."""
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    for each in measured:
-        for method, several in each.results.methods.items():
-            for name in curves.LEARNED:
-                if all(f"curves/over/{name}" in evaluation.arrays for evaluation in several):
-                    row = rows.setdefault(place(axes, each.cell), {})
-                    row.setdefault(name, {})[method] = _over_epochs(several, name)
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return {title: {name: row.get(name, {}) for name in names} for title, row in rows.items()}
-
-
-def _over_epochs(several: Sequence[Evaluation], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs (E,) at which every seed was looked at, and values (S, E)."""
-    looks = [
-        dict(zip(each.arrays["curves/epochs"].tolist(), each.arrays[f"curves/over/{name}"].tolist(), strict=True))
-        for each in several
-    ]
-    common = [epoch for epoch in looks[0] if all(epoch in look for look in looks)]
-    return np.asarray(common), np.array([[look[epoch] for epoch in common] for look in looks])
 
 
 def sentences(
