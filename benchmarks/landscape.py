@@ -48,7 +48,7 @@ def main() -> None:
     draw.add_argument("--weights", type=Path, required=True, help="of the network with skips")
     draw.add_argument("--points", type=int, default=41)
     draw.add_argument("--reach", type=float, default=1.0)
-    draw.add_argument("--together", type=int, default=8, help="points that run at once")
+    draw.add_argument("--together", type=int, default=1, help="points that run at once")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     {"train": train, "draw": drawn}[given.command](given)
@@ -105,7 +105,7 @@ def train(given: argparse.Namespace) -> None:
 
 def drawn(given: argparse.Namespace) -> None:
     """One CSV for each network, and both in one figure."""
-    loader = batches(ds.data.cifar10("train", folder=given.data), given.rows, size=500, augmented=False)
+    loader = batches(ds.data.cifar10("train", folder=given.data), given.rows, size=1000, augmented=False)
     files = {"with skips": given.weights, "without skips": without_skips(given)}
     shown = {}
     for name, weights in files.items():

@@ -59,7 +59,7 @@ def test_members_of_a_plane_are_at_its_corners(networks):
     _, _, _, marks = found.drawn()
     places = torch.tensor(list(marks.values()), dtype=torch.float64)
     for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert float((places[i] - places[j]).norm()) == pytest.approx(float((flat[i] - flat[j]).norm()), rel=1e-5)
+        assert float((places[i] - places[j]).norm()) == pytest.approx(float((flat[i] - flat[j]).norm()), rel=1e-10)
 
 
 def test_points_of_a_plane_are_networks_with_statistics_of_their_own(networks):

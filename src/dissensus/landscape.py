@@ -50,10 +50,11 @@ class Surface:
 
     def drawn(self) -> tuple[Tensor, Tensor, Tensor, dict[str, tuple[float, float]]]:
         """(x, y, loss, marks) in the orthonormal basis, x, y and loss (P, Q)."""
-        a, b = torch.meshgrid(self.first, self.second, indexing="ij")
-        x, y = (a * self.frame[0, i] + b * self.frame[1, i] for i in range(2))
+        along, across = torch.meshgrid(self.first, self.second, indexing="ij")
+        x, y = (along * self.frame[0, i] + across * self.frame[1, i] for i in range(2))
         marks = {
-            name: tuple((torch.tensor(at) @ self.frame.to(torch.float32)).tolist()) for name, at in self.marks.items()
+            name: (a * float(self.frame[0, 0]) + b * float(self.frame[1, 0]), b * float(self.frame[1, 1]))
+            for name, (a, b) in self.marks.items()
         }
         return x, y, self.loss, marks
 
@@ -127,7 +128,8 @@ def plane(
     offsets = anchors.flat()[1:] - anchors.flat()[0]  # (2, P)
     length = offsets[0].norm()
     along = offsets[1] @ offsets[0] / length
-    frame = torch.tensor([[length, 0.0], [along, (offsets[1].square().sum() - along**2).clamp(min=0).sqrt()]])
+    across = (offsets[1] - along * offsets[0] / length).norm()
+    frame = torch.tensor([[float(length), 0.0], [float(along), float(across)]], dtype=torch.float64)
     marks = {str(member): at for member, at in zip(members, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)), strict=True)}
     return Surface(line, line, *found.shaped(len(line), len(line)), marks, frame)
 
@@ -168,7 +170,9 @@ def directions(
     line = number("reach", reach, above=0) * torch.arange(-half, half + 1, dtype=torch.float64) / max(half, 1)
     a, b = torch.meshgrid(line, line, indexing="ij")
     found = anchors.losses(torch.stack([torch.ones_like(a), a, b], -1).flatten(0, 1), together=together)
-    return Surface(line, line, *found.shaped(points, points), {str(member): (0.0, 0.0)}, torch.eye(2))
+    return Surface(
+        line, line, *found.shaped(points, points), {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
+    )
 
 
 def path(

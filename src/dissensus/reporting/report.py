@@ -81,7 +81,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "facts": results.facts,
         "seeds": max(len(several) for several in results.methods.values()),
         "counted": _counted(results),
-        "compared_by": _compared_by(results, against),
+        "compared_by": compared_by(results, against),
         "glossary": _glossary(found),
     }
 
@@ -100,7 +100,7 @@ def _counted(results: Results) -> str:
     return f"{text}{few}{alone}{adjusted}"
 
 
-def _compared_by(results: Results, against: Family | None) -> str:
+def compared_by(results: Results, against: Family | None) -> str:
     """How many comparisons there are and whether that is allowed for."""
     if against is None:
         return ""

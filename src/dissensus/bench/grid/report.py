@@ -19,7 +19,7 @@ from dissensus.reporting import curves, scenes
 from dissensus.reporting.figures import svg, write_png
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.plots import colours
-from dissensus.reporting.report import rendered
+from dissensus.reporting.report import compared_by, rendered
 from dissensus.reporting.results import Results, table_text
 from dissensus.reporting.statistics import Family, compared, family
 from dissensus.reporting.tables import MeasureDraws, Row, Table, difference_table, draws_of, main_table, p_text
@@ -93,7 +93,7 @@ def write_grid(
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files): the rows, the figures, report.md and report.html."""
     methods = list(measured[0].results.methods)
-    palette, against = colours(methods), compared_cells(measured, baseline)
+    palette, (every, against) = colours(methods), compared_cells(measured, baseline)
     drawn = curves.over_values(quality(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
     if learned := {place(axes, each.cell): found for each in measured if (found := scenes.learned(each.results))}:
@@ -106,7 +106,7 @@ def write_grid(
         "title": task.title, "description": first.description, "sentences": said, "facts": first.facts,
         "tables": [
             (f"Results{seeds}", RESULTS, joined(axes, measured, [main_table(*each[1:]) for each in measured])),
-            (f"Differences to {baseline}", DIFFERENCES, joined(axes, measured, [
+            (f"Differences to {baseline}", f"{DIFFERENCES} {compared_by(first, every)}", joined(axes, measured, [
                 difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
             ])),
         ],
@@ -121,8 +121,8 @@ def write_grid(
     return said, [folder / name for name in (*figures, *texts)]
 
 
-def compared_cells(measured: Sequence[Measured], baseline: str) -> list[Family]:
-    """For every cell, all methods against the baseline; with Holm's correction all cells are one family."""
+def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family, list[Family]]:
+    """All methods against the baseline in all cells, one family, by cell and measure and method; and the same cell by cell."""
     every = family(
         {
             (each.cell.name, measure.key, name): compared(draws, each.draws[measure.key][baseline])
@@ -138,7 +138,7 @@ def compared_cells(measured: Sequence[Measured], baseline: str) -> list[Family]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
     names = [each.cell.name for each in measured]
-    return [Family(of(name, every.comparisons), of(name, every.p_values), every.level) for name in names]
+    return every, [Family(of(name, every.comparisons), of(name, every.p_values), every.level) for name in names]
 
 
 def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[Table]) -> Table:
