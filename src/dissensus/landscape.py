@@ -62,7 +62,8 @@ class Surface:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
         from dissensus.reporting.panels import surfaces  # loads matplotlib
 
-        return surfaces({"": self.drawn()})
+        several = len(self.marks) > 1
+        return surfaces({"": self.drawn()}, xlabel="distance of weights" if several else "in norms of filters")
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,7 +87,7 @@ def surfaces(
     top = min(float(finite.max()), 300 * low) if highest is None else highest
     levels = np.geomspace(low, max(top, 1.001 * low), LEVELS)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(3.4 * len(losses) + 1, 3.5), layout="constrained")
+        figure = Figure(figsize=(3.4 * len(losses) + 1.2, 3.5), layout="compressed")
         panels = list(figure.subplots(1, len(losses), squeeze=False).flat)
         for axes, (name, (x, y, loss, marks)) in zip(panels, losses.items(), strict=True):
             shown = np.clip(np.nan_to_num(np.asarray(loss, float), nan=np.inf), levels[0], levels[-1])
@@ -98,6 +98,7 @@ def surfaces(
                 axes.plot(left, up, "o", color="white", markeredgecolor=INK, markersize=5, clip_on=False)
                 if len(marks) > 1:
                     axes.annotate(label, (left, up), (4, 4), textcoords="offset points", color="white")
+            axes.set_aspect("equal")
             axes.set(title=short(name, 40), xlabel=xlabel, ylabel="" if axes is not panels[0] else ylabel)
         bar = figure.colorbar(filled, ax=panels, shrink=0.8, label="loss (nats)")
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
