@@ -102,6 +102,17 @@ def test_a_path_begins_and_ends_at_its_members(networks):
     torch.testing.assert_close(together.loss, found.loss, rtol=1e-12, atol=0)
 
 
+def test_a_curve_goes_around_what_the_straight_line_goes_over(networks):
+    posterior = ds.DeepEnsemble(networks[:2])
+    ds.fit(posterior, LOADER, epochs=30, progress=False, optimizer=torch.optim.Adam(posterior.parameters(), lr=0.02))
+    straight = ds.landscape.path(posterior, LOADER, points=7)
+    bent = ds.landscape.curve(posterior, LOADER, points=7, epochs=30, lr=0.02)
+    assert torch.equal(bent.loss[[0, -1]], straight.loss[[0, -1]])
+    assert straight.barrier > 0.1
+    assert bent.barrier < 0.5 * straight.barrier
+    assert torch.equal(bent.loss, ds.landscape.curve(posterior, LOADER, points=7, epochs=30, lr=0.02).loss)
+
+
 @pytest.mark.parametrize("statistics", ["stored", "recomputed"])
 def test_scaling_a_filter_before_batch_norm_leaves_the_picture_as_it_was(networks, statistics):
     scaled, factors = copy.deepcopy(networks[0]), torch.tensor([0.1, 3.0, 10.0, 0.5], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The loss around and between members: planes through three of them, random directions from one, paths from one to another.
+"""The loss around and between members: planes through three of them, random directions from one, ways from one to another.
 
 Every point is Σ_k c_k θ_k, a combination of members' weights and, for directions, of filter-normalised noise. Combinations are
 taken in this form because it gives the members themselves back exactly, where θ_0 + 1 · (θ_1 − θ_0) would round.
@@ -17,12 +17,13 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum
-from dissensus.core.particles import Particles, member_index
+from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.statistics import statistics_layers
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import refresh_statistics
+from dissensus.surgery.normalization import estimating, refresh_statistics
 
 Statistics = Literal["stored", "recomputed"] | Iterable[Any]
 
@@ -196,6 +197,36 @@ def path(
     return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together).shaped(len(t)))
 
 
+def curve(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    members: tuple[int, int] = (0, 1),
+    points: int = 21,
+    epochs: int = 20,
+    lr: float = 0.01,
+    seed: int = 0,
+    statistics: Statistics = "recomputed",
+    together: int = 1,
+) -> Path:
+    """The Path of losses along a curve between two members that is bent to where the loss is low (Garipov et al. 2018).
+
+        φ(t) = (1 − t)² θ_0 + 2 t (1 − t) ω + t² θ_1,    ω = argmin E_{t ~ U(0, 1)} loss(φ(t)), from (θ_0 + θ_1) / 2
+
+    Args:
+        epochs, lr: of Adam on ω, over the batches of `loader` as they were read once; batch norm at each batch's statistics.
+        seed: of t.
+        posterior, loader, members, points, statistics, together: as in `path`.
+    """
+    anchors = _Anchors(posterior, members, loader, statistics)
+    t = torch.linspace(0, 1, whole("points", points, least=2), dtype=torch.float64)
+    anchors.append(
+        anchors.bent(whole("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed))
+    )
+    bent = torch.stack([(1 - t) ** 2, t**2, 2 * t * (1 - t)], -1)
+    return Path(t, *anchors.losses(bent, together=together).shaped(len(t)))
+
+
 class _Losses(NamedTuple):
     loss: Tensor  # (N,)
     accuracy: Tensor | None
@@ -253,6 +284,24 @@ class _Anchors:
             norms = [each.flatten(1).norm(dim=1) for each in (weight, noise)]  # (filters,)
             found[name] = noise * (norms[0] / norms[1]).reshape(-1, *[1] * (weight.ndim - 1))
         return found
+
+    def bent(self, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
+        """The weights ω of `curve` between the first two."""
+        middle = {name: ((rows[0] + rows[1]) / 2).requires_grad_() for name, rows in self.weights.items()}
+        optimizer = torch.optim.Adam(list(middle.values()), lr=lr)
+        buffers = self.particles.at(0)[1]
+        with torch.enable_grad(), estimating(self.particles, statistics_layers(self.particles.template)):
+            for batch in epochs * self.kept:
+                t = float(torch.rand((), generator=generator, dtype=torch.float64))
+                point = {
+                    name: (1 - t) ** 2 * rows[0] + 2 * t * (1 - t) * middle[name] + t**2 * rows[1]
+                    for name, rows in self.weights.items()
+                }
+                loss, _ = self.particles.call(Member.nll, point, buffers, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return {name: tensor.detach() for name, tensor in middle.items()}
 
     def _room(self, points: int) -> Particles:
         """Particles for so many points, to be overwritten."""
