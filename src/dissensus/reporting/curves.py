@@ -47,7 +47,8 @@ OverValues = dict[
 
 def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
     """Measures against the values of a setting, one line per method with its intervals; every title is a row of panels."""
-    panels = []
+    each = (points for several in rows.values() for methods in several.values() for points in methods.values())
+    panels, ticks = [], sorted({value for points in each for value in points})
     for title, several in rows.items():
         for column, (measure, methods) in enumerate(several.items()):
             drawn = []
@@ -66,7 +67,6 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
                 room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
                 least, most = measure.possible
                 axes["ylim"] = (max(np.nanmin(ends) - room, least), min(np.nanmax(ends) + room, most))
-            ticks = sorted({value for points in methods.values() for value in points})
             panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
     columns = max(len(several) for several in rows.values())
     return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
