@@ -62,6 +62,8 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
                 "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
                 "xscale": "log" if log else "linear",
             }
+            if not drawn and len(ticks) > 1:
+                axes["xlim"] = (ticks[0], ticks[-1])
             if drawn:  # a cell may lack a measure: where no label is wrong, none is memorised
                 ends = np.concatenate([curve.y for curve in drawn])
                 room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
