@@ -36,6 +36,7 @@ ROOMS = {
     "train": "numerics core surgery engine training",
     "predict": "numerics core engine storage",
     "temperature": "core predict",
+    "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
     "predict temperature version",
@@ -63,11 +64,13 @@ FLOORS = {
         "plots curves maps panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting printing", "rows", "task", "run", "theory width", "cli"],
+    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],
     "bench/rows": ["learned", "scenes", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records measured pixels watch same weights",
+        "provenance records measured pixels same weights",
+        "watch",
+        "learned",
         "build splits convert",
         "evaluating",
         "run",
@@ -77,6 +80,7 @@ FLOORS = {
         "images",
     ],
     "bench/theory": ["studies", "cli"],
+    "bench/grid": ["axes", "report"],
     "bench/width": ["grid", "claims", "report"],
 }
 

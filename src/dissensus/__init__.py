@@ -18,7 +18,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, metrics, nets, theory
+    from dissensus import attacks, data, landscape, metrics, nets, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.attacked import AttackCurves
     from dissensus.evaluation.convergence import Convergence, convergence
@@ -86,7 +86,7 @@ _HOMES = {
     "save": "storage",
     "temperature_scale": "temperature",
 }
-_ROOMS = ("attacks", "data", "metrics", "nets", "theory")
+_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "theory")
 
 __all__ = [
     "HMC",
@@ -145,6 +145,7 @@ __all__ = [
     "data",
     "evaluate",
     "fit",
+    "landscape",
     "load",
     "member_distances",
     "metrics",

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from dissensus.core import batch as batches
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
-from dissensus.core.likelihood import spread
+from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
 from dissensus.core.turns import training
 from dissensus.engine import Step, build_step
@@ -227,13 +227,8 @@ def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunc
         for given in batches.each(loader, anywhere=True):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
-            counted = posterior.likelihood.counted(y)
-            log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
-            w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
-            if counted is not None:
-                w = w * counted
-            total += float((w * log_prob.where(w > 0, 0.0)).sum())  # a class ruled out, −∞, where nothing counts
-            count += float(w.sum())
+            found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
+            total, count = total + float(found), count + float(counted)
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count

@@ -112,7 +112,7 @@ def test_components_come_in_turn_and_every_example_meets_each_of_them():
 # ---------------------------------------------------------------------------------------------------- the objective
 
 
-@pytest.mark.parametrize("gamma", [0.0, 2.0])
+@pytest.mark.parametrize("gamma", [-0.5, 0.0, 2.0])
 @pytest.mark.parametrize("divergence", ["mixture", "surrogate"])
 @pytest.mark.parametrize("bound", ["joint", "per_layer", "released"])
 def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bound, divergence, gamma):
@@ -493,8 +493,8 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
         ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
         ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),
-        ({"gamma": -1.0}, "expected gamma of at least 0, got -1.0"),
-        ({"gamma": float("nan")}, "expected gamma of at least 0, got nan"),
+        ({"gamma": -1.0}, "expected gamma above -1, got -1.0"),
+        ({"gamma": float("nan")}, "expected gamma above -1, got nan"),
         ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),
         ({"divergence": "kl"}, "expected divergence of mixture, surrogate, got 'kl'"),
         ({"batch_norm": "eval"}, "expected batch_norm of frozen, trained, got 'eval'"),

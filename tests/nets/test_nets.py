@@ -58,6 +58,21 @@ def test_parameter_counts_are_those_of_the_papers():
     assert parameters(ds.nets.ResNet(18)) == 11_173_962
     assert parameters(ds.nets.ResNet50()) == 25_557_032  # torchvision's
     assert round(parameters(ds.nets.ENet(11)) / 1e6, 2) == 0.36  # the paper: 0.36 or 0.37 million
+
+
+def test_a_residual_network_without_skips_is_its_layers_one_after_the_other():
+    plain, skipping = (ds.nets.ResNet(20, 5, skip=skip).eval() for skip in (False, True))
+    plain.load_state_dict(skipping.state_dict())  # shortcuts of the thin family have no parameters
+    x = torch.randn(2, 3, 8, 8)
+    block = plain.layer2[0]
+    z = torch.randn(2, 16, 8, 8)
+    branch = nn.Sequential(block.conv1, block.bn1, nn.ReLU(), block.conv2, block.bn2, nn.ReLU())
+    torch.testing.assert_close(block(z), branch(z), rtol=0, atol=0)
+    assert not torch.allclose(plain(x), skipping(x))
+    assert ds.nets.ResNet(**plain.config).layer2[0].shortcut is None
+    # ResNet-18 has three 1×1 shortcuts with norm layers
+    removed = sum(a * b + 2 * b for a, b in ((64, 128), (128, 256), (256, 512)))
+    assert parameters(ds.nets.ResNet(18, skip=False)) == 11_173_962 - removed
     assert parameters(ds.nets.MLP(784, 10, hidden=(200, 200, 200))) == 785 * 200 + 2 * 201 * 200 + 201 * 10
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -94,18 +94,15 @@ def bench_command(
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
         _print_each([*said, *files])
         return
-    results, written = jobs.bench(
-        loaded,
-        methods=chosen,
-        seeds=seeds,
-        out=out,
-        source=data,
-        progress=not quiet,
-        baseline=baseline,
-        holm=holm,
-        jobs=jobs_,
-        tell=tell,
-    )
+    asked: dict[str, Any] = {"methods": chosen, "seeds": seeds, "out": out, "source": data, "jobs": jobs_, "tell": tell}
+    asked |= {"baseline": baseline, "holm": holm, "progress": not quiet}
+    if "grid" in loaded.settings:
+        from dissensus.bench.grid.report import bench_grid  # loads matplotlib
+
+        said, files = bench_grid(loaded, **asked)
+        _print_each([*said, *files])
+        return
+    results, written = jobs.bench(loaded, **asked)
     print_results(results)
     _print_each(written)
 

@@ -355,3 +355,15 @@ def spread(weight: Tensor, like: Tensor) -> Tensor:
             f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}; pass one per example"
         )
     return weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)
+
+
+def log_prob_sum(
+    likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """() the sum of log-probabilities of targets that count, by weight, and () the sum of those weights."""
+    counted = likelihood.counted(y)
+    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
+    w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
+    if counted is not None:
+        w = w * counted
+    return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # a class ruled out, −∞, where nothing counts

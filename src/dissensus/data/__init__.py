@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dissensus.data.augmentation import Augmentation, SegmentationAugmentation
 from dissensus.data.batches import Batches
+from dissensus.data.label_noise import noisy_labels
 from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
@@ -49,6 +50,7 @@ __all__ = [
     "hill",
     "image_set",
     "mnist",
+    "noisy_labels",
     "notmnist",
     "quadratic_features",
     "regression_split",

@@ -35,7 +35,7 @@ class NodeBNN(NodePosterior):
         init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
-        gamma: γ; above 0 a hot posterior. It is a `posterior_temperature` of 1 + γ.
+        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one. It is a `posterior_temperature` of 1 + γ.
         init_spread: standard deviation of μ around 1 at the start.
         annealing: β; None is constant 1.
         bias_latent: iBNN's scalar latent on each bias.
@@ -86,7 +86,7 @@ class NodeBNN(NodePosterior):
             start=Modulation.normal(1.0, number("init_spread", init_spread, least=0)),
             train_samples=train_samples,
             samples=samples,
-            posterior_temperature=1 + number("gamma", gamma, least=0),  # H[q, p] − (1 + γ) H = KL − γ H
+            posterior_temperature=1 + number("gamma", gamma, above=-1),  # H[q, p] − (1 + γ) H = KL − γ H
             mode=mode,
             bias_latent=bias_latent,
             layers=layers,

@@ -21,12 +21,13 @@ class ResNet(nn.Module):
         depth: 20, 32, 44, 56 or 110 (16-32-64 channels), or 18 or 34 (64 to 512 channels).
         outputs: logits or means.
         channels: C.
+        skip: whether blocks have shortcuts around them; without, the same layers one after the other (a plain network).
     """
 
-    def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3) -> None:
+    def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3, skip: bool = True) -> None:
         super().__init__()
         one_of("depth", depth, sorted([*THIN, *WIDE]))
-        self.config = {"depth": depth, "outputs": outputs, "channels": channels}
+        self.config = {"depth": depth, "outputs": outputs, "channels": channels, "skip": skip}
         widths: tuple[int, ...] = (16, 32, 64) if depth in THIN else (64, 128, 256, 512)
         counts: tuple[int, ...] = (THIN[depth],) * 3 if depth in THIN else WIDE[depth]
         self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
@@ -37,7 +38,7 @@ class ResNet(nn.Module):
             blocks = []
             for j in range(count):
                 stride = 2 if i > 1 and j == 0 else 1
-                blocks.append(BasicBlock(previous, width, stride, learned_shortcut=depth in WIDE))
+                blocks.append(BasicBlock(previous, width, stride, learned_shortcut=depth in WIDE, skip=skip))
                 previous = width
             self.add_module(f"layer{i}", nn.Sequential(*blocks))
         self.linear = nn.Linear(previous, outputs)
@@ -52,16 +53,16 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions around a shortcut."""
+    """Two 3×3 convolutions with a shortcut around them, or without one."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, *, learned_shortcut: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, *, learned_shortcut: bool, skip: bool = True) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
+        self.shortcut: nn.Module | None = nn.Identity() if skip else None
+        if skip and (stride != 1 or inputs != outputs):
             self.shortcut = (
                 nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
                 if learned_shortcut
@@ -70,7 +71,8 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out if self.shortcut is None else out + self.shortcut(x))
 
 
 class PaddedShortcut(nn.Module):

@@ -1,11 +1,13 @@
 """Figures of what changes with something: distances of members with training, accuracy with a setting."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dissensus.reporting.measures import Measure
 from dissensus.reporting.plots import INK, Array, Curve, Panel, curve_figure, marked, short
 
 SPACES = {
@@ -65,6 +67,66 @@ def under_attack(
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(MaxNLocator(5))
     return figure
+
+
+Interval = tuple[float, float, float]  # estimate, lower, upper
+OverValues = dict[
+    str, dict[Measure, dict[str, dict[float, Interval]]]
+]  # title -> measure -> method -> value of the setting
+
+
+def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
+    """Measures against the values of a setting, one line per method with its intervals; every title is a row of panels."""
+    each = (points for several in rows.values() for methods in several.values() for points in methods.values())
+    panels, ticks = [], sorted({value for points in each for value in points})
+    for title, several in rows.items():
+        for column, (measure, methods) in enumerate(several.items()):
+            drawn = []
+            for i, (name, points) in enumerate(methods.items()):
+                mean, lower, upper = np.array(list(points.values())).T
+                look = {"color": palette[name], **marked(i)}
+                drawn.append(Curve(list(points), mean, short(name), look, band=(lower, upper)))
+            axes: dict[str, Any] = {
+                "xlabel": label,
+                "ylabel": "" if column else title,
+                "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
+                "xscale": "log" if log else "linear",
+            }
+            if not drawn and len(ticks) > 1:
+                axes["xlim"] = (ticks[0], ticks[-1])
+            if drawn:  # a cell may lack a measure: where no label is wrong, none is memorised
+                ends = np.concatenate([curve.y for curve in drawn])
+                room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
+                least, most = measure.possible
+                axes["ylim"] = (max(np.nanmin(ends) - room, least), min(np.nanmax(ends) + room, most))
+            panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
+    columns = max(len(several) for several in rows.values())
+    return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
+
+
+LEARNED = {
+    "train/accuracy": "training rows, labels as given",
+    "test/accuracy": "test rows",
+    "noise/memorised": "wrong labels: as labelled",
+    "noise/recovered": "wrong labels: answered truly",
+}
+
+
+def learning_curves(
+    rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
+) -> Figure:
+    """Accuracy over epochs, the mean over seeds with their range: rows[title][name][method] has epochs (E,), values (S, E)."""
+    panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
+    for title, several in rows.items():
+        for column, name in enumerate(names):
+            methods = several.get(name, {})
+            drawn = [
+                Curve(epochs, values.mean(0), short(method), {"color": palette[method]}, (values.min(0), values.max(0)))
+                for method, (epochs, values) in methods.items()
+            ]
+            axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
+            panels.append(Panel(drawn, axes, percent="y"))
+    return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
 
 
 SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something

@@ -43,6 +43,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (scenes.looked_at(first, palette), {"first_seed": True, "wide": True}),
         (scenes.segmented(first), {"first_seed": True, "wide": True}),
         (scenes.swept(results, palette), {"wide": True}),
+        (scenes.learning(results, palette), {"wide": True}),
         (scenes.over_training(results, palette), {"wide": True}),
         (_calibration(first, palette), {"first_seed": True}),
         (_coverage(first, palette), {"first_seed": True}),

@@ -107,6 +107,11 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             Measure(f"attack/{name}/ece", "ECE", group, "low", 100, 2, "%"),
         ]
     found.append(Measure("fool/confidence", "Confidence", "fooling inputs", "low", 100, 2, "%"))
+    wrong = "training rows with wrong labels"
+    found += [
+        Measure("noise/memorised", "Answered as labelled", wrong, "low", 100, 2, "%", (("noise/memorised",),)),
+        Measure("noise/recovered", "Answered truly", wrong, "high", 100, 2, "%", (("noise/recovered",),)),
+    ]
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
     against = "against the reference"

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from dissensus.reporting.plots import INK, STYLE, Array, short
 
@@ -61,6 +62,46 @@ def entropy_maps(
             axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
             axes.set(title=short(name), xlim=window[:2], ylim=window[2:])
         figure.colorbar(image, ax=panels, shrink=0.6, label="entropy (nats)")
+    return figure
+
+
+LEVELS = 24  # of contours
+
+
+def surfaces(
+    losses: Mapping[str, tuple[Array, Array, Array, Mapping[str, tuple[float, float]]]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    highest: float | None = None,
+) -> Figure:
+    """Contours of losses (P, Q) at places x and y (P, Q), logarithmic and alike in all panels, with points marked by name.
+
+    highest: what lies above it has its colour; three hundred times the lowest loss where it is not given.
+    """
+    every = np.concatenate([np.asarray(loss, float).ravel() for _, _, loss, _ in losses.values()])
+    finite = every[np.isfinite(every)]
+    low = max(float(finite.min()), 1e-4)
+    top = min(float(finite.max()), 300 * low) if highest is None else highest
+    levels = np.geomspace(low, max(top, 1.001 * low), LEVELS)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(3.4 * len(losses) + 1.2, 3.5), layout="compressed")
+        panels = list(figure.subplots(1, len(losses), squeeze=False).flat)
+        for axes, (name, (x, y, loss, marks)) in zip(panels, losses.items(), strict=True):
+            shown = np.clip(np.nan_to_num(np.asarray(loss, float), nan=np.inf), levels[0], levels[-1])
+            x, y = np.asarray(x), np.asarray(y)
+            filled = axes.contourf(x, y, shown, levels=levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
+            axes.contour(x, y, shown, levels=levels[1::2], colors=INK, linewidths=0.3, alpha=0.6)
+            for label, (left, up) in marks.items():
+                axes.plot(left, up, "o", color="white", markeredgecolor=INK, markersize=5, clip_on=False)
+                if len(marks) > 1:
+                    axes.annotate(label, (left, up), (4, 4), textcoords="offset points", color="white")
+            axes.set_aspect("equal")
+            axes.set(title=short(name, 40), xlabel=xlabel, ylabel="" if axes is not panels[0] else ylabel)
+        bar = figure.colorbar(filled, ax=panels, shrink=0.8, label="loss (nats)")
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        bar.ax.minorticks_off()
     return figure
 
 

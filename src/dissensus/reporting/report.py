@@ -87,7 +87,7 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "facts": results.facts,
         "seeds": max(len(several) for several in results.methods.values()),
         "counted": _what_counts(results),
-        "compared_by": _compared_by(results, against),
+        "compared_by": compared_by(results, against),
         "glossary": _glossary(found),
     }
 
@@ -110,7 +110,7 @@ def _what_counts(results: Results) -> str:
     return f"{text}{few}{alone}{adjusted}"
 
 
-def _compared_by(results: Results, against: Family | None) -> str:
+def compared_by(results: Results, against: Family | None) -> str:
     """How many comparisons there are and whether that is allowed for."""
     if against is None:
         return ""
@@ -156,6 +156,8 @@ MEANINGS = {
     "Width of 90 % intervals": "how wide those intervals are, in the target's units",
     "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
     "numbers were measured: fitted on held-out data, 1 where there is none",
+    "Answered as labelled": "share of the training inputs with a wrong label that are answered by that label: memorised",
+    "Answered truly": "share of the training inputs with a wrong label that are answered by their true class all the same",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
     "mean prediction. Large off the data is wanted, large at the data is not",
     "attacked by FGSM": "test inputs after one step up the loss of the averaged prediction, mean over radii",

@@ -1,6 +1,7 @@
 """Sections of a report that are pictures first: the functions themselves, how members part, a setting's sweep."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -80,11 +81,8 @@ def over_training(results: Results, palette: dict[str, str]) -> Made | None:
     drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in curves.SPACES}
     for name, several in known.items():
         for space in curves.SPACES:
-            seeds = [_looks(each, space) for each in several]
-            # Epochs at which every seed was looked at: a run that was stopped may lack one.
-            common = [epoch for epoch in seeds[0] if all(epoch in look for look in seeds)]
-            means = np.mean([[look[epoch] for epoch in common] for look in seeds], axis=0)
-            drawn[space][name] = (np.asarray(common), means)
+            epochs, values = _looks(several, "distances", space)
+            drawn[space][name] = (epochs, values.mean(0))
     text = (
         "Means over pairs of members at the same training inputs: how far apart their weights are, what they say, and the "
         "angle between what they look at (the derivative of the true class's logit, or of the mean, by the input)."
@@ -119,10 +117,36 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
     return ("What happens to attacked inputs?", text, figures) if figures else None
 
 
-def _looks(evaluation: Evaluation, space: str) -> dict[int, float]:
-    """Epochs done -> distance in a space."""
-    arrays = evaluation.arrays
-    return dict(zip(arrays["distances/epochs"].tolist(), arrays[f"distances/over/{space}"].tolist(), strict=True))
+def learned(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """What is looked at -> method -> epochs (E,) and values (S, E), of methods whose training was looked at."""
+    return {
+        name: known
+        for name in curves.LEARNED
+        if (
+            known := {
+                method: _looks(several, "curves", name)
+                for method, several in results.methods.items()
+                if all(f"curves/over/{name}" in each.arrays for each in several)
+            }
+        )
+    }
+
+
+def learning(results: Results, palette: dict[str, str]) -> Made | None:
+    """Accuracy while methods train."""
+    if not (found := learned(results)):
+        return None
+    text = "At up to 1,000 rows of each kind: means over seeds, in bands from the lowest to the highest."
+    figure = curves.learning_curves({"": found}, palette=palette)
+    return "What is learned, over training", text, [("Accuracies over training", figure)]
+
+
+def _looks(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs (E,) at which every seed was looked at (a run that was stopped may lack one), and values (S, E)."""
+    arrays = [(each.arrays[f"{prefix}/epochs"], each.arrays[f"{prefix}/over/{name}"]) for each in several]
+    looks = [dict(zip(epochs.tolist(), values.tolist(), strict=True)) for epochs, values in arrays]
+    common = [epoch for epoch in looks[0] if all(epoch in look for look in looks)]
+    return np.asarray(common), np.array([[look[epoch] for epoch in common] for look in looks])
 
 
 def swept(results: Results, palette: dict[str, str]) -> Made | None:

@@ -1,6 +1,6 @@
 """The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -44,11 +44,12 @@ class Table:
 MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
 
 
-def draws_of(results: Results) -> tuple[list[Measure], MeasureDraws]:
-    """The measures any method has, and their resamples for every method that has them."""
+def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
+    """The measures any method has, and their resamples for every method that has them; `only`: keys of some of them."""
     found: dict[str, Measure] = {}
     for several in results.methods.values():
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
+    found = {key: measure for key, measure in found.items() if only is None or key in only}
     draws = {
         key: {
             name: resampled(measure, several, seeds=results.seeds(name))

@@ -93,7 +93,7 @@ def test_a_task_may_say_how_many_classes_there_are_where_the_training_rows_lack_
 
 
 def test_the_gap_of_the_regression_is_between_its_clusters():
-    x, y = rows_elsewhere("gap", SHIFTED, None, noise=0.25)
+    x, y, _ = rows_elsewhere("gap", SHIFTED, None, noise=0.25)
     assert float(x.min()) >= 2.5
     assert float(x.max()) <= 4.5
     noise = (y - x * x.sin()).std()

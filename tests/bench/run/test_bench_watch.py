@@ -8,9 +8,14 @@ import torch
 import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.watch import FILE, joined, read_distances
+from dissensus.bench.run.watch import FILE, joined, read_looks
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.evaluation.distances import member_distances
+from dissensus.evaluation.distances import MemberDistances, member_distances
+
+
+def read_distances(folder):
+    return read_looks(folder / FILE, MemberDistances._fields)
+
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -32,7 +37,7 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
     assert list(kept) == [0, 2, 4]
     evaluation = each.evaluate()
     assert evaluation.arrays["distances/epochs"].tolist() == [0, 2, 4]
-    assert evaluation.arrays["distances/over/weight"].tolist() == [found.weight for found in kept.values()]
+    assert evaluation.arrays["distances/over/weight"].tolist() == [found["weight"] for found in kept.values()]
     x, y = joined(each.loader(each.data.train))
     now = member_distances(ds.load(each.folder / "posterior"), x, y)
     for space, value in now._asdict().items():
@@ -40,8 +45,8 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
     torch.manual_seed(0)
     networks = [ds.nets.MLP(2, 2, hidden=(50, 50)) for _ in range(2)]
     start = member_distances(ds.DeepEnsemble(networks), x, y)
-    assert kept[0].weight == pytest.approx(start.weight, rel=1e-6)
-    assert kept[0].gradient == pytest.approx(start.gradient, rel=1e-4)
+    assert kept[0]["weight"] == pytest.approx(start.weight, rel=1e-6)
+    assert kept[0]["gradient"] == pytest.approx(start.gradient, rel=1e-4)
 
 
 def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path, monkeypatch):

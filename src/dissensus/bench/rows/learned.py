@@ -19,9 +19,10 @@ class TaskRows(NamedTuple):
 
     x: Tensor
     y: Tensor
+    true: Tensor | None = None  # the labels before some were made wrong; None where none were
 
     def at(self, rows: Tensor) -> TaskRows:
-        return TaskRows(self.x[rows], self.y[rows])
+        return TaskRows(self.x[rows], self.y[rows], None if self.true is None else self.true[rows])
 
     def first(self, count: int | None, *, seed: int) -> TaskRows:
         """At most `count` rows, chosen by the seed and kept in order."""

@@ -11,7 +11,7 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
 from dissensus.bench.rows.learned import Root, SetKind, TaskRows
 from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, rows_elsewhere
-from dissensus.data import split_indices
+from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
 
@@ -66,7 +66,7 @@ def task_data(settings: dict[str, Any], folder: Root = None) -> TaskData:
     validation, calibration = options.pop("validation", None), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
     standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
-    source = SETS[name]
+    noise, source = options.pop("label_noise", 0.0), SETS[name]
     with fitting(f"the data set {name}"):
         everything, test, classes, own_validation, foreign = source.make(folder, **options)
     labels = () if source.kind == "segmentation" else classes  # masks are checked where they are read
@@ -76,7 +76,8 @@ def task_data(settings: dict[str, Any], folder: Root = None) -> TaskData:
     def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
         return _split(rows.first(test_rows, seed=seed), calibration, seed, source.kind)
 
-    training = everything.first(train_rows, seed=seed)
+    # What is held out of a noisy set is noisy too: nobody who has wrong labels has right ones to choose an epoch by.
+    training = _with_noise(everything.first(train_rows, seed=seed), noise, labels, seed)
     if own_validation is None:
         training, held = _split(training, 0.1 if validation is None else validation, seed, source.kind)
     else:
@@ -109,6 +110,15 @@ def task_data(settings: dict[str, Any], folder: Root = None) -> TaskData:
         standardiser=_of_inputs(training, standardise),
         targets=_of_targets(training, targets, source.kind),
     )
+
+
+def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
+    """The rows with a share of wrong labels; the true ones are kept beside them."""
+    if noise == 0:
+        return rows
+    if not classes:
+        raise ValueError(f"expected classes for data.label_noise = {noise}, got a set without; leave the key out")
+    return TaskRows(rows.x, noisy_labels(rows.y, noise, classes=len(classes), seed=seed), rows.y)
 
 
 def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dissensus.bench.rows.learned import SetKind
 from dissensus.bench.rows.sets import TaskData
+from dissensus.bench.run.learned import with_curves, with_memorised
 from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
 from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
 from dissensus.bench.run.records import read_attacked, read_counts, read_predictions
@@ -49,16 +50,19 @@ def evaluation_of_run(
         notes={"classes": "\n".join(data.classes)} | collapse_note(posterior, evaluation.metrics),
     )
     if GRID in splits:
-        said = read_predictions(splits[GRID]).predictive
-        evaluation = with_grid(evaluation, said, geometry_of(config, data), data.train.y)
+        on_grid = read_predictions(splits[GRID]).predictive
+        evaluation = with_grid(evaluation, on_grid, geometry_of(config, data), data.train.y)
     if TRAIN in splits:
-        evaluation = with_training_rows(evaluation, read_predictions(splits[TRAIN]))
+        said = read_predictions(splits[TRAIN])
+        evaluation = with_memorised(with_training_rows(evaluation, said), said, data.train)
     if CALIBRATION in splits:
         evaluation = with_calibration(evaluation, *(read_predictions(splits[each]) for each in ("test", CALIBRATION)))
     if CHOOSE in splits:
         evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:
         evaluation = with_distances(evaluation, folder, posterior, compared)
+    if "curves_every" in config.evaluation:
+        evaluation = with_curves(evaluation, folder, data.train)
     return evaluation
 
 

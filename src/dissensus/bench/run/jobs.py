@@ -74,12 +74,20 @@ def run_all(
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
     runs = begun(task, configs, out, source=source)
+    return runs, finished(runs, source=source, progress=progress, jobs=jobs, tell=tell)
+
+
+def finished(
+    runs: Sequence[Run], *, source: str | None = None, progress: bool = False, jobs: int = 1, tell: Tell = silent
+) -> list[Evaluation]:
+    """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     if jobs > 1:
         in_processes(_groups(runs), jobs, source=source, tell=tell)
     with withdrawing(runs):
         evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
-    remove_leftovers(out)
-    return runs, evaluations
+    for out in dict.fromkeys(run.folder.parent for run in runs):
+        remove_leftovers(out)
+    return evaluations
 
 
 @contextmanager
@@ -106,9 +114,11 @@ def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Te
     return run.evaluate(tell=lambda text: tell(f"{name}: evaluating {text}"))
 
 
-def begun(task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None) -> list[Run]:
-    """The runs of these configs, checked, each with its folder: nothing is trained yet."""
-    load = LastData(source)
+def begun(
+    task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: LastData | None = None
+) -> list[Run]:
+    """The runs of these configs, checked, each with its folder: nothing is trained yet. `load`: shared with other runs."""
+    load = load or LastData(source)
     load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
     runs = [
         Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs

@@ -27,6 +27,7 @@ from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.evaluating import evaluation_of_run
+from dissensus.bench.run.learned import learning
 from dissensus.bench.run.pixels import image_facts
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
@@ -107,6 +108,10 @@ class Run:
         attack_curves(self.config)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
+        if self.kind != "classification" and "curves_every" in self.config.evaluation:
+            raise ValueError(
+                f"expected classes for evaluation.curves_every, got a {self.kind}; leave the key out of the task"
+            )
         with same_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
 
@@ -150,7 +155,7 @@ class Run:
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
         training, scenes = self.config.training, self.kind == "segmentation"
         if scenes and shuffle:  # augmented on the device: a processor takes as long to scale images as a step does
-            rows = TaskRows(*(each.to(self.device) for each in rows))
+            rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
         asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
         augment = training.get("augment", "none") if shuffle else "none"
         return standardised_batches(
@@ -233,14 +238,19 @@ class Run:
         write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
-        """What is done after each epoch: a line in the log, and a look at how members differ where that is asked for."""
-        every, rows = self.config.evaluation.get("distances_every"), self._compared
-        watch = None if every is None else watcher(self.folder, posterior, rows, every=every)
+        """What is done after each epoch: a line in the log, and looks at how members differ and at what is learned."""
+        asked, watching = self.config.evaluation, []
+        if "distances_every" in asked:
+            watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
+        if "curves_every" in asked:
+            rows = (self.data.train, self.data.test)
+            watching.append(learning(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))
 
         def after(epoch: Epoch) -> None:
             self.log(epoch)
-            if watch is not None:
-                watch(epoch)
+            for look in watching:
+                if look is not None:
+                    look(epoch)
 
         return after
 

@@ -41,7 +41,7 @@ def split_names(config: RunConfig) -> list[str]:
     names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
-    if config.evaluation.get("train_rows", False):
+    if config.evaluation.get("train_rows", False) or config.data.get("label_noise", 0) != 0:
         names.append(TRAIN)
     if attack_curves(config) is not None:
         names.append(ATTACK)

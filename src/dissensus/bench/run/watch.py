@@ -1,7 +1,7 @@
-"""How members differ over a run's training: distances.jsonl in its folder, one line per look."""
+"""What is looked at over a run's training: one line per look in a .jsonl file of its folder."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from dissensus.bench.run.measured import more
 from dissensus.core.posterior import Posterior
-from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+from dissensus.evaluation.distances import MemberDistances, member_distances
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.numerics.damage import damaged
 from dissensus.storage.files import write_text
+from dissensus.training.history import Epoch
 
 FILE = "distances.jsonl"
 ROWS = 500  # of the training set, at which members are compared
@@ -20,58 +21,73 @@ ROWS = 500  # of the training set, at which members are compared
 ComparedRows = Iterable[tuple[Tensor, Tensor]]
 
 
-def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int) -> DistancesOverTraining | None:
-    """A callback that writes the distances every so many epochs, those before training as well; None for one network.
+class Looks:
+    """A callback that writes a line of numbers every so many epochs, and one before training.
 
     A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
     """
-    if posterior.particles.members < 2:
-        return None
-    path = folder / FILE
 
-    def line(epochs: int, found: MemberDistances) -> str:
-        return json.dumps({"epochs": epochs, **found._asdict()}) + "\n"
+    def __init__(
+        self, path: Path, names: Sequence[str], measure: Callable[[], Mapping[str, float]], *, every: int
+    ) -> None:
+        self.path, self.measure, self.every = path, measure, every
+        there = read_looks(path, names) if path.is_file() else {}
+        # Without a last line that is not whole: what is appended begins a line of its own.
+        lines = (json.dumps({"epochs": epochs, **found}) for epochs, found in there.items())
+        write_text(path, "".join(f"{line}\n" for line in lines))
+        if 0 not in there:
+            self.look(0)  # the networks are as they were built: a checkpoint is read later
 
-    def tell(epochs: int, found: MemberDistances) -> None:
-        with path.open("a") as file:
-            file.write(line(epochs, found))
+    def __call__(self, epoch: Epoch) -> None:
+        if (epoch.epoch + 1) % self.every == 0:
+            self.look(epoch.epoch + 1)
 
-    known = read_distances(folder) if path.is_file() else {}
-    # Without a last line that is not whole: what is appended begins a line of its own.
-    write_text(path, "".join(line(*each) for each in known.items()))
-    record = DistancesOverTraining(posterior, *joined(batches), every=every, tell=tell)
-    if 0 not in known:
-        record.look(0)  # the networks are as they were built: a checkpoint is read later
-    return record
+    def look(self, epochs: int) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"epochs": epochs, **self.measure()}) + "\n")
 
 
-def read_distances(folder: Path) -> dict[int, MemberDistances]:
-    """Epochs done -> distances, ascending; a last line that a stopped run did not end is passed over."""
-    path = folder / FILE
+def read_looks(path: Path, names: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Epochs done -> numbers of these names, ascending; a last line that a stopped run did not end is passed over."""
     whole, _, _ = path.read_bytes().decode(errors="replace").rpartition("\n")
     found = {}
     for line in whole.splitlines():
         try:
             entry = json.loads(line)
-            epochs = int(entry.pop("epochs"))
-            found[epochs] = MemberDistances(**{space: float(value) for space, value in entry.items()})
+            found[int(entry["epochs"])] = {name: float(entry[name]) for name in names}
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise damaged(path, error) from error
     return dict(sorted(found.items()))
+
+
+def with_looks(evaluation: Evaluation, path: Path, names: Sequence[str], prefix: str) -> Evaluation:
+    """The evaluation with arrays PREFIX/epochs and PREFIX/over/NAME of what was seen over training."""
+    over = read_looks(path, names)
+    arrays = {f"{prefix}/epochs": torch.tensor(list(over), dtype=torch.int64)}
+    for name in names:
+        arrays[f"{prefix}/over/{name}"] = torch.tensor([found[name] for found in over.values()], dtype=torch.float64)
+    return more(evaluation, {}, arrays)
+
+
+# ------------------------------------------------------------------------------------------- how members differ
+
+
+def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int) -> Looks | None:
+    """A callback that writes the distances of members; None for one network."""
+    if posterior.particles.members < 2:
+        return None
+    x, y = joined(batches)
+    names = MemberDistances._fields
+    return Looks(folder / FILE, names, lambda: member_distances(posterior, x, y)._asdict(), every=every)
 
 
 def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: ComparedRows) -> Evaluation:
     """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
     if posterior.particles.members < 2 or not (folder / FILE).is_file():
         return evaluation
-    over = read_distances(folder)
-    arrays = {"distances/epochs": torch.tensor(list(over), dtype=torch.int64)}
-    for space in MemberDistances._fields:
-        values = [getattr(found, space) for found in over.values()]
-        arrays[f"distances/over/{space}"] = torch.tensor(values, dtype=torch.float64)
     now = member_distances(posterior, *joined(batches))
     metrics = {f"distances/{space}": value for space, value in now._asdict().items()}
-    return more(evaluation, metrics, arrays)
+    return with_looks(more(evaluation, metrics), folder / FILE, MemberDistances._fields, "distances")
 
 
 def joined(batches: ComparedRows) -> tuple[Tensor, Tensor]:

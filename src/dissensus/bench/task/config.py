@@ -107,6 +107,10 @@ def read_task(name: str) -> Settings:
 def run_config(task: Task, method: str, seed: int) -> RunConfig:
     """What a run of one method, or of a variant of one, with one seed depends on."""
     check_methods([method], task.settings)
+    if "grid" in task.settings:  # its settings differ from cell to cell, and here there is none
+        raise ValueError(
+            f"expected a task without [grid], or a cell of one, got {task.name}; run it by `dissensus bench`"
+        )
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
     data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
     own = tables["method"].get(method, {})

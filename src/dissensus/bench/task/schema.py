@@ -43,7 +43,7 @@ ANY, TEXT, INTEGER, TRUTH, TEXTS, WHOLES, LIST, TABLE = (
 COUNT, POSITIVE, NOT_NEGATIVE = partial(whole, least=0), partial(number, above=0), partial(number, least=0)
 
 TOP: dict[str, ValueRule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
-SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "reference", "size")
+SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "grid", "reference", "size")
 NETWORK: dict[str, ValueRule] = {
     "name": TEXT,  # of NETS, or package.module:name
     "weights": TEXT,  # a file with the state to start from
@@ -59,6 +59,9 @@ DATA: dict[str, ValueRule] = {
     "ood_rows": whole,  # at most so many of each
     "shift": TEXTS,  # labelled sets of another distribution
     "seed": INTEGER,  # of what is held out; the same for every run, so that runs are compared on the same rows
+    "label_noise": partial(
+        number, least=0, most=1
+    ),  # of the training set's labels, replaced by wrong ones; test labels stay as they are
     "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
     "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
 }
@@ -102,6 +105,7 @@ EVALUATION: dict[str, ValueRule] = {
     "focus": TEXT,  # the method that the report compares region by region with every other
     "against": TEXT,  # the method whose predictive those of all others are compared with
     "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
+    "curves_every": whole,  # epochs between looks at training and test accuracy; not looked at where it is left out
     "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
 }
@@ -114,6 +118,11 @@ WIDTHS: dict[str, ValueRule] = {  # of a task over widths: each is a cell with a
     "p_members": whole,  # … of so many members
     "p_factor": POSITIVE,  # … at this width …
     "p_rates": TABLE,  # … and these learning rates by regime, one for each p
+}
+GRID: dict[str, ValueRule] = {  # of an axis; its other keys are settings, as "data.train", with a value for each cell
+    "label": TEXT,  # what figures call it
+    "values": LIST,  # of the axis; those of the first setting where it is left out
+    "log": TRUTH,  # whether figures draw it on a logarithmic scale
 }
 
 
@@ -155,7 +164,7 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
     rules: dict[str, ValueRule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ANY}  # written in several forms
     for key, value in settings.items():
         rules[one_of(f"a key of the task {where}", key, rules)](f"{where}: {key}", value)
-    for section in ("method", "size"):
+    for section in ("method", "size", "grid"):
         for name, value in settings.get(section, {}).items():
             TABLE(f"{where}: {section}.{name}", value)
             TABLE(f"{where}: {section}.{name}.training", value.get("training", {}))
@@ -180,6 +189,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
         "evaluation": EVALUATION,
         "widths": WIDTHS,
     }
+    found |= {f"grid.{axis}": AnyKey(GRID) for axis in settings.get("grid", {})}
     for name in [*METHODS, *variants_of(settings)]:
         method = METHODS[base_name(name)]
         several: dict[str, ValueRule] = {key: whole for key in [counted_by(method)] if key is not None}

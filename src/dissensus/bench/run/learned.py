@@ -1,0 +1,78 @@
+"""What is learned and what is memorised: accuracy over training, and what is said at training rows with wrong labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dissensus.bench.rows.learned import TaskRows
+from dissensus.bench.run.measured import more
+from dissensus.bench.run.watch import Looks, with_looks
+from dissensus.core import batch as batches
+from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.predictive import Predictive
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.predictions import Predictions
+
+FILE = "curves.jsonl"
+ROWS = 1000  # of the training set and of the test set, looked at over training
+NOISE = ("noise/memorised", "noise/recovered", "noise/clean")
+
+
+def memorised(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
+    """Of the classes said (N,) about training rows, whether each is the wrong label or the true one, and at other rows right.
+
+    noise/memorised and noise/recovered are (W,), of the W rows with a wrong label; noise/clean is (N − W,). Nothing where no
+    label was made wrong.
+    """
+    if rows.true is None:
+        return {}
+    wrong = rows.y != rows.true
+    found = ((said == rows.y)[wrong], (said == rows.true)[wrong], (said == rows.y)[~wrong])
+    return dict(zip(NOISE, found, strict=True))
+
+
+def with_memorised(evaluation: Evaluation, said: Predictions, rows: TaskRows) -> Evaluation:
+    """With noise/… of the training rows: numbers, and arrays of what they are means of."""
+    found = {name: each.double() for name, each in memorised(said.predictive.mean.argmax(1), rows).items() if len(each)}
+    return more(evaluation, {name: float(each.mean()) for name, each in found.items()}, found)
+
+
+def curve_names(train: TaskRows) -> list[str]:
+    """What is looked at over training; of wrong labels where there are some."""
+    return ["train/accuracy", "test/accuracy", "test/nll", *(NOISE if train.true is not None else ())]
+
+
+def learning(
+    folder: Path,
+    posterior: Posterior,
+    train: TaskRows,
+    test: TaskRows,
+    load: Callable[[TaskRows], Iterable[Any]],
+    *,
+    every: int,
+) -> Looks:
+    """A callback that writes what the functions in training say about some training and test rows; load: their batches."""
+    shown = {"train": train.first(ROWS, seed=0), "test": test.first(ROWS, seed=0)}
+
+    def measure() -> dict[str, float]:
+        with left_as_found(posterior):
+            drawn, said = posterior.current(), {}
+            for name, rows in shown.items():
+                parts = [posterior.checked(drawn.predict(posterior.take(each).x)) for each in batches.each(load(rows))]
+                said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
+        classes = {name: each.mean.argmax(1) for name, each in said.items()}
+        found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}
+        found |= {"test/nll": -said["test"].log_prob(shown["test"].y), **memorised(classes["train"], shown["train"])}
+        return {name: float(each.double().mean()) for name, each in found.items()}
+
+    return Looks(folder / FILE, curve_names(train), measure, every=every)
+
+
+def with_curves(evaluation: Evaluation, folder: Path, train: TaskRows) -> Evaluation:
+    """With arrays curves/epochs and curves/over/NAME, where training was looked at."""
+    path = folder / FILE
+    return with_looks(evaluation, path, curve_names(train), "curves") if path.is_file() else evaluation
