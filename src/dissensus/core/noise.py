@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.core.likelihood import HeteroscedasticRegression, Regression, spread
+from dissensus.core.likelihood import spread
 from dissensus.core.particles import Particles
+from dissensus.core.regression import HeteroscedasticRegression, Regression
 
 FAR = 5.0  # times a start of 1: errors of standardised targets are smaller
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.core import likelihood as likelihoods
 from dissensus.core.attributes import check_attributes, unmade
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
@@ -21,8 +21,7 @@ from dissensus.storage.sealed import SAVE_AGAIN
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file
 LIKELIHOODS: dict[str, type[Likelihood]] = {
-    each.__name__: each
-    for each in (likelihoods.Classification, likelihoods.Regression, likelihoods.HeteroscedasticRegression)
+    each.__name__: each for each in (Classification, Regression, HeteroscedasticRegression)
 }
 # Arguments that say how many rows tensors have, and the tensors: compared before anything of that size is built.
 COUNTED = {  # argument -> where its count stands: names of tensors begin so, and the axis

@@ -68,7 +68,7 @@ GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
     ),
     "cubic": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
     "cubic_gap": partial(line, window=(-4.5, 4.5), intervals=((-3.0, -1.0), (1.0, 3.0))),
-    "hill": partial(line, window=(-4.0, 4.0), intervals=((-2.5, -1.5), (-0.5, 0.5), (1.5, 2.5))),
+    "hill": partial(line, window=(-4.0, 4.0), intervals=((-2.6, -1.4), (-0.6, 0.6), (1.4, 2.6))),
     "gp_draw": partial(line, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
     "three_clusters": partial(
         line,

@@ -23,9 +23,10 @@ from dissensus.bench.task.objects import as_options, resolved, written
 from dissensus.bench.task.schema import counted_by
 from dissensus.bench.task.variants import base_name
 from dissensus.core import batch as batches
-from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
+from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
+from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.locate import sha256
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Likelihood, Regression, spread
+from dissensus.core.likelihood import Likelihood, spread
+from dissensus.core.regression import Regression
 from dissensus.methods.parts.curvature import CurvatureSums
 from dissensus.numerics.checks import one_of
 
