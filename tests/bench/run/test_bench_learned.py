@@ -74,7 +74,7 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
 
 def test_curves_of_a_regression_are_refused(tmp_path):
     task = load_task("cubic", size="smoke", overrides=["evaluation.curves_every=1"])
-    with pytest.raises(ValueError, match=r"expected classes for evaluation.curves_every, got a set without"):
+    with pytest.raises(ValueError, match=r"expected classes for evaluation.curves_every, got a regression"):
         Run(tmp_path, run_config(task, task.methods[0], 0)).check()
     with pytest.raises(ValueError, match=r"expected classes for data.label_noise = 0.1, got a set without"):
         task_data({"name": "cubic", "label_noise": 0.1})
