@@ -23,7 +23,7 @@ from dissensus.bench.run import records
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.jobs import belonging_together
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.watch import read_distances
+from dissensus.bench.run.watch import FILE, read_looks
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import formats, tabular
 from dissensus.data.corruption import published
@@ -199,7 +199,7 @@ def run_folder(folder: Path) -> list[str]:
 
 def read_run(folder: Path) -> object:
     run = Run.open(folder / "run")
-    read_distances(folder / "run")
+    read_looks(folder / "run" / FILE, MemberDistances._fields)
     records.read_counts(folder / "run" / "corrupt.safetensors")
     records.read_predictions(folder / "run" / "predictions" / "test.safetensors")
     return run.provenance, run.measure()

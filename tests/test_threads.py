@@ -69,7 +69,10 @@ METHODS = {
     "snapshot_ensemble": lambda net: ds.SnapshotEnsemble(net(), members=3, start=0, every=1),
     "laplace": lambda net: ds.Laplace(net(), samples=4),
     "node_bnn": lambda net: ds.NodeBNN(net(), data_size=24, components=2, samples=4),
+    "rank_one_bnn": lambda net: ds.RankOneBNN(net(), data_size=24, components=2, samples=4),
     "mean_field_vi": lambda net: ds.MeanFieldVI(net(), data_size=24, samples=4),
+    "sghmc": lambda net: ds.SGHMC(net(), data_size=24, members=3, cycles=0, exploration=0.5, weight_prior_std=1.0),
+    "hmc": lambda net: ds.HMC(net(), data_size=24, samples=3, warmup=1, leapfrog=1, weight_prior_std=1.0),
 }
 
 
