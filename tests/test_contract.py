@@ -173,7 +173,16 @@ OURS = {each.name: each for each in (NoisyWeights, Rank1Ensemble, NodeNoise)}
 
 
 # Rows whose like is in the fast suite: recorders of several networks are there as multi_swag, and one by one.
-SLOW = {"multi_tradi", "multi_swa", "multi_snapshot", "multi_perturbation"}
+SLOW = {
+    "multi_tradi",
+    "multi_swa",
+    "multi_snapshot",
+    "multi_perturbation",
+    "multi_mc_dropout",
+    "multi_sghmc",
+    "multi_hmc",
+}
+SLOW |= {"multi_rank_one_bnn", "sgld"}  # beside multi_node_bnn, and sghmc with less friction
 
 
 @pytest.fixture(params=[pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in METHODS], ids=str)

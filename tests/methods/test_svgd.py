@@ -161,7 +161,7 @@ def test_mixed_precision_changes_no_more_than_its_rounding(space):
             assert torch.equal(tensor, inside[name])
 
 
-@pytest.mark.parametrize("space", ["weight", "function"])
+@pytest.mark.parametrize("space", ["weight", pytest.param("function", marks=pytest.mark.slow)])
 def test_a_conjugate_posterior_is_sampled(space):
     model = Conjugate()
     posterior = SVGD(
@@ -258,7 +258,7 @@ def test_annealing_scales_the_driving_force_alone(space):
         torch.testing.assert_close(off, -scores.svgd(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("space", "limit"), [("weight", 6), ("function", 10)])
+@pytest.mark.parametrize(("space", "limit"), [("weight", 6), pytest.param("function", 10, marks=pytest.mark.slow)])
 def test_training_from_near_equal_members_stays_bounded(space, limit):
     """Weights grow to 1.4 and 3.2 with the floor; 21 and 97 with a thousandth of it."""
     largest = [largest_weight_in_training(lambda nets: SVGD(nets, data_size=50, space=space), d) for d in DISTANCES]

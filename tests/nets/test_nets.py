@@ -37,7 +37,10 @@ def test_a_network_rebuilds_from_its_config(name):
     assert torch.equal(other.eval()(x), network.eval()(x))
 
 
-@pytest.mark.parametrize("name", NETS)
+LARGE = ("PSPNet", "ResNet50")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NETS])
 def test_a_saved_posterior_of_it_needs_no_network_to_load(name, tmp_path):
     make, shape = BUILT[name]
     posterior = ds.MAP(make())

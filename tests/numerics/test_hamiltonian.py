@@ -59,7 +59,7 @@ def test_chains_sample_a_gaussian(dimension):
     assert covariance.diagonal().min() < 0.5 * covariance.diagonal().max()  # scales differ
 
 
-@pytest.mark.parametrize("target", [0.6, 0.8, 0.9])
+@pytest.mark.parametrize("target", [0.8, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.6, 0.9))])
 def test_dual_averaging_finds_the_step_size_of_the_target(target):
     precision = torch.diag(torch.linspace(0.5, 4, 100, dtype=torch.float64))
     chains = run(gaussian(precision), torch.randn(4, 100, dtype=torch.float64), target=target, leapfrog=6, warmup=700)

@@ -155,6 +155,7 @@ def test_a_hundred_particles_recover_a_gaussian(name):
         assert relative_error(covariance, COVARIANCE) < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ESTIMATORS, "svgd"])
 def test_laws_at_a_fixed_bandwidth_are_approached_as_particles_grow_in_number(name):
     """At h = 0.25 a hundred particles are too few for the laws that they keep under the median heuristic.
