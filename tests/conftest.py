@@ -12,6 +12,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import to
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end: no collection need look at them again
+    gc.set_threshold(50_000, 20, 50)  # and what tests leave is little
 
 
 @pytest.fixture(autouse=True)

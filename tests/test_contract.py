@@ -182,7 +182,12 @@ SLOW = {
     "multi_sghmc",
     "multi_hmc",
 }
-SLOW |= {"multi_rank_one_bnn", "sgld"}  # beside multi_node_bnn, and sghmc with less friction
+SLOW |= {
+    "multi_rank_one_bnn",
+    "multi_mean_field_vi",
+    "multi_laplace",
+    "sgld",
+}  # like multi_node_bnn, like sghmc
 
 
 @pytest.fixture(params=[pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in METHODS], ids=str)

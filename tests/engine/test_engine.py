@@ -89,7 +89,10 @@ def check_compiled_training(engine: str, kind, caplog, *, rows: int = 50, make=d
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize(("engine", "kind"), COMPILED)
+TRACED = [COMPILED[0], COMPILED[2], pytest.param(*COMPILED[1], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("engine", "kind"), TRACED)
 def test_traced_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog, monkeypatch) -> None:
     """The compiler's tracing and autograd without its code generation, which takes most of the time."""
     compiler = functools.partial(torch.compile, dynamic=False, backend="aot_eager")

@@ -581,7 +581,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected))
 
 
-@pytest.mark.parametrize("score", ESTIMATORS)
+# Scores by themselves are held to their laws in tests/numerics/test_scores.py.
+FEW = [pytest.param(each, marks=pytest.mark.slow) if each == "spectral_stein" else each for each in ESTIMATORS]
+
+
+@pytest.mark.parametrize("score", FEW)
 def test_weight_rde_samples_a_conjugate_posterior(score):
     """kde: covariance Σ − hI; Stein and spectral Stein: Σ."""
     model = Conjugate()
@@ -602,7 +606,7 @@ def test_weight_rde_samples_a_conjugate_posterior(score):
     assert relative_error(covariance, expected) < tolerance
 
 
-@pytest.mark.parametrize("score", ESTIMATORS)
+@pytest.mark.parametrize("score", FEW)
 def test_function_rde_samples_a_conjugate_posterior(score):
     """Without a prior the functions X w have covariance σ² on the span of X; kde's is (σ² − h) there."""
     model = Conjugate()

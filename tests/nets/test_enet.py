@@ -48,7 +48,12 @@ POSTERIORS = {
 }
 
 
-@pytest.mark.parametrize("name", POSTERIORS)
+OFTEN = ("deep_ensemble", "batch_ensemble", "tradi", "node_bnn", "forde")  # one of each way to run
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in POSTERIORS]
+)
 def test_every_posterior_trains_predicts_and_comes_back_bit_for_bit(name, tmp_path):
     images, masks = torch.rand(4, 3, 16, 24), torch.randint(3, (4, 16, 24), dtype=torch.uint8)
     masks[:, :2] = ds.data.VOID

@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize(
     "arguments",
     [("kernels", "--widths", "16,32", "--seeds", "3"), ("dynamics", "--width", "32", "--steps", "5"),
-     ("width", "--widths", "16,32", "--seeds", "2"), ("regimes",)],
+     ("width", "--widths", "16,32", "--seeds", "2"), pytest.param(("regimes",), marks=pytest.mark.slow)],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
 def test_a_command_writes_its_figure(arguments, tmp_path, monkeypatch, capsys):
