@@ -256,7 +256,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_is_one_clear_error(name, count, tmp_path):
     reader = READERS[name]

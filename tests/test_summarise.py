@@ -127,6 +127,7 @@ def test_batches_come_one_at_a_time_and_leave_the_world_as_found(ensemble: ds.De
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow  # compiled members are in tests/engine/test_engine.py
 def test_compiled_and_half_precision_predictions_agree_with_plain_ones(ensemble: ds.DeepEnsemble) -> None:
     loader = Batches(inputs()[0].float(), inputs()[1], batch_size=25)
     ensemble.float()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dissensus import Modulation, theory
+from thinning import often
 
 ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
 TWO = torch.tensor(
@@ -64,7 +65,7 @@ def test_the_plain_relu_value_is_the_textbook_recursion():
 
 
 @pytest.mark.parametrize(("name", "function"), [("erf", torch.erf), ("gelu", F.gelu), ("identity", lambda z: 1.0 * z)])
-@pytest.mark.parametrize("v", [ONE, SIGN, Modulation.normal(0.5, 0.6), Modulation.bernoulli(0.6)], ids=str)
+@pytest.mark.parametrize("v", often([SIGN, Modulation.normal(0.5, 0.6)], [ONE, Modulation.bernoulli(0.6)]), ids=str)
 def test_expansion_and_closed_form_agree(name, function, v):
     x = torch.randn(3, 4, dtype=torch.float64)
     given = partial(

@@ -55,7 +55,14 @@ def deviation(layers: nn.Module, x: torch.Tensor, networks: int, bias: float) ->
     return float((((each.mean(0) - wanted).abs() - bias * wanted.abs()).clamp(min=0) / error).max())
 
 
-@pytest.mark.parametrize(("make", "x"), [(dense, VECTORS), (flat, IMAGES), (pooled, IMAGES), (residual, IMAGES)])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (dense, VECTORS),
+        (residual, IMAGES),
+        *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (flat, pooled)),
+    ],
+)
 def test_small_networks_have_the_analytic_kernels(make, x):
     """60 networks of 32 units or channels: four standard errors and a bias of order 1/width."""
     assert deviation(make(32), x, networks=60, bias=2 / 32) < 4

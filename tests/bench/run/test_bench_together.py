@@ -13,6 +13,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.run.together import companions, remove_leftovers, shares, train_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.methods import TRADI
+from thinning import often
 
 pytestmark = pytest.mark.usefixtures("unreported")
 
@@ -135,7 +136,7 @@ def test_tradis_that_differ_in_sampling_alone_share_their_filters(benched):
     assert weights(folder, "tradi") != weights(folder, "tradi-diagonal")  # they sample differently
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2, 3, 4, 5])  # two of the head, two of either tail
+@pytest.mark.parametrize("epoch", often([1, 3, 4], [0, 2, 5]))  # two of the head, two of either tail
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(benched, task_file, tmp_path, monkeypatch, epoch):
     chosen = ["map", "tradi", "tradi-diagonal", "swag"]
     log, seen = Run.log, []
