@@ -1,0 +1,251 @@
+"""Convolutions and batch norm in forms whose second derivatives are fast; values and derivatives are torch's own.
+
+Members compared by input gradients are differentiated twice: u ↦ ∇_θ ⟨u, ∇_x f⟩. Two layers make this slow in torch. The
+gradient of a convolution's weights comes from a convolution whose kernel is as large as the image, and batch norm takes about
+ninety operations, most of them on whole activations. Here t is the gradient by a layer's output, u that by its input gradient.
+
+A convolution y = w ∗ x has the input gradient w ∗ᵀ t. Its derivative by t is w ∗ u, and by w it is what the first derivative of
+the convolution of u would be: one kernel each.
+
+Batch norm, of n values per channel: x̂ = (x − m) r, r = 1 / √(var + ε), ⟨·⟩ the mean over them. The input gradient is
+
+    J t = w r (t − ⟨t⟩ − x̂ ⟨x̂ t⟩),
+
+and J is symmetric: the derivative of Σ u · J t by t is J u. By x and by w it is
+
+    −w r² (x̂ (cov(t, u) − 3 ⟨x̂ t⟩⟨x̂ u⟩) + ⟨x̂ u⟩ (t − ⟨t⟩) + ⟨x̂ t⟩ (u − ⟨u⟩)),    n r (cov(t, u) − ⟨x̂ t⟩⟨x̂ u⟩).
+
+torch's kernel for J t also gives Σ x̂ t and Σ t, the gradients by weight and bias, and n r cov(t, u) with u in the place of x.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+TRANSPOSED_AXES = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
+
+
+@contextmanager
+def differentiated_twice() -> Iterator[None]:
+    """Inside, where derivatives are by inputs alone, layers take these forms; a compiler has its own, and so has no graph."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        yield
+        return
+    forms = _Forms()
+    try:
+        with forms:
+            yield
+    finally:
+        forms.by_inputs_alone = False
+
+
+class _Forms(TorchFunctionMode):
+    by_inputs_alone = True  # until the context is left: weights' gradients need not be found
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return batch_norm(*args, **kwargs)
+        if func in AXES:
+            return convolution(self, func, *args, **kwargs)
+        if func in TRANSPOSED_AXES:
+            return transposed_convolution(self, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def convolution(
+    forms: _Forms,
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """What `func`, one of torch's convolutions, gives."""
+    if isinstance(padding, str) or input.ndim != weight.ndim:  # "same" may pad one side more; examples without a batch axis
+        return func(input, weight, bias, stride, padding, dilation, groups)
+    wide = [_per_axis(each, AXES[func]) for each in (stride, padding, dilation)]
+    return _convolved(forms, input, weight, bias, *wide, False, [0] * AXES[func], groups)
+
+
+def transposed_convolution(
+    forms: _Forms,
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    if input.ndim != weight.ndim:
+        return func(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    wide = [_per_axis(each, TRANSPOSED_AXES[func]) for each in (stride, padding, dilation, output_padding)]
+    return _convolved(forms, input, weight, bias, *wide[:3], True, wide[3], groups)
+
+
+def _per_axis(value: Any, axes: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
+
+
+def _convolved(forms: _Forms, x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # before the function, so that what it keeps has one type
+        lower = torch.get_autocast_dtype(kind)
+        x, w, b = (t if t is None or t.dtype == torch.float64 else t.to(lower) for t in (x, w, b))  # type: ignore[assignment]
+    found: Tensor = _Convolution.apply(x, w, b, forms, *how)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Convolution(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, forms: _Forms, *how: Any) -> Tensor:
+        return torch.convolution(x, w, b, *how)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, b, ctx.forms, *ctx.how = inputs
+        ctx.save_for_backward(x, w)
+        ctx.bias = None if b is None else list(b.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (t,), (x, w) = gradients, ctx.saved_tensors
+        for_x, for_w, for_b = ctx.needs_input_grad[:3]
+        if ctx.forms.by_inputs_alone:
+            for_w = for_b = False
+        if not torch.is_grad_enabled():
+            found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
+            return *found, *[None] * (1 + len(ctx.how))
+        by_x = _Pulled.apply(t, w, x, ctx.forms, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
+        rest = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])[1:] if for_w or for_b else (None, None)
+        return by_x, *rest, *[None] * (1 + len(ctx.how))
+
+
+class _Pulled(torch.autograd.Function):
+    """w ∗ᵀ t, the gradient of a convolution by x, of which only the shape counts."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, w: Tensor, x: Tensor, forms: _Forms, *how: Any) -> Tensor:
+        found: Tensor = aten.convolution_backward(t, x, w, None, *how, [True, False, False])[0]
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        t, w, _, ctx.forms, *ctx.how = inputs
+        ctx.save_for_backward(t, w)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (u,), (t, w) = gradients, ctx.saved_tensors
+        by_t = _convolved(ctx.forms, u, w, None, *ctx.how)
+        by_w = aten.convolution_backward(t, u, w, None, *ctx.how, [False, True, False])[1]
+        return by_t, by_w, *[None] * (2 + len(ctx.how))
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """What `F.batch_norm` gives; torch's own with running statistics, which are no function of x, and without weights."""
+    if not training or weight is None or bias is None or input.numel() <= input.shape[1]:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    found: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]  # type: ignore[no-untyped-call]
+    return found
+
+
+class _BatchNorm(torch.autograd.Function):
+    """(y, m, r); running statistics are updated in place."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, w: Tensor, b: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_batch_norm(x, w, b, mean, var, True, momentum, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[:2], *output[1:])
+        ctx.eps = inputs[-1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradients[0] is None:
+            return (None,) * 7
+        pull = _PulledNorm.apply if torch.is_grad_enabled() else _PulledNorm.forward
+        return *pull(gradients[0], *ctx.saved_tensors, ctx.eps), None, None, None, None
+
+
+class _PulledNorm(torch.autograd.Function):
+    """(J t, Σ x̂ t, Σ t): the gradients by x, weight and bias."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return _norm_kernel(t, x, w, m, r, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:5], *output[1:])
+        ctx.eps = inputs[-1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (u, *of_sums), (t, x, w, m, r, sum_xt, sum_t) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled() or any(each is not None for each in of_sums):
+            raise NotImplementedError("only second derivatives of batch norm by inputs and weights are written out")
+        if u is None:
+            return (None,) * 6
+        n = x.numel() // x.shape[1]
+        by_t, sum_xu, sum_u = _norm_kernel(u, x, w, m, r, ctx.eps)
+        mean_u = sum_u / n
+        q = _norm_kernel(t, u, w, mean_u, r, ctx.eps, (False, True, False))[1]  # n r cov(t, u)
+        k, p = w * r.square() / n, r * sum_xt  # (C,)
+        for_x = k * torch.addcmul(q, p, sum_xu, value=-3 / n)
+        for_t, for_u = k * sum_xu, k * sum_xt
+        rest = torch.addcmul(for_x * m, for_u, mean_u).addcmul(for_t, sum_t, value=1 / n)
+
+        def channels(each: Tensor) -> Tensor:
+            return each.reshape(-1, *[1] * (x.ndim - 2))
+
+        by_x = torch.addcmul(channels(rest), x, channels(for_x), value=-1)
+        by_x = by_x.addcmul(t, channels(for_t), value=-1).addcmul(u, channels(for_u), value=-1)
+        return by_t, by_x.to(x.dtype), torch.addcmul(q, p, sum_xu, value=-1 / n), None, None, None
+
+
+def _norm_kernel(
+    t: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, eps: float, wanted: tuple[bool, ...] = (True, True, True)
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm_backward(
+        t, x, w, None, None, m, r, True, eps, list(wanted)
+    )
+    return found
