@@ -53,6 +53,8 @@ class _Forms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs)
+        if func is torch.prelu:
+            return bent(*args, **kwargs)
         if func in AXES:
             return convolution(self, func, *args, **kwargs)
         if func in TRANSPOSED_AXES:
@@ -72,7 +74,7 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """What `func`, one of torch's convolutions, gives."""
-    if isinstance(padding, str) or input.ndim != weight.ndim:  # "same" may pad one side more; examples without a batch axis
+    if isinstance(padding, str) or not _batched(input, weight):  # "same" may pad one side more
         return func(input, weight, bias, stride, padding, dilation, groups)
     wide = [_per_axis(each, AXES[func]) for each in (stride, padding, dilation)]
     return _convolved(forms, input, weight, bias, *wide, False, [0] * AXES[func], groups)
@@ -90,10 +92,15 @@ def transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    if input.ndim != weight.ndim:
+    if not _batched(input, weight):
         return func(input, weight, bias, stride, padding, output_padding, groups, dilation)
     wide = [_per_axis(each, TRANSPOSED_AXES[func]) for each in (stride, padding, dilation, output_padding)]
     return _convolved(forms, input, weight, bias, *wide[:3], True, wide[3], groups)
+
+
+def _batched(x: Tensor, w: Tensor) -> bool:
+    """Whether x has a batch axis, and none of them is complex."""
+    return x.ndim == w.ndim and x.is_floating_point() and w.is_floating_point()
 
 
 def _per_axis(value: Any, axes: int) -> list[int]:
@@ -102,12 +109,17 @@ def _per_axis(value: Any, axes: int) -> list[int]:
 
 
 def _convolved(forms: _Forms, x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # before the function, so that what it keeps has one type
-        lower = torch.get_autocast_dtype(kind)
-        x, w, b = (t if t is None or t.dtype == torch.float64 else t.to(lower) for t in (x, w, b))  # type: ignore[assignment]
-    found: Tensor = _Convolution.apply(x, w, b, forms, *how)  # type: ignore[no-untyped-call]
+    x, w, *more = _lowered(x, w, *(() if b is None else (b,)))
+    found: Tensor = _Convolution.apply(x, w, more[0] if more else None, forms, *how)  # type: ignore[no-untyped-call]
     return found
+
+
+def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as mixed precision has them; before a function, so that what it keeps has one type."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _Convolution(torch.autograd.Function):
@@ -133,8 +145,10 @@ class _Convolution(torch.autograd.Function):
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
         by_x = _Pulled.apply(t, w, x, ctx.forms, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
-        rest = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])[1:] if for_w or for_b else (None, None)
-        return by_x, *rest, *[None] * (1 + len(ctx.how))
+        by_w = by_b = None
+        if for_w or for_b:
+            _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
+        return by_x, by_w, by_b, *[None] * (1 + len(ctx.how))
 
 
 class _Pulled(torch.autograd.Function):
@@ -156,8 +170,16 @@ class _Pulled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (t, w) = gradients, ctx.saved_tensors
         by_t = _convolved(ctx.forms, u, w, None, *ctx.how)
-        by_w = aten.convolution_backward(t, u, w, None, *ctx.how, [False, True, False])[1]
+        wanted = [False, ctx.needs_input_grad[1], False]
+        by_w = aten.convolution_backward(t, u, w, None, *ctx.how, wanted)[1] if any(wanted) else None
         return by_t, by_w, *[None] * (2 + len(ctx.how))
+
+
+def bent(input: Tensor, weight: Tensor) -> Tensor:
+    """PReLU as a product: x where it is positive, w x elsewhere."""
+    x, w = _lowered(input, weight)
+    channels = w if w.numel() == 1 or x.ndim < 2 else w.reshape(-1, *[1] * (x.ndim - 2))
+    return x * torch.where(x > 0, 1.0, channels)
 
 
 def batch_norm(
