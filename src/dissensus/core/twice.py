@@ -38,16 +38,24 @@ def differentiated_twice() -> Iterator[None]:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
-    forms = _Forms()
+    stage = _Stage()
     try:
-        with forms:
+        with _Forms(stage):
             yield
     finally:
-        forms.by_inputs_alone = False
+        stage.by_inputs_alone = False
+
+
+class _Stage:
+    """What a layer's backward pass asks, in whichever thread: are we in the context still, where weights need no gradients?"""
+
+    by_inputs_alone = True
 
 
 class _Forms(TorchFunctionMode):
-    by_inputs_alone = True  # until the context is left: weights' gradients need not be found
+    def __init__(self, stage: _Stage) -> None:
+        super().__init__()
+        self.stage = stage
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,14 +64,14 @@ class _Forms(TorchFunctionMode):
         if func is torch.prelu:
             return bent(*args, **kwargs)
         if func in AXES:
-            return convolution(self, func, *args, **kwargs)
+            return convolution(self.stage, func, *args, **kwargs)
         if func in TRANSPOSED_AXES:
-            return transposed_convolution(self, func, *args, **kwargs)
+            return transposed_convolution(self.stage, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def convolution(
-    forms: _Forms,
+    stage: _Stage,
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -77,11 +85,11 @@ def convolution(
     if isinstance(padding, str) or not _batched(input, weight):  # "same" may pad one side more
         return func(input, weight, bias, stride, padding, dilation, groups)
     wide = [_per_axis(each, AXES[func]) for each in (stride, padding, dilation)]
-    return _convolved(forms, input, weight, bias, *wide, False, [0] * AXES[func], groups)
+    return _convolved(stage, input, weight, bias, *wide, False, [0] * AXES[func], groups)
 
 
 def transposed_convolution(
-    forms: _Forms,
+    stage: _Stage,
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -95,7 +103,7 @@ def transposed_convolution(
     if not _batched(input, weight):
         return func(input, weight, bias, stride, padding, output_padding, groups, dilation)
     wide = [_per_axis(each, TRANSPOSED_AXES[func]) for each in (stride, padding, dilation, output_padding)]
-    return _convolved(forms, input, weight, bias, *wide[:3], True, wide[3], groups)
+    return _convolved(stage, input, weight, bias, *wide[:3], True, wide[3], groups)
 
 
 def _batched(x: Tensor, w: Tensor) -> bool:
@@ -108,9 +116,9 @@ def _per_axis(value: Any, axes: int) -> list[int]:
     return values * axes if len(values) == 1 else values
 
 
-def _convolved(forms: _Forms, x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
+def _convolved(stage: _Stage, x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
     x, w, *more = _lowered(x, w, *(() if b is None else (b,)))
-    found: Tensor = _Convolution.apply(x, w, more[0] if more else None, forms, *how)  # type: ignore[no-untyped-call]
+    found: Tensor = _Convolution.apply(x, w, more[0] if more else None, stage, *how)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -126,12 +134,12 @@ class _Convolution(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor | None, forms: _Forms, *how: Any) -> Tensor:
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, stage: _Stage, *how: Any) -> Tensor:
         return torch.convolution(x, w, b, *how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, b, ctx.forms, *ctx.how = inputs
+        x, w, b, ctx.stage, *ctx.how = inputs
         ctx.save_for_backward(x, w)
         ctx.bias = None if b is None else list(b.shape)
 
@@ -139,12 +147,12 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (t,), (x, w) = gradients, ctx.saved_tensors
         for_x, for_w, for_b = ctx.needs_input_grad[:3]
-        if ctx.forms.by_inputs_alone:
+        if ctx.stage.by_inputs_alone:
             for_w = for_b = False
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
-        by_x = _Pulled.apply(t, w, x, ctx.forms, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
+        by_x = _Pulled.apply(t, w, x, ctx.stage, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
         by_w = by_b = None
         if for_w or for_b:
             _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
@@ -157,19 +165,19 @@ class _Pulled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(t: Tensor, w: Tensor, x: Tensor, forms: _Forms, *how: Any) -> Tensor:
+    def forward(t: Tensor, w: Tensor, x: Tensor, stage: _Stage, *how: Any) -> Tensor:
         found: Tensor = aten.convolution_backward(t, x, w, None, *how, [True, False, False])[0]
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        t, w, _, ctx.forms, *ctx.how = inputs
+        t, w, _, ctx.stage, *ctx.how = inputs
         ctx.save_for_backward(t, w)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (t, w) = gradients, ctx.saved_tensors
-        by_t = _convolved(ctx.forms, u, w, None, *ctx.how)
+        by_t = _convolved(ctx.stage, u, w, None, *ctx.how)
         wanted = [False, ctx.needs_input_grad[1], False]
         by_w = aten.convolution_backward(t, u, w, None, *ctx.how, wanted)[1] if any(wanted) else None
         return by_t, by_w, *[None] * (2 + len(ctx.how))
