@@ -252,7 +252,7 @@ class _PulledNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (u, *of_sums), (t, x, w, m, r, sum_xt, sum_t) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled() or any(each is not None for each in of_sums):
-            raise NotImplementedError("only second derivatives of batch norm by inputs and weights are written out")
+            raise NotImplementedError("batch norm has no third derivative")
         if u is None:
             return (None,) * 6
         n = x.numel() // x.shape[1]

@@ -97,18 +97,8 @@ class InputGradientPosterior(StackedPosterior):
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
-            Ways(note, written=partial(self._check, batch), torch=partial(self._check, batch, nullcontext))()
+            check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
-
-    def _check(self, batch: Batch, forms: Callable[[], AbstractContextManager[None]] = differentiated_twice) -> None:
-        self._forms = forms
-        check_differentiable_twice(self, batch)
-
-
-def note(_: str, reason: str) -> None:
-    log.info(
-        "second derivatives are torch's own, which are slow: this network fails with those written out (%s)", reason
-    )
 
 
 def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
@@ -123,7 +113,8 @@ def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
 
-    By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
+    With layers in the forms of `core.twice`, or else, from then on, in torch's own. By `backward`: functions that are
+    differentiable once raise there, while `torch.autograd.grad` leaves their share out.
     """
     first = state_of(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
@@ -132,11 +123,19 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
         for name, tensor in first.parameters().items()
         if tensor.is_floating_point()
     }
+
+    def run(forms: Callable[[], AbstractContextManager[None]]) -> None:
+        posterior._forms = forms
+        _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
+        if z["gradients"].requires_grad:
+            z["gradients"].sum().backward()
+
+    def note(_: str, reason: str) -> None:
+        log.info("second derivatives are torch's own, which are slow: those written out fail here (%s)", reason)
+
     try:
         with same_random_state(posterior.device):
-            _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
-            if z["gradients"].requires_grad:
-                z["gradients"].sum().backward()
+            Ways(note, written=partial(run, differentiated_twice), torch=partial(run, nullcontext))()
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
