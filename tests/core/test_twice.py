@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
 from dissensus.core import gradients as strategies
+from dissensus.core import twice
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients
 from dissensus.core.twice import differentiated_twice
@@ -18,6 +19,11 @@ from dissensus.nets import ENet
 
 IN_A_LOOP = ("cumulative", "third derivatives")  # torch has no vmap for them
 STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    monkeypatch.setattr(twice, "SMALL", 0)
 
 
 def flat(axes: int, *layers: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
@@ -51,7 +57,7 @@ NETWORKS = {
     "2d": lambda: flat(2, nn.Conv2d(2, 4, (3, 2), dilation=2, groups=2, bias=False), nn.BatchNorm2d(4), nn.PReLU(4)),
     "3d": lambda: flat(3, nn.Conv3d(2, 2, 2), nn.BatchNorm3d(2, track_running_stats=False), nn.ReLU()),
     "transposed": lambda: flat(2, nn.ConvTranspose2d(2, 4, 3, 2, 1, output_padding=1, groups=2), nn.BatchNorm2d(4)),
-    "torch's own": lambda: flat(2, nn.Conv2d(2, 3, 2, padding="same"), nn.BatchNorm2d(3, affine=False), nn.ReLU()),
+    "torch's own": lambda: flat(2, nn.Conv2d(2, 3, 3, padding="same"), nn.BatchNorm2d(3, affine=False), nn.ReLU()),
     "cumulative": lambda: flat(2, nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, momentum=None), nn.ReLU(inplace=True)),
     "third derivatives": lambda: (Force(), (4,)),
     "frozen": lambda: frozen(*flat(2, nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.PReLU(), nn.Conv2d(3, 3, 2))),
@@ -172,3 +178,14 @@ def test_what_has_no_written_form_takes_torchs_own_and_says_so(caplog):
         "(batch norm has no third derivative)"
     ]
     assert posterior._forms is nullcontext
+
+
+def test_small_layers_on_a_processor_are_torchs_own(monkeypatch):
+    monkeypatch.setattr(twice, "SMALL", 6 * 4 + 1)
+    torch.manual_seed(0)
+    network, x = NETWORKS["dense"]()[0], torch.randn(7, 4)
+    kinds = []
+    for rows in (4, 7):  # batch norm's inputs are (rows, 6): 24 numbers and 42
+        with differentiated_twice():
+            kinds.append(type(network[:2](x[:rows]).grad_fn).__name__)
+    assert kinds == ["NativeBatchNormBackward0", "_BatchNormBackward"]

@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
+SMALL = 2**16  # numbers of an input, below which on a CPU calls from Python cost more than is gained
 AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 TRANSPOSED_AXES = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
+FORMS = {F.batch_norm, torch.prelu, *AXES, *TRANSPOSED_AXES}
 
 
 @contextmanager
@@ -59,15 +61,19 @@ class _Forms(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in FORMS or _small(*args[:1], **kwargs):
+            return func(*args, **kwargs)
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)
         if func in AXES:
             return convolution(self.stage, func, *args, **kwargs)
-        if func in TRANSPOSED_AXES:
-            return transposed_convolution(self.stage, func, *args, **kwargs)
-        return func(*args, **kwargs)
+        return transposed_convolution(self.stage, func, *args, **kwargs)
+
+
+def _small(input: Tensor, **_: Any) -> bool:
+    return input.device.type == "cpu" and input.numel() < SMALL
 
 
 def convolution(
