@@ -133,6 +133,27 @@ def test_mixed_precision_is_as_exact_as_torchs_own(name):
         assert ours.gradients[key].dtype == torch.float32
 
 
+def test_batch_norm_in_float32_is_as_exact_as_torchs_own_far_from_zero():
+    torch.manual_seed(0)
+    x, t, u = torch.randn(3, 8, 3, 5, 5, dtype=torch.float64)
+    x = x + 300 * torch.tensor([1.0, -1.0, 0.1]).reshape(3, 1, 1)
+    w = torch.rand(3, dtype=torch.float64) + 0.5
+
+    def slopes(forms, dtype):
+        leaves = [each.to(dtype).requires_grad_() for each in (x, w, t)]
+        with forms():
+            y = nn.functional.batch_norm(leaves[0], None, None, leaves[1], torch.zeros_like(leaves[1]), training=True)
+            g = torch.autograd.grad(y, leaves[0], leaves[2], create_graph=True)[0]
+        return torch.autograd.grad(g, leaves, u.to(dtype))
+
+    exact = slopes(nullcontext, torch.float64)
+    torch.testing.assert_close(slopes(differentiated_twice, torch.float64), exact, rtol=1e-10, atol=1e-10)
+    for truth, ours, torchs in zip(
+        exact, *(slopes(f, torch.float32) for f in (differentiated_twice, nullcontext)), strict=True
+    ):
+        assert (ours - truth).norm() <= 3 * (torchs - truth).norm() + 1e-6 * truth.norm()
+
+
 class Counting(TorchDispatchMode):
     """Counts operations by name, views aside, and keeps the largest kernel of a convolution."""
 

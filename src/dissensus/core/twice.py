@@ -1,8 +1,9 @@
 """Convolutions and batch norm in forms whose second derivatives are fast; values and derivatives are torch's own.
 
-Members compared by input gradients are differentiated twice: u ↦ ∇_θ ⟨u, ∇_x f⟩. Two layers make this slow in torch. The
-gradient of a convolution's weights comes from a convolution whose kernel is as large as the image, and batch norm takes about
-ninety operations, most of them on whole activations. Here t is the gradient by a layer's output, u that by its input gradient.
+Members compared by input gradients are differentiated twice: ∇_θ ⟨v, ∇_x f⟩. Two layers make this slow in torch. A
+convolution's weights get their gradient from a convolution whose kernel is as large as the image, and batch norm takes about
+ninety operations, most of them on whole activations. (PReLU takes fewer as a product.) Below, t is the gradient by a layer's
+output, and u the gradient by what becomes of t, the gradient by the layer's input.
 
 A convolution y = w ∗ x has the input gradient w ∗ᵀ t. Its derivative by t is w ∗ u, and by w it is what the first derivative of
 the convolution of u would be: one kernel each.
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
-SMALL = 2**16  # numbers of an input, below which on a CPU calls from Python cost more than is gained
+SMALL = 2**15  # numbers of an input, below which on a CPU calls from Python cost more than is gained
 AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 TRANSPOSED_AXES = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
 FORMS = {F.batch_norm, torch.prelu, *AXES, *TRANSPOSED_AXES}
@@ -158,7 +159,7 @@ class _Convolution(torch.autograd.Function):
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
-        by_x = _Pulled.apply(t, w, x, ctx.stage, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
+        by_x = _Pulled.apply(t, w, x, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
         by_w = by_b = None
         if for_w or for_b:
             _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
@@ -171,22 +172,22 @@ class _Pulled(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(t: Tensor, w: Tensor, x: Tensor, stage: _Stage, *how: Any) -> Tensor:
+    def forward(t: Tensor, w: Tensor, x: Tensor, *how: Any) -> Tensor:
         found: Tensor = aten.convolution_backward(t, x, w, None, *how, [True, False, False])[0]
         return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        t, w, _, ctx.stage, *ctx.how = inputs
+        t, w, _, *ctx.how = inputs
         ctx.save_for_backward(t, w)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (t, w) = gradients, ctx.saved_tensors
-        by_t = _convolved(ctx.stage, u, w, None, *ctx.how)
-        wanted = [False, ctx.needs_input_grad[1], False]
-        by_w = aten.convolution_backward(t, u, w, None, *ctx.how, wanted)[1] if any(wanted) else None
-        return by_t, by_w, *[None] * (2 + len(ctx.how))
+        by_w = None
+        if ctx.needs_input_grad[1]:
+            by_w = aten.convolution_backward(t, u, w, None, *ctx.how, [False, True, False])[1]
+        return torch.convolution(u, w, None, *ctx.how), by_w, *[None] * (1 + len(ctx.how))
 
 
 def bent(input: Tensor, weight: Tensor) -> Tensor:
@@ -235,7 +236,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradients[0] is None:
             return (None,) * 7
-        pull = _PulledNorm.apply if torch.is_grad_enabled() else _PulledNorm.forward
+        pull: Callable[..., Any] = _PulledNorm.apply if torch.is_grad_enabled() else _norm_kernel
         return *pull(gradients[0], *ctx.saved_tensors, ctx.eps), None, None, None, None
 
 
@@ -268,12 +269,13 @@ class _PulledNorm(torch.autograd.Function):
         k, p = w * r.square() / n, r * sum_xt  # (C,)
         for_x = k * torch.addcmul(q, p, sum_xu, value=-3 / n)
         for_t, for_u = k * sum_xu, k * sum_xt
-        rest = torch.addcmul(for_x * m, for_u, mean_u).addcmul(for_t, sum_t, value=1 / n)
+        rest = torch.addcmul(for_u * mean_u, for_t, sum_t, value=1 / n)
 
         def channels(each: Tensor) -> Tensor:
             return each.reshape(-1, *[1] * (x.ndim - 2))
 
-        by_x = torch.addcmul(channels(rest), x, channels(for_x), value=-1)
+        # x less its mean, and not for_x m among the rest: the two would cancel where the mean is far from 0.
+        by_x = torch.addcmul(channels(rest), x - channels(m), channels(for_x), value=-1)
         by_x = by_x.addcmul(t, channels(for_t), value=-1).addcmul(u, channels(for_u), value=-1)
         return by_t, by_x.to(x.dtype), torch.addcmul(q, p, sum_xu, value=-1 / n), None, None, None
 
