@@ -135,9 +135,8 @@ def test_mixed_precision_is_as_exact_as_torchs_own(name):
 
 def test_batch_norm_in_float32_is_as_exact_as_torchs_own_far_from_zero():
     torch.manual_seed(0)
-    x, t, u = torch.randn(3, 8, 3, 5, 5, dtype=torch.float64)
-    x = x + 300 * torch.tensor([1.0, -1.0, 0.1]).reshape(3, 1, 1)
-    w = torch.rand(3, dtype=torch.float64) + 0.5
+    x, t, u = torch.randn(3, 8, 3, 5, 5)  # float32, which the float64 below starts from
+    x, w = x + 300 * torch.tensor([1.0, -1.0, 0.1]).reshape(3, 1, 1), torch.rand(3) + 0.5
 
     def slopes(forms, dtype):
         leaves = [each.to(dtype).requires_grad_() for each in (x, w, t)]
@@ -151,7 +150,7 @@ def test_batch_norm_in_float32_is_as_exact_as_torchs_own_far_from_zero():
     for truth, ours, torchs in zip(
         exact, *(slopes(f, torch.float32) for f in (differentiated_twice, nullcontext)), strict=True
     ):
-        assert (ours - truth).norm() <= 3 * (torchs - truth).norm() + 1e-6 * truth.norm()
+        assert (ours - truth).norm() <= 1.5 * (torchs - truth).norm() + 1e-7 * truth.norm()
 
 
 class Counting(TorchDispatchMode):
