@@ -3,6 +3,7 @@
 import collections
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from dissensus.core import twice
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients
 from dissensus.core.twice import differentiated_twice
+from dissensus.engine.graphs import Graph
+from dissensus.engine.strategies import strategy
 from dissensus.nets import ENet
 
 IN_A_LOOP = ("cumulative", "third derivatives")  # torch has no vmap for them
@@ -209,3 +212,23 @@ def test_small_layers_on_a_processor_are_torchs_own(monkeypatch):
         with differentiated_twice():
             kinds.append(type(network[:2](x[:rows]).grad_fn).__name__)
     assert kinds == ["NativeBatchNormBackward0", "_BatchNormBackward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+@pytest.mark.parametrize("kind", ["loop", "vectorised", "streamed"])
+def test_a_graph_on_a_gpu_holds_them_and_gives_the_same(kind):
+    torch.manual_seed(0)
+    made = [NETWORKS["transposed"]() for _ in range(3)]
+    x, y = torch.randn(6, *made[0][1], dtype=torch.float64), torch.arange(6) % 3
+    posterior, batch = ds.FoRDE([each.double() for each, _ in made], repulsion=1.0).cuda(), Batch(x.cuda(), y.cuda())
+    graphs = []
+    for forms in (differentiated_twice, nullcontext):
+        posterior._forms = forms
+        run = strategy(kind)
+        with posterior.particles.turn(), posterior.particles.runner.running():
+            with torch.cuda.stream(torch.cuda.Stream()):  # libraries set themselves up
+                run(posterior, batch)
+            graphs.append(Graph(partial(run, posterior, batch)))
+        assert run.name == kind
+    torch.testing.assert_close(graphs[0].replay(), graphs[1].replay(), rtol=1e-9, atol=1e-10)
