@@ -30,9 +30,15 @@ from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
 SMALL = 2**15  # numbers of an input, below which on a CPU calls from Python cost more than is gained
-AXES = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-TRANSPOSED_AXES = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
-FORMS = {F.batch_norm, torch.prelu, *AXES, *TRANSPOSED_AXES}
+# Settings of convolutions in the order of their arguments
+PLAIN = ("stride", "padding", "dilation", "groups")
+TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), PLAIN),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), TRANSPOSED),
+}
+FORMS = {F.batch_norm, torch.prelu, *SETTINGS}
 
 
 @contextmanager
@@ -68,9 +74,7 @@ class _Forms(TorchFunctionMode):
             return batch_norm(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)
-        if func in AXES:
-            return convolution(self.stage, func, *args, **kwargs)
-        return transposed_convolution(self.stage, func, *args, **kwargs)
+        return convolution(self.stage, func, *args, **kwargs)
 
 
 def _small(input: Tensor, **_: Any) -> bool:
@@ -83,50 +87,26 @@ def convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *settings: Any,
+    **named: Any,
 ) -> Tensor:
     """What `func`, one of torch's convolutions, gives."""
-    if isinstance(padding, str) or not _batched(input, weight):  # "same" may pad one side more
-        return func(input, weight, bias, stride, padding, dilation, groups)
-    wide = [_per_axis(each, AXES[func]) for each in (stride, padding, dilation)]
-    return _convolved(stage, input, weight, bias, *wide, False, [0] * AXES[func], groups)
-
-
-def transposed_convolution(
-    stage: _Stage,
-    func: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
-    if not _batched(input, weight):
-        return func(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    wide = [_per_axis(each, TRANSPOSED_AXES[func]) for each in (stride, padding, dilation, output_padding)]
-    return _convolved(stage, input, weight, bias, *wide[:3], True, wide[3], groups)
-
-
-def _batched(x: Tensor, w: Tensor) -> bool:
-    """Whether x has a batch axis, and none of them is complex."""
-    return x.ndim == w.ndim and x.is_floating_point() and w.is_floating_point()
+    given = DEFAULTS | dict(zip(SETTINGS[func], settings, strict=False)) | named
+    unbatched = input.ndim != weight.ndim
+    if unbatched or weight.is_complex() or isinstance(given["padding"], str):  # "same" may pad one side more
+        return func(input, weight, bias, *settings, **named)
+    stride, padding, dilation, output_padding = (
+        _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
+    )
+    how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
+    x, w, *b = _lowered(input, weight, *(() if bias is None else (bias,)))
+    found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _per_axis(value: Any, axes: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * axes if len(values) == 1 else values
-
-
-def _convolved(stage: _Stage, x: Tensor, w: Tensor, b: Tensor | None, *how: Any) -> Tensor:
-    x, w, *more = _lowered(x, w, *(() if b is None else (b,)))
-    found: Tensor = _Convolution.apply(x, w, more[0] if more else None, stage, *how)  # type: ignore[no-untyped-call]
-    return found
 
 
 def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
