@@ -42,14 +42,17 @@ FORMS = {F.batch_norm, torch.prelu, *SETTINGS}
 
 
 @contextmanager
-def differentiated_twice() -> Iterator[None]:
-    """Inside, where derivatives are by inputs alone, layers take these forms; a compiler has its own, and so has no graph."""
+def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
+    """Inside, where derivatives are by inputs alone, layers take these forms; a compiler has its own, and so has no graph.
+
+    `of_any_size`: small layers on a CPU as well.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
     stage = _Stage()
     try:
-        with _Forms(stage):
+        with _Forms(stage, 0 if of_any_size else SMALL):
             yield
     finally:
         stage.by_inputs_alone = False
@@ -62,13 +65,13 @@ class _Stage:
 
 
 class _Forms(TorchFunctionMode):
-    def __init__(self, stage: _Stage) -> None:
+    def __init__(self, stage: _Stage, small: int) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.small = stage, small
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in FORMS or _small(*args[:1], **kwargs):
+        if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs)
@@ -76,9 +79,9 @@ class _Forms(TorchFunctionMode):
             return bent(*args, **kwargs)
         return convolution(self.stage, func, *args, **kwargs)
 
-
-def _small(input: Tensor, **_: Any) -> bool:
-    return input.device.type == "cpu" and input.numel() < SMALL
+    def passes(self, input: Tensor, **_: Any) -> bool:
+        """Whether a layer of this input stays torch's own."""
+        return input.device.type == "cpu" and input.numel() < self.small
 
 
 def convolution(

@@ -124,18 +124,22 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
         if tensor.is_floating_point()
     }
 
-    def run(forms: Callable[[], AbstractContextManager[None]]) -> None:
-        posterior._forms = forms
+    def run(forms: Callable[[], AbstractContextManager[None]], **tried: bool) -> None:
+        posterior._forms = partial(forms, **tried)
         _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
         if z["gradients"].requires_grad:
             z["gradients"].sum().backward()
+        posterior._forms = forms
+
+    # Of any size: two examples may be small where a batch is not.
+    written = partial(run, differentiated_twice, of_any_size=True)
 
     def note(_: str, reason: str) -> None:
         log.info("second derivatives are torch's own, which are slow: those written out fail here (%s)", reason)
 
     try:
         with same_random_state(posterior.device):
-            Ways(note, written=partial(run, differentiated_twice), torch=partial(run, nullcontext))()
+            Ways(note, written=written, torch=partial(run, nullcontext))()
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
