@@ -1,6 +1,9 @@
 """What FoRDE and LIT have in common: members compared by the derivative of their outputs with respect to the inputs."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -13,12 +16,15 @@ from dissensus.core.gradients import state_of
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.running import first_line
+from dissensus.core.running import Ways, first_line
 from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
+from dissensus.core.twice import differentiated_twice
 from dissensus.methods.parts.stacked import StackedPosterior
 from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
+
+log = logging.getLogger("dissensus")
 
 # Inputs whose gradients cannot be compared: what they are, and what to do
 FEW_DIMENSIONS = (
@@ -50,6 +56,7 @@ class InputGradientPosterior(StackedPosterior):
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
         self.examples = examples if examples is None else whole("examples", examples)
         self._known_to_be_differentiable = False
+        self._forms: Callable[[], AbstractContextManager[None]] = differentiated_twice  # that layers take
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
@@ -67,11 +74,11 @@ class InputGradientPosterior(StackedPosterior):
         if self.examples is not None and self.examples < batches.size(batch.x):
             value, _, after = super().member_loss(params, buffers, batch)
             some = batch.map(lambda tensor: tensor[: self.examples])
-            with sdpa_kernel(SDPBackend.MATH):  # only the plain form of attention can be differentiated twice
+            with sdpa_kernel(SDPBackend.MATH), self._forms():  # only plain attention can be differentiated twice
                 g, _ = input_gradient(of_inputs, some.x)
         else:
             some = batch
-            with sdpa_kernel(SDPBackend.MATH):
+            with sdpa_kernel(SDPBackend.MATH), self._forms():
                 g, (nll, after) = input_gradient(of_inputs, some.x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
@@ -106,7 +113,8 @@ def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
 
-    By `backward`: functions that are differentiable once raise there, while `torch.autograd.grad` leaves their share out.
+    With layers in the forms of `core.twice`, or else, from then on, in torch's own. By `backward`: functions that are
+    differentiable once raise there, while `torch.autograd.grad` leaves their share out.
     """
     first = state_of(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
@@ -115,11 +123,23 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
         for name, tensor in first.parameters().items()
         if tensor.is_floating_point()
     }
+
+    def run(forms: Callable[[], AbstractContextManager[None]], **tried: bool) -> None:
+        posterior._forms = partial(forms, **tried)
+        _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
+        if z["gradients"].requires_grad:
+            z["gradients"].sum().backward()
+        posterior._forms = forms
+
+    # Of any size: two examples may be small where a batch is not.
+    written = partial(run, differentiated_twice, of_any_size=True)
+
+    def note(_: str, reason: str) -> None:
+        log.info("second derivatives are torch's own, which are slow: those written out fail here (%s)", reason)
+
     try:
         with same_random_state(posterior.device):
-            _, z, _ = posterior.member_loss(params, first.buffers(), batch.map(lambda tensor: tensor[:2]))
-            if z["gradients"].requires_grad:
-                z["gradients"].sum().backward()
+            Ways(note, written=written, torch=partial(run, nullcontext))()
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
