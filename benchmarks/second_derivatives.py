@@ -23,7 +23,7 @@ from dissensus.engine.plan import timed
 from dissensus.engine.strategies import strategy
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "enet": (lambda: ds.nets.ENet(11), (3, 360, 480)),
+    "enet": (lambda: ds.nets.ENet(11), (3, 180, 240)),
     "resnet18": (lambda: ds.nets.ResNet(18), (3, 32, 32)),
     "resnet20": (lambda: ds.nets.ResNet(20), (3, 32, 32)),
 }
