@@ -16,6 +16,7 @@ import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
+import task_results
 import toy_entropy
 import tradi_schedule
 import uci_page
@@ -314,6 +315,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
+    for task, table in task_results.pages():
+        yield docs / "standard-results.md", task, table
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
     if rows("embedded_width.csv"):

@@ -11,7 +11,7 @@ from dissensus.bench.run.together import shares
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.report import write_report
 
-TASKS = ("reference-posterior", "reference-digits", "bimodal")
+TASKS = ("reference-posterior", "reference-digits", "reference-uci", "bimodal")
 
 
 @pytest.mark.parametrize(("name", "seeds"), [("reference-digits", 1), ("bimodal", 2)])

@@ -62,6 +62,21 @@ def test_uci_regression_runs_split_by_split(tmp_path):
     assert (tmp_path / "runs" / "report.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "methods"), [("standard", None), ("standard-uci", None), ("reference-uci", ["hmc", "map"])]
+)
+def test_the_standard_solutions_run_side_by_side(name, methods, tmp_path):
+    folder = write_uci_files(tmp_path / "files")
+    task = load_task(name, size="smoke")
+    results, _ = bench(task, methods=methods, out=tmp_path / "runs", source=str(folder))
+    assert list(results.methods) == list(methods or task.methods)
+    assert len(task.methods) >= 9
+    for several in results.methods.values():
+        assert several[0].metrics["nll"] < 10 if name == "standard" else several[0].metrics["rmse"] > 0
+    if methods is None:
+        assert results.methods["swag-multi"][0].metrics["networks/count"] == 2
+
+
 def test_recipes_are_measured_on_training_rows_alone(tmp_path):
     folder = write_uci_files(tmp_path)
     whole, inner = (
