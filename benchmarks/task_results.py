@@ -231,7 +231,8 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
     commit, torch, device = (
         " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
     )
-    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; commit {commit}, torch {torch}, {device}"
+    made = f"commit {commit}, torch {torch}, {device}"
+    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {made}"
     return "\n\n".join([table, *said, *shown, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 

@@ -100,11 +100,6 @@ def test_traced_training_equals_the_loop_over_twenty_steps(engine: str, kind, ca
     check_compiled_training(engine, kind, caplog)
 
 
-def test_compiled_training_of_a_small_network_equals_the_loop_over_twenty_steps(caplog) -> None:
-    """With its code generation too."""
-    check_compiled_training(*COMPILED[0], caplog, rows=60, make=lambda: nn.Linear(4, 3))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "kind"), COMPILED)
 def test_compiled_training_equals_the_loop_over_twenty_steps(engine: str, kind, caplog) -> None:
