@@ -10,7 +10,12 @@ The intervals of claims count test examples, which are not kept here: they are r
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from rows import markdown, paired, read_rows
+from scipy.stats import spearmanr
+
+import dissensus as ds
 from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.width.claims import width_verdicts
 from dissensus.bench.width.grid import TEXTS
@@ -56,6 +61,37 @@ def page() -> str:
         f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits.{left} Commit {commit}, torch {torch}, "
         f"{device}.*",
     ])  # fmt: skip
+
+
+def verdict_page(path: Path = ROWS) -> str:
+    """What `theory.regime` says of every cell before training, beside the points that were lost; and how well the two agree."""
+    cells: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}
+    kept = [row for row in read_rows(path) if not row["p"] and row["accuracy"] and int(row["members"]) > 1]
+    for row in kept:
+        cells.setdefault((int(row["units"]), int(row["members"])), {}).setdefault(row["method"], []).append(row)
+    lines, crowding, lost, wrong = [], [], [], 0
+    for (units, members), found in sorted(cells.items()):
+        each = paired(found["batch_ensemble"], found["deep_ensemble"], "accuracy")
+        assert each is not None
+        network = ds.nets.MLP(784, 10, hidden=(units, units), parameterization="ntk")
+        said = ds.theory.regime(
+            ds.BatchEnsemble(
+                network, members=members, modulation=ds.Modulation.sign(), form="talk", regime="independent"
+            )
+        )
+        crowding.append(said.crowding)
+        lost.append(-each.difference)
+        wrong += said.kind == "independent" and each.upper < -0.01
+        points = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
+        shown = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
+        lines.append([*shown, f"{points[0]} ({points[1]} … {points[2]})"])
+    rank = float(spearmanr(crowding, lost).statistic)
+    table = markdown(["N", "M", "(M − 1)/N", "verdict", "effective members", "points, embedded − independent"], lines)
+    return (
+        f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over {len(lines)} cells; of cells whose "
+        f"interval (95 %, {len({row['seed'] for row in kept})} seeds) lies below −1 point, {wrong} are called independent. "
+        "Points lost depend on N beyond (M − 1)/N: of two cells with the same ratio the wider loses less."
+    )
 
 
 def main(folder: Path) -> None:

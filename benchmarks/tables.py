@@ -321,6 +321,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particles.md", "forde-cost", cost_table()
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
+        yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
     if rows("false_positives.csv"):
         yield docs / "bench.md", "false-positives", false_positive_table()
         yield docs / "bench.md", "false-positives-few", few_examples_table()

@@ -155,8 +155,13 @@ def test_signs_are_independent_and_factors_around_one_are_collective():
 
 def test_a_gamma_that_does_not_suit_the_modulations_is_said():
     assert 'regime="collective"' in str(theory.regime(ensemble(LAWS["normal"], regime="independent", width=64)))
-    assert 'regime="independent"' in str(theory.regime(ensemble(regime="collective", width=64)))
-    assert theory.regime(ensemble(width=64)).advice == ""
+    assert 'regime="independent"' in str(theory.regime(ensemble(regime="collective", width=128)))
+    assert theory.regime(ensemble(width=128)).advice == ""
+    crowded = theory.regime(ensemble(width=64))
+    assert (crowded.kind, crowded.crowding) == ("between", 7 / 64)
+    assert "members crowd ((M − 1)/N = 0.11 in the narrowest layer, more than 0.075); pass fewer, or widen it" in str(
+        crowded
+    )
 
 
 def test_equal_members_have_correlation_one_and_one_member_is_no_ensemble():

@@ -4,10 +4,17 @@ With γ = M the members' mean learns 1 + κ times as fast as what they differ by
 independent, κ ≥ 2 collective, and between the two lies what is neither. Independent members have outputs that say so, too, a
 correlation of at most ½/(M − 1) and ¼, and factors whose law does: `regime="auto"` takes γ = M up to (M − 1)ρ = 1, and never
 for masks.
+
+κ averages overlaps with their signs, which cancel; what members do to each other at a finite width does not. Random factors of
+N nodes overlap by ±1/√N, so that together the others have Σ cos² ≈ (M − 1)/N of what a member has: the `crowding` of the
+narrowest hidden layer. Above 0.075, about 13 nodes for every other member, members are not called independent. The limit was
+set on the cells of the task `embedded-width` and tried on other data (docs/embedded.md).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,10 +26,11 @@ from dissensus.surgery.conversion import CONVERTIBLE
 from dissensus.surgery.modulated import Modulated
 from dissensus.theory.inputs import check_some
 from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
-from dissensus.theory.wide_limit import wide_limit
+from dissensus.theory.wide_limit import ONES, Link, chain, wide_limit
 
 RegimeKind = Literal["independent", "between", "collective"]
 FEW, MANY = 0.5, 2.0  # κ up to which members are independent, from which they are a collective
+CROWDED = 0.075  # (M − 1)/N above which members are not independent
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,17 @@ class Regime:
     rate: float | None  # the largest stable one of SGD on the inputs; None without, or where it needs targets
     measured_correlation: float | None = None  # of the members as they are, over the inputs, not centred
     remedy: str = ""  # what would make members independent, "" where nothing is known to
+    crowding: float = 0.0  # (M − 1)/N of the narrowest hidden layer
 
     @property
     def effective_members(self) -> float | None:
-        """M / (1 + (M − 1) correlation), with weights drawn at random; None where the correlation is unknown."""
+        """M / (1 + (M − 1) correlation) with weights drawn at random, the crowding in place of the second term if larger.
+
+        None where the correlation is unknown.
+        """
         if self.correlation is None:
             return None
-        return self.members / (1 + (self.members - 1) * max(self.correlation, 0.0))
+        return self.members / (1 + max((self.members - 1) * self.correlation, self.crowding))
 
     @property
     def advice(self) -> str:
@@ -57,6 +69,8 @@ class Regime:
         if self.kind == "independent" and self.gamma < self.members / 2:
             slower = self.members / self.gamma
             return f'γ = {self.gamma:g} trains shared weights {slower:g} times slower; pass regime="independent"'
+        if self.kind == "between" and self.crowding > CROWDED:
+            return f"members crowd ((M − 1)/N = {_two(self.crowding)} in the narrowest layer, more than {CROWDED:g}); pass fewer, or widen it"
         return ""
 
     def __str__(self) -> str:
@@ -93,7 +107,8 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
 
     Returns:
         A `Regime`. Its rate is 2B/λ_max of the kernel over members × examples, for full batches x and SGD without
-        momentum (with momentum β it is (1 + β) times that); for classification a bound; None without x.
+        momentum; for classification a bound; None without x. Momentum β raises the limit of a quadratic by 1 + β, but in
+        training nothing that can be promised (docs/theory.md).
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
@@ -103,6 +118,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     embedded: Any = posterior
     members, gamma = posterior.particles.members, float(embedded.gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)
+    crowding = crowding_of(members, chain(posterior, modulations)) if members > 1 else 0.0
     rate = found = None
     if x is not None:
         check_some(x)
@@ -118,7 +134,11 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     law = getattr(posterior, "modulation", None)
     bound = math.inf if law is None else (members - 1) * law.collectivity
     kind = kind_of(members, between, correlation, bound) if members > 1 else "independent"
-    return Regime(members, gamma, kind, correlation, between, x is not None, rate, found, remedy_of(posterior))
+    if kind == "independent" and crowding > CROWDED:
+        kind = "between"
+    return Regime(
+        members, gamma, kind, correlation, between, x is not None, rate, found, remedy_of(posterior), crowding
+    )
 
 
 def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
@@ -129,6 +149,13 @@ def kind_of(members: int, overlap: float | None, correlation: float | None, boun
         return "collective"
     apart = correlation is None or max(members - 1, 2) * correlation <= FEW
     return "independent" if (members - 1) * overlap <= FEW and apart and bound <= 1 else "between"
+
+
+def crowding_of(members: int, links: Sequence[Link]) -> float:
+    """(M − 1)/N of the narrowest hidden layer whose nodes have factors; 0 where none has."""
+    factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
+    widths = [each.shape[1] for each in factors if each is not ONES]
+    return (members - 1) / min(widths) if widths else 0.0
 
 
 def remedy_of(posterior: Posterior) -> str:
