@@ -70,7 +70,8 @@ class Regime:
             slower = self.members / self.gamma
             return f'γ = {self.gamma:g} trains shared weights {slower:g} times slower; pass regime="independent"'
         if self.kind == "between" and self.crowding > CROWDED:
-            return f"members crowd ((M − 1)/N = {_two(self.crowding)} in the narrowest layer, more than {CROWDED:g}); pass fewer, or widen it"
+            ratio = f"(M − 1)/N = {_two(self.crowding)} in the narrowest layer"
+            return f"members crowd ({ratio}, more than {CROWDED:g}); pass fewer, or widen it"
         return ""
 
     def __str__(self) -> str:
