@@ -87,9 +87,10 @@ def verdict_page(path: Path = ROWS) -> str:
         lines.append([*shown, f"{points[0]} ({points[1]} … {points[2]})"])
     rank = float(spearmanr(crowding, lost).statistic)
     table = markdown(["N", "M", "(M − 1)/N", "verdict", "effective members", "points, embedded − independent"], lines)
+    seeds = len({row["seed"] for row in kept})
     return (
         f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over {len(lines)} cells; of cells "
-        f"whose interval (95 %, {len({row['seed'] for row in kept})} seeds) lies below −1 point, {wrong} are called independent. "
+        f"whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
         "Points lost depend on N beyond (M − 1)/N: of two cells with the same ratio the wider loses less."
     )
 
