@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dissensus.core import weights
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
@@ -181,10 +179,6 @@ class SGHMC(SnapshotEnsemble):
         self.recorder = LastSnapshots(
             self.recorded, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
         )
-
-    def recorded(self) -> Weights:
-        """With a learned noise, which the chain moves as well."""
-        return super().recorded().joined(weights.of_likelihood(self.particles))
 
     def default_optimizer(self) -> Langevin:
         """The chains' own, at their beginning."""
