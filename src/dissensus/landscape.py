@@ -17,7 +17,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum
-from dissensus.core.particles import Member, Particles, member_index
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.core.statistics import statistics_layers
@@ -251,14 +251,13 @@ class _Anchors:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         given = () if isinstance(statistics, str) else batches.each(statistics)
         self.seen: list[Batch] | None = {"stored": None, "recomputed": self.kept}.get(str(statistics), list(given))
-        # Learned noise is a member's own; functions of one network share its.
-        particles, each = posterior.particles, drawn.members // drawn.networks
-        of = [member_index(index, drawn.members) // each for index in members]
-        self.likelihood = particles.copied_part(particles.template.likelihood, "likelihood.", of[0])
+        self.likelihood = posterior.particles.copied_part(posterior.likelihood, "likelihood.", 0)
         self.particles, self.members = self._stacked(self.networks), len(members)
         own = self.particles.own_parameters()
-        for name in [name for name in own if name.startswith("likelihood.")]:
-            own[name].data.copy_(torch.stack([particles.at(index)[0][name] for index in of]))
+        if any(True for _ in self.likelihood.parameters()):  # a learned noise, each function's own
+            noise: Tensors = drawn.each(lambda member: dict(member.likelihood.named_parameters()))
+            for name, rows in noise.items():
+                own[f"likelihood.{name}"].data.copy_(rows[list(members)])
         self.weights: Tensors = {name: tensor.detach() for name, tensor in own.items()}  # (K, ...)
         self.rooms: dict[int, Particles] = {}
 
