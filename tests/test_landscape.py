@@ -132,9 +132,9 @@ def test_scaling_a_filter_before_batch_norm_leaves_the_picture_as_it_was(network
 
 
 def test_directions_are_as_long_as_filters_and_spare_biases(networks):
-    from dissensus.landscape import _Anchors
+    from dissensus.landscape.points import Anchors
 
-    anchors = _Anchors(ds.MAP(networks[0]), (0,), LOADER, "stored")
+    anchors = Anchors(ds.MAP(networks[0]), (0,), LOADER, "stored")
     noise = anchors.filter_noise(torch.Generator().manual_seed(0))
     weight = networks[0].body[3].weight
     lengths = noise["network.body.3.weight"].flatten(1).norm(dim=1)
