@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import torch
@@ -39,6 +39,7 @@ from dissensus.surgery.nodes import placed, watched
 from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
 
 log = logging.getLogger("dissensus")
+LOOKS = 8  # at the gradient of the deviations, in the end
 
 
 class MeanFieldVI(SamplingPosterior):
@@ -57,7 +58,7 @@ class MeanFieldVI(SamplingPosterior):
 
     Args:
         networks: one module, or a list of M, of which each has a posterior of its own and gives `samples` functions.
-        init_std: σ at the start.
+        init_std: σ at the start. It takes many steps to where it belongs; what is stored too early is warned of.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
         train_samples: passes of each batch, whose losses are averaged.
         samples: functions per network and draw.
@@ -244,6 +245,34 @@ class MeanFieldVI(SamplingPosterior):
         drawn = "draws deviations to log 2"
         mine = Group("deviations", deviations, rate=self.deviation_lr, decay=False, decayed=drawn, prior=False)
         return [*others, mine, noise]
+
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        super().store_draw(loader)
+        with left_as_found(self), torch.inference_mode(False), torch.enable_grad():
+            batch = next(iter(batches.each(loader)), None)
+            weight = float(annealed(self, self.annealing)) if batch is not None else 0.0
+            if batch is None or weight == 0:
+                return
+            growth = torch.stack([self._growth(self.take(batch)) for _ in range(LOOKS)]) / weight
+        if float(growth.mean() - 2 * growth.std() / LOOKS**0.5) > 0.5:
+            found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
+            log.warning(
+                "the deviations are still on their way: their median is %.2g, %.2g at the start, and they grow as if there "
+                "were no data; train longer, or pass a larger deviation_lr",
+                *(float(found), self.init_std),
+            )
+
+    def _growth(self, batch: Batch) -> Tensor:
+        """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
+        params, buffers = self.particles.at(0)
+        raw = {name: params[_raw(name)].detach().requires_grad_() for name in self.spread}
+        moving = {name: each.detach() for name, each in params.items()} | {_raw(n): each for n, each in raw.items()}
+        slopes = torch.autograd.grad(self.member_loss(moving, buffers, batch)[0], list(raw.values()))
+        each = [g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
+        assert self.data_size is not None  # looked at when this was built
+        return (
+            -self.data_size / self.posterior_temperature * torch.cat([_wide(e).flatten() for e in each]).mean().detach()
+        )
 
     # ------------------------------------------------------------------ functions
 
