@@ -116,8 +116,9 @@ class CycleSnapshots(Snapshots):
         done = int(self.observed) - began
         cycle = min(done * self.cycles // steps, self.cycles - 1)
         first, end = (math.ceil(each * steps / self.cycles) for each in (cycle, cycle + 1))
-        room, each = max(1, math.floor((1 - self.tail) * (end - first))), math.ceil(self.wanted / self.cycles)
-        every, left = max(1, room // each), end - 1 - done
+        room = max(1, math.floor((1 - self.tail) * (end - first)))
+        each = (cycle + 1) * self.wanted // self.cycles - cycle * self.wanted // self.cycles  # all cycles: `wanted`
+        every, left = max(1, room // max(1, each)), end - 1 - done
         return left % every == 0 and 0 <= left < min(room, each * every)
 
     def position(self) -> tuple[Tensor, Tensor]:
