@@ -24,13 +24,14 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
 from dissensus.core.running import first_line
-from dissensus.methods.parts.networks import placeholders
+from dissensus.methods.parts.networks import cut_again
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.methods.parts.stacked import annealed
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.checks import number, whole
+from dissensus.numerics.flat import wide
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors, TensorTree, ties
 from dissensus.surgery.conversion import uncut
@@ -140,7 +141,7 @@ class MeanFieldVI(SamplingPosterior):
         for name in self.spread:
             scale = prior.deviation(name)
             assert scale is not None  # looked at before the step
-            squares = (_wide(mean[name]).square() + _wide(std[name]).square()).sum()
+            squares = (wide(mean[name]).square() + wide(std[name]).square()).sum()
             terms.append(squares / (2 * scale**2) + 0.5 * math.log(2 * math.pi * scale**2) * mean[name].numel())
         return torch.stack(terms).sum()
 
@@ -271,7 +272,7 @@ class MeanFieldVI(SamplingPosterior):
         each = [g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
         assert self.data_size is not None  # looked at when this was built
         return (
-            -self.data_size / self.posterior_temperature * torch.cat([_wide(e).flatten() for e in each]).mean().detach()
+            -self.data_size / self.posterior_temperature * torch.cat([wide(e).flatten() for e in each]).mean().detach()
         )
 
     # ------------------------------------------------------------------ functions
@@ -308,14 +309,7 @@ class MeanFieldVI(SamplingPosterior):
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        for name, parameter in network.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name not in config["frozen"])
-        several = config["networks"]
-        networks = network if several is None else placeholders(network, several)
-        told = ("networks", "once", "stored", "frozen", "annealing")
-        settings = {key: value for key, value in config.items() if key not in told}
-        posterior = cls(networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **settings)
+        posterior = cut_again(cls, network, config, likelihood, of_draw=("once", "stored"))
         if config["stored"]:
             posterior.stored = posterior._blank(config["stored"])
         return posterior
@@ -347,9 +341,4 @@ def _tensors(layer: str) -> tuple[str, str]:
 def _entropy(std: Tensors) -> Tensor:
     """() H[q] = Σ ½ log 2πe σ²."""
     constant = 0.5 * math.log(2 * math.pi * math.e)
-    return torch.stack([_wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in at least float32: sums over millions of weights need it."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return torch.stack([wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
