@@ -14,6 +14,8 @@ from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
 from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
+from dissensus.reporting.measures import measures as of_report
+from dissensus.reporting.statistics import resampled
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -386,6 +388,19 @@ def test_every_class_has_its_intersection_over_union_and_every_image_what_it_is_
     assert {key for key in unseen.metrics if key.startswith("iou/")} == {"iou/0", "iou/1", "iou/2"}
     with pytest.raises(ValueError, match="expected the names of 4 classes, got 2"):
         evaluate(posterior, [(x, y)], classes=("sky", "road"))
+
+
+def test_intervals_of_a_segmentation_are_of_the_numbers_that_are_shown():
+    posterior, x, y = segmentation()
+    y[0, 4:] = 255  # few pixels of this image count
+    first, again, others = (evaluate(posterior, [(x[rows], y[rows])]) for rows in ([0, 1, 2], [0, 1, 2], [0, 3, 4]))
+    for measure in of_report(first):
+        if measure.key in ("accuracy", "nll", "miou"):
+            arrays = [first.arrays[name] for group in measure.samples for name in group]
+            value = measure.statistic([torch.ones(1, 3, dtype=torch.float64)], *arrays)
+            assert float(value) == pytest.approx(first.metrics[measure.key], abs=1e-6)
+            assert resampled(measure, [first, again]).rows == "shared"
+            assert resampled(measure, [first, others]).rows == "own"
 
 
 def test_labels_to_ignore_are_left_out_of_a_classification():

@@ -132,9 +132,9 @@ def test_scaling_a_filter_before_batch_norm_leaves_the_picture_as_it_was(network
 
 
 def test_directions_are_as_long_as_filters_and_spare_biases(networks):
-    from dissensus.landscape import _Anchors
+    from dissensus.landscape.points import Anchors
 
-    anchors = _Anchors(ds.MAP(networks[0]), (0,), LOADER, "stored")
+    anchors = Anchors(ds.MAP(networks[0]), (0,), LOADER, "stored")
     noise = anchors.filter_noise(torch.Generator().manual_seed(0))
     weight = networks[0].body[3].weight
     lengths = noise["network.body.3.weight"].flatten(1).norm(dim=1)
@@ -168,6 +168,19 @@ def test_learned_noise_belongs_to_its_member():
         alone = ds.RegressionPredictive(members.members[i : i + 1], members.variances[i : i + 1])
         assert float(loss) == pytest.approx(-float(alone.log_prob(y).mean()), rel=1e-6)
     assert found.accuracy is None
+
+
+def test_noise_that_was_sampled_belongs_to_its_function():
+    torch.manual_seed(1)
+    posterior = ds.SGHMC(nn.Linear(1, 1), members=2, lr=0.5, data_size=20, weight_prior_std=1.0, seed=0,
+                         likelihood=ds.Regression(noise="learned"))  # fmt: skip
+    loader = ds.data.Batches(torch.randn(20, 1), torch.randn(20, 1), batch_size=20)
+    ds.fit(posterior, loader, epochs=10, progress=False)
+    (x, y), found = next(iter(loader)), ds.landscape.path(posterior, loader, points=2)
+    said = posterior.predict(x)
+    assert said.variances[0, 0] != said.variances[1, 0]
+    alone = [ds.RegressionPredictive(said.members[i : i + 1], said.variances[i : i + 1]) for i in range(2)]
+    assert found.loss.tolist() == pytest.approx([-float(each.log_prob(y).mean()) for each in alone], rel=1e-6)
 
 
 def test_figures_are_drawn_and_mistakes_are_named(networks):

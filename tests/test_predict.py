@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 import tiny
+from dissensus.core.summary import RunningSummary
 from dissensus.train import validation_nll
 
 F64 = torch.float64
@@ -395,3 +396,35 @@ def test_what_is_no_image_or_no_segmentation_is_refused():
     flat = ds.MAP(nn.Sequential(nn.Flatten(), nn.Linear(162, 3)))
     with pytest.raises(ValueError, match=r"expected logits \(B, C, 9, 9\)"):
         ds.predict_image(flat, torch.randn(2, 9, 9))
+
+
+# ---------------------------------------------------------------------------------------------------- one at a time
+
+
+def pixels():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(4, 3, 1)
+    ).double()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ds.DeepEnsemble([pixels(), pixels()]),
+        lambda: ds.MCDropout([pixels(), pixels()], samples=3),
+        lambda: ds.GaussianPerturbation(pixels(), noise=0.1, samples=3),
+        lambda: ds.MeanFieldVI([pixels(), pixels()], samples=2, data_size=5),
+        lambda: ds.NodeBNN(pixels(), components=2, samples=2, data_size=5),
+    ],
+    ids=["ensemble", "dropout", "perturbation", "vi", "node"],
+)
+def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
+    torch.manual_seed(0)
+    posterior, sizes, add = make(), [], RunningSummary.add
+    image = torch.randn(3, 9, 7, dtype=F64)
+    ds.refresh(posterior, [(image[None], torch.zeros(1, 9, 7, dtype=torch.int64))])
+    monkeypatch.setattr(RunningSummary, "add", lambda self, part: (sizes.append(len(part.members)), add(self, part)))
+    found, whole = ds.predict_image(posterior, image), posterior.predict(image[None])
+    assert sizes == [1] * len(whole.members)
+    torch.testing.assert_close(found.mean, whole.mean[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.mutual_information, whole.epistemic[0], rtol=0, atol=1e-12)

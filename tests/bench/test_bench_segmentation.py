@@ -10,14 +10,14 @@ from PIL import Image
 from dissensus.bench.cli import main
 from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.sets import task_data
-from dissensus.bench.run.images import write_maps
+from dissensus.bench.run.images import read_picture, resized, write_maps
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.pixels import shown_rows
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.together import shares
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.data import VOID
-from small_scenes import write_camvid, write_scenes
+from dissensus.data import VOID, segmentation_folder
+from small_scenes import write, write_camvid, write_scenes
 
 UNKNOWN = ["pedestrian", "bicyclist"]
 CAMVID = {"name": "camvid", "unknown": UNKNOWN, "size": [24, 32]}
@@ -174,3 +174,21 @@ def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, monkeypatch
     assert all(Image.open(path).size == (100, 60) for name, path in written.items() if name != "classes")
     with pytest.raises(FileNotFoundError, match=r"expected an image at .*gone.png, got none"):
         list(write_maps(runs[0], [tmp_path / "gone.png"], tmp_path))
+    Image.open(image).save(image.with_suffix(".png"))
+    with pytest.raises(ValueError, match=r"expected images of different names, got two called 'street'"):
+        list(write_maps(runs[0], [image, image.with_suffix(".png")], tmp_path))
+
+
+def test_a_users_own_image_is_made_smaller_as_those_of_training_were(tmp_path):
+    write(tmp_path, "a/x.png", np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8))
+    write(tmp_path, "b/x.png", np.zeros((60, 80), np.uint8))
+    found = segmentation_folder(tmp_path / "a", tmp_path / "b", ["road", "sky"], size=(18, 24))
+    assert torch.equal(resized(read_picture(tmp_path / "a/x.png"), (18, 24)), found.images[0])
+
+
+def test_a_photograph_stands_upright(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 10, 3), dtype=np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the camera was held upright
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=turned)
+    assert np.array_equal(np.asarray(read_picture(tmp_path / "photo.png")), np.rot90(pixels, -1))

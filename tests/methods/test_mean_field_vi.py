@@ -8,6 +8,7 @@ from torch import distributions, nn
 
 import dissensus as ds
 import tiny
+from dissensus.methods.parts.sampling import SamplingPosterior
 
 SIZED = {"data_size": 24}
 
@@ -322,3 +323,32 @@ def test_weight_decay_that_would_move_deviations_is_said(caplog):
     assert "draws deviations to log 2 by its weight decay" in caplog.text
     groups = ds.MeanFieldVI(tiny.mlp(), deviation_lr=0.02, **SIZED).parameter_groups(0.001, 0.1)
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.001, 0.0), (0.02, 0.0)]
+
+
+@pytest.mark.parametrize(("rate", "said"), [(None, True), (0.1, False)])
+def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
+    torch.manual_seed(0)
+    x = torch.randn(200, 6)
+    loader = ds.data.Batches(x, (x.sum(1) > 0).long(), batch_size=200)
+    posterior = ds.MeanFieldVI(ds.nets.MLP(6, 2, hidden=(8,)), data_size=200, deviation_lr=rate)
+    ds.fit(posterior, loader, epochs=80, progress=False)
+    assert ("the deviations are still on their way: their median is 0.01" in caplog.text) == said
+
+
+def test_looking_at_deviations_leaves_everything_as_it_was():
+    posterior = ds.MeanFieldVI(tiny.mlp(), data_size=12)
+    loader = ds.data.Batches(
+        *(each.float() if each.is_floating_point() else each for each in tiny.points()), batch_size=6
+    )
+    before = {name: tensor.clone() for name, tensor in posterior.state_dict().items()}
+    for _ in range(2):
+        torch.manual_seed(3)
+        ds.refresh(posterior, loader)
+        state = torch.get_rng_state()
+    with torch.inference_mode():
+        ds.refresh(posterior, loader)
+    torch.manual_seed(3)
+    SamplingPosterior.store_draw(posterior, loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, posterior.state_dict()[name]) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in posterior.parameters())

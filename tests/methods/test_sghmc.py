@@ -136,6 +136,14 @@ def test_snapshots_of_cycles_of_unequal_length_are_the_last_ones_of_each():
     assert due == [30, 33, 63, 66, 96, 99]  # cycles of 34, 33 and 33 steps, of which 6 are sampled
 
 
+@pytest.mark.parametrize(("wanted", "expected"), [(9, [1, 1, 1, 1, 1, 1, 1, 2]), (3, [0, 0, 1, 0, 0, 1, 0, 1])])
+def test_a_number_that_cycles_do_not_divide_is_spread_over_them(wanted, expected):
+    snapshots = CycleSnapshots(wanted, cycles=8, tail=0.5)
+    snapshots.begin(80)
+    due = [step for step in range(80) if snapshots.due()]
+    assert [sum(10 * cycle <= step < 10 * (cycle + 1) for step in due) for cycle in range(8)] == expected
+
+
 def test_at_temperature_zero_there_is_no_noise():
     cold = [run(networks(1)[0], posterior_temperature=0.0, seed=seed).sample(4)["0.weight"] for seed in (1, 2)]
     assert torch.equal(*cold)

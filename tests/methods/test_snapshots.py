@@ -40,6 +40,37 @@ def test_the_last_ones_are_held():
     torch.testing.assert_close(outputs[1], networks[7](x), rtol=0, atol=1e-12)
 
 
+def test_those_that_are_held_come_in_the_order_of_the_run():
+    posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), members=3, start=0, every=1), tiny.points()
+    networks = run(posterior, 5, x, y)
+    outputs = posterior.eval()(x)
+    for found, network in zip(outputs, networks[2:], strict=True):
+        torch.testing.assert_close(found, network(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("networks", [1, 2])
+def test_every_snapshot_has_the_noise_that_was_learned_then(networks, tmp_path):
+    def make():
+        return torch.nn.Linear(1, 1).double()
+
+    given = make() if networks == 1 else [make() for _ in range(networks)]
+    posterior = SnapshotEnsemble(given, members=3, likelihood=ds.Regression("learned"))
+    x, y = (torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None] * factor for factor in (1.0, 0.5))
+    posterior.begin(steps_per_epoch=1, epochs=3)
+    optimizer, learned = torch.optim.SGD(posterior.parameters(), lr=0.2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        posterior.observe(optimizer)
+        learned.append(posterior.current().predict(x).variances[:, 0, 0])  # (M,)
+    wanted = torch.stack(learned).mT.flatten()  # network by network
+    assert wanted.unique().numel() == 3 * networks
+    torch.testing.assert_close(posterior.predict(x).variances[:, 0, 0], wanted, rtol=0, atol=1e-12)
+    ds.save(posterior, tmp_path)
+    torch.testing.assert_close(ds.load(tmp_path, make()).predict(x).variances[:, 0, 0], wanted, rtol=0, atol=1e-12)
+
+
 def test_fewer_snapshots_than_members_are_fewer_functions():
     posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), members=5), tiny.points()
     run(posterior, 2, x, y)

@@ -53,9 +53,19 @@ class DrawnFunctions(nn.Module, ABC):
         """The mixture in parts, a few functions each: where they run in a loop, memory does not grow with their number."""
         yield self.predict(x)
 
+    def one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
+        """What `predict_parts` gives where functions run in a loop; describe(i): what is said of the i-th one's outputs."""
+        if self.particles.how == "vectorised":
+            yield self.predict(x)
+            return
+        for i in range(self.members):
+            with batches.unchanged(x):
+                described = describe(i)
+            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
+
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(_described_outputs, x)
+        described: tuple[Tensor, ...] = self.each(described_outputs, x)
         return described
 
 
@@ -74,13 +84,8 @@ class MemberFunctions(DrawnFunctions):
         return self.particles.each(function, *args)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        if self.particles.how == "vectorised":
-            yield from super().predict_parts(x)
-            return
-        for i in range(self.members):
-            with batches.unchanged(x):
-                described, _ = self.particles.call(_described_outputs, *self.particles.at(i), x)
-            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
+        particles = self.particles
+        return self.one_by_one(x, lambda i: particles.call(described_outputs, *particles.at(i), x)[0])
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(index)
@@ -153,5 +158,5 @@ def _outputs(member: Member, x: Inputs) -> Tensor:
     return batches.call(member.network, x)
 
 
-def _described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+def described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
     return member.likelihood.describe(batches.call(member.network, x))

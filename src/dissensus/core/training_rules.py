@@ -14,6 +14,7 @@ from dissensus.core.optimisation import Group, disjoint, optimizer_groups, plate
 from dissensus.core.particles import Particles
 from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, prior_of, spelled_out, under
 from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.flat import wide
 from dissensus.numerics.tree import Tensors
 
 
@@ -124,7 +125,7 @@ class TrainingRules(Clock):
         weights, shared = {}, self.particles.shared_parameters()
         for name in self.with_prior():
             # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
-            full = params[name].to(torch.promote_types(params[name].dtype, torch.float32))
+            full = wide(params[name])
             once = name in shared and self.particles.members > 1
             weights[name.removeprefix(PREFIX)] = with_gradient_times(full, 1 / self.particles.members) if once else full
         if not weights:

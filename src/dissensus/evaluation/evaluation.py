@@ -24,7 +24,8 @@ class Evaluation:
             foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
             `attack/NAME/METRIC` (over ε, `attack/epsilons`), `examples/GROUP/…`. Segmentations have one number per image:
             `test/correct`, `test/nll`, and under the key of an `ood/…` metric that is a mean over images, what it is the
-            mean of; `test/intersection` and `test/union` (N, C) are what mIoU is found from.
+            mean of; `test/intersection` and `test/union` (N, C) are what mIoU is found from, `test/target` (N, C) counts
+            the pixels of every class.
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.

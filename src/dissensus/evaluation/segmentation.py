@@ -75,6 +75,7 @@ class PixelSums:
             "nll": nll.mean(),
             "intersection": hits,
             "union": seen.matrix.sum(0) + seen.matrix.sum(1) - hits,
+            "target": seen.matrix.sum(1),
         }
         self.images.append({name: value.tolist() for name, value in kept.items()})
 

@@ -1,6 +1,6 @@
 """MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Unpack
 
 import torch
@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.alone import only
-from dissensus.core.batch import Batch
-from dissensus.core.functions import DrawnFunctions, mixture
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.functions import DrawnFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, member_index
+from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.turns import turn
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
@@ -98,12 +99,28 @@ class DroppedFunctions(DrawnFunctions):
         self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        def dropped(member: Member, keep: Tensors, *inner: Any) -> Any:
-            with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
-                return function(member, *inner)
-
+        dropped = self._dropped(function)
         with self.particles.turn(), eval_mode(self.particles, self.particles.template):
             return self.particles.each(dropped, *args, varying=self._masks(function, *args), how="vectorised")
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        dropped, particles = self._dropped(described_outputs), self.particles
+
+        def described(i: int) -> tuple[Tensor, ...]:
+            with particles.turn(), eval_mode(particles, particles.template):
+                mine = {key: keep[i] for key, keep in self._masks(described_outputs, x).items()}
+                return particles.call(dropped, *particles.at(0), mine, x)[0]  # type: ignore[no-any-return]
+
+        return self.one_by_one(x, described)
+
+    def _dropped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """function(member, *args), with the masks that are given before args."""
+
+        def dropped(member: Member, keep: Tensors, *args: Any) -> Any:
+            with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
+                return function(member, *args)
+
+        return dropped
 
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
         """Site and call -> (M, *features), of the sites that function meets; found by running it once per input shape."""

@@ -97,7 +97,10 @@ class HMC(SamplingPosterior):
         self.chains: Chains | None = None
 
     def fit_posthoc(self, loader: Iterable[Any]) -> Self:
-        """This, with a stored draw: the chains' samples for the loader's data, gone through once and kept in memory."""
+        """This, with a stored draw: the chains' samples for the loader's data, gone through once and kept in memory.
+
+        A loader with a part of the data stands for all of them: its mean loss counts `data_size` times.
+        """
         check_loader(loader)
         self.check_network()
         if self.prior is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import torch
@@ -24,13 +24,14 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
 from dissensus.core.running import first_line
-from dissensus.methods.parts.networks import placeholders
+from dissensus.methods.parts.networks import cut_again
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.methods.parts.stacked import annealed
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.checks import number, whole
+from dissensus.numerics.flat import wide
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors, TensorTree, ties
 from dissensus.surgery.conversion import uncut
@@ -39,6 +40,7 @@ from dissensus.surgery.nodes import placed, watched
 from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
 
 log = logging.getLogger("dissensus")
+LOOKS = 8  # at the gradient of the deviations, in the end
 
 
 class MeanFieldVI(SamplingPosterior):
@@ -57,7 +59,7 @@ class MeanFieldVI(SamplingPosterior):
 
     Args:
         networks: one module, or a list of M, of which each has a posterior of its own and gives `samples` functions.
-        init_std: σ at the start.
+        init_std: σ at the start. It takes many steps to where it belongs; what is stored too early is warned of.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
         train_samples: passes of each batch, whose losses are averaged.
         samples: functions per network and draw.
@@ -139,7 +141,7 @@ class MeanFieldVI(SamplingPosterior):
         for name in self.spread:
             scale = prior.deviation(name)
             assert scale is not None  # looked at before the step
-            squares = (_wide(mean[name]).square() + _wide(std[name]).square()).sum()
+            squares = (wide(mean[name]).square() + wide(std[name]).square()).sum()
             terms.append(squares / (2 * scale**2) + 0.5 * math.log(2 * math.pi * scale**2) * mean[name].numel())
         return torch.stack(terms).sum()
 
@@ -245,6 +247,34 @@ class MeanFieldVI(SamplingPosterior):
         mine = Group("deviations", deviations, rate=self.deviation_lr, decay=False, decayed=drawn, prior=False)
         return [*others, mine, noise]
 
+    def store_draw(self, loader: Iterable[Any]) -> None:
+        super().store_draw(loader)
+        with left_as_found(self), torch.inference_mode(False), torch.enable_grad():
+            batch = next(iter(batches.each(loader)), None)
+            weight = float(annealed(self, self.annealing)) if batch is not None else 0.0
+            if batch is None or weight == 0:
+                return
+            growth = torch.stack([self._growth(self.take(batch)) for _ in range(LOOKS)]) / weight
+        if float(growth.mean() - 2 * growth.std() / LOOKS**0.5) > 0.5:
+            found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
+            log.warning(
+                "the deviations are still on their way: their median is %.2g, %.2g at the start, and they grow as if there "
+                "were no data; train longer, or pass a larger deviation_lr",
+                *(float(found), self.init_std),
+            )
+
+    def _growth(self, batch: Batch) -> Tensor:
+        """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
+        params, buffers = self.particles.at(0)
+        raw = {name: params[_raw(name)].detach().requires_grad_() for name in self.spread}
+        moving = {name: each.detach() for name, each in params.items()} | {_raw(n): each for n, each in raw.items()}
+        slopes = torch.autograd.grad(self.member_loss(moving, buffers, batch)[0], list(raw.values()))
+        each = [g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
+        assert self.data_size is not None  # looked at when this was built
+        return (
+            -self.data_size / self.posterior_temperature * torch.cat([wide(e).flatten() for e in each]).mean().detach()
+        )
+
     # ------------------------------------------------------------------ functions
 
     def sampled_names(self) -> list[str]:
@@ -279,14 +309,7 @@ class MeanFieldVI(SamplingPosterior):
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        for name, parameter in network.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name not in config["frozen"])
-        several = config["networks"]
-        networks = network if several is None else placeholders(network, several)
-        told = ("networks", "once", "stored", "frozen", "annealing")
-        settings = {key: value for key, value in config.items() if key not in told}
-        posterior = cls(networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **settings)
+        posterior = cut_again(cls, network, config, likelihood, of_draw=("once", "stored"))
         if config["stored"]:
             posterior.stored = posterior._blank(config["stored"])
         return posterior
@@ -318,9 +341,4 @@ def _tensors(layer: str) -> tuple[str, str]:
 def _entropy(std: Tensors) -> Tensor:
     """() H[q] = Σ ½ log 2πe σ²."""
     constant = 0.5 * math.log(2 * math.pi * math.e)
-    return torch.stack([_wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in at least float32: sums over millions of weights need it."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return torch.stack([wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dissensus.core import weights
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
@@ -118,8 +116,9 @@ class CycleSnapshots(Snapshots):
         done = int(self.observed) - began
         cycle = min(done * self.cycles // steps, self.cycles - 1)
         first, end = (math.ceil(each * steps / self.cycles) for each in (cycle, cycle + 1))
-        room, each = max(1, math.floor((1 - self.tail) * (end - first))), math.ceil(self.wanted / self.cycles)
-        every, left = max(1, room // each), end - 1 - done
+        room = max(1, math.floor((1 - self.tail) * (end - first)))
+        each = (cycle + 1) * self.wanted // self.cycles - cycle * self.wanted // self.cycles  # all cycles: `wanted`
+        every, left = max(1, room // max(1, each)), end - 1 - done
         return left % every == 0 and 0 <= left < min(room, each * every)
 
     def position(self) -> tuple[Tensor, Tensor]:
@@ -181,10 +180,6 @@ class SGHMC(SnapshotEnsemble):
         self.recorder = LastSnapshots(
             self.recorded, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
         )
-
-    def recorded(self) -> Weights:
-        """With a learned noise, which the chain moves as well."""
-        return super().recorded().joined(weights.of_likelihood(self.particles))
 
     def default_optimizer(self) -> Langevin:
         """The chains' own, at their beginning."""

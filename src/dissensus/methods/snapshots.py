@@ -35,12 +35,13 @@ class LastSnapshots(SnapshotRecorder):
             recorded[name][:, row] = rows
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        held = min(self.taken(), self.kept)
-        return {name: rows[:, :held].clone() for name, rows in self.recorded.named_buffers()}
+        taken = self.taken()
+        held = torch.arange(max(0, taken - self.kept), taken) % self.kept  # in the order of the run
+        return {name: rows[:, held] for name, rows in self.recorded.named_buffers()}
 
 
 class SnapshotEnsemble(RecordingPosterior):
-    """The last `members` snapshots of a run, each with its batch statistics; of a list of networks those of each.
+    """The last `members` snapshots of a run with their batch statistics and learned noise; of a list of networks those of each.
 
     `fit`'s schedule for this method takes the learning rate down a cosine in each of `members` equal parts of the run.
 
@@ -72,8 +73,9 @@ class SnapshotEnsemble(RecordingPosterior):
         self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
 
     def recorded(self) -> Weights:
-        """Trained parameters, and buffers, which are other tensors whenever a network has been moved."""
-        return super().recorded().joined(named.buffers(self.particles))
+        """Trained parameters, a learned noise, and buffers, which are other tensors whenever a network has been moved."""
+        noise = named.of_likelihood(self.particles)
+        return super().recorded().joined(named.buffers(self.particles)).joined(noise)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""

@@ -16,6 +16,11 @@ def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least float32: sums over many numbers, whose differences count, need it."""
+    return tensor.to(state_dtype([tensor]))
+
+
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
     """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors in `like`."""
     sizes = [tensor.numel() for tensor in like.values()]

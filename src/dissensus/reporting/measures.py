@@ -179,11 +179,13 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
     confidence: tuple[ArrayNames, ...] = (("test/confidence", "test/correct"),) if whole else ()
     ranked: tuple[ArrayNames, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
     brier: tuple[ArrayNames, ...] = (("test/brier",),) if whole else ()
+    counts: ArrayNames = ("test/target",) if not whole and "test/target" in evaluation.arrays else ()
+    mean = _mean_of_pixels if counts else weighted_mean
     overlap = ("test/intersection", "test/union")
     overlaps: tuple[ArrayNames, ...] = (overlap,) if overlap[0] in evaluation.arrays else ()
     return [
-        Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct",),)),
-        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
+        Measure("accuracy", "Accuracy", test, "high", 100, 2, "%", (("test/correct", *counts),), mean),
+        Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll", *counts),), mean),
         Measure("brier", "Brier score", test, "low", 1, 4, "", brier),
         Measure("ece", "ECE", test, "low", 100, 2, "%", confidence, _ece),
         Measure("aurc", "AURC", test, "low", 100, 3, "%", ranked, _aurc),
@@ -194,6 +196,12 @@ def _classification(evaluation: Evaluation) -> list[Measure]:
             if key.startswith("iou/")
         ),
     ]
+
+
+def _mean_of_pixels(weights: Sequence[Tensor], values: Tensor, counts: Tensor) -> Tensor:
+    """(R,) mean over pixels of images' means (N,); counts: of every class (N, C)."""
+    pixels = counts.double().sum(1)
+    return weights[0] @ (pixels * values.double()) / (weights[0] @ pixels)
 
 
 def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.together import companions, remove_leftovers, shares, train_runs
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.core.posterior import refresh
 from dissensus.methods import TRADI
 from thinning import often
 
@@ -183,10 +184,21 @@ def test_seconds_are_those_a_method_would_have_taken_alone(task_file, tmp_path, 
     # SWA observes as well, in a small part of what TRADI takes here
     assert alone["tradi"]["seconds"] - alone["swa"]["seconds"] == pytest.approx(sum(taken), rel=0.25)
     assert alone["tradi"]["seconds"] >= sum(taken) >= 16 * 0.01
-    assert alone["tradi-diagonal"]["seconds"] == pytest.approx(alone["tradi"]["seconds"], rel=1e-6)
+    assert alone["tradi-diagonal"]["seconds"] == pytest.approx(alone["tradi"]["seconds"], rel=0.25)
     taken_off = float(re.search(r"less ([\d.]+) s", alone["swa"]["counted"])[1])
     assert taken_off == pytest.approx(sum(taken), rel=0.25)
     assert "shared by swa, tradi, tradi-diagonal" in alone["swa"]["counted"]
+
+
+def test_what_drawing_functions_takes_is_counted_as_of_a_method_alone(task_file, tmp_path, monkeypatch):
+    def slow(posterior, loader):
+        refresh(posterior, loader)
+        time.sleep(0.5 if isinstance(posterior, TRADI) else 0.0)
+
+    monkeypatch.setattr("dissensus.bench.run.together.refresh", slow)
+    jobs.bench(load_task(task_file), methods=["swa", "tradi"], out=tmp_path)
+    alone = {method: facts(tmp_path, method)["seconds"] for method in ("swa", "tradi")}
+    assert 0.5 <= alone["tradi"] - alone["swa"] < 1.0
 
 
 def test_only_equal_trainings_are_shared(task_file):

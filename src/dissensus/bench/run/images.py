@@ -27,13 +27,16 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     from dissensus.reporting import maps  # loads matplotlib
 
     classes, standardiser = _facts(run)
-    pictures = [_read(path) for path in images]  # all of them before anything is written
+    names = [path.stem for path in images]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"expected images of different names, got two called {twice!r}; write their maps one by one")
+    pictures = [read_picture(path) for path in images]  # all of them before anything is written
     checked_folder(folder)
     maps.class_legend(classes).savefig(folder / "classes.png", dpi=110, facecolor="white")
     yield folder / "classes.png"
     posterior, entropy = run.posterior(), math.log(len(classes))
     for path, picture in zip(images, pictures, strict=True):
-        said = predict_image(posterior, standardiser(_resized(picture, run.config.data.get("size"))), tile=tile)
+        said = predict_image(posterior, standardiser(resized(picture, run.config.data.get("size"))), tile=tile)
         confidence, prediction = said.mean.cpu().max(0)
         heat = {  # with the largest value of its scale; that of the mutual information is the image's own
             "confidence": (confidence, 1.0, maps.CONFIDENCE),
@@ -65,17 +68,21 @@ def _facts(run: Run) -> tuple[list[str], Standardiser]:
         raise damaged(run.folder / "training.json", f"without {error}") from error
 
 
-def _read(path: Path) -> Any:
-    from PIL import Image
+def read_picture(path: Path) -> Any:
+    """The image, turned as its camera says."""
+    from PIL import Image, ImageOps
 
     if not path.is_file():
         raise FileNotFoundError(f"expected an image at {path}, got none; correct its name")
     with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
-        return opened.convert("RGB")
+        return ImageOps.exif_transpose(opened).convert("RGB")
 
 
-def _resized(picture: Any, size: Sequence[int] | None) -> Tensor:
+def resized(picture: Any, size: Sequence[int] | None) -> Tensor:
     """(3, H, W) uint8 of the height that training images had; the picture's own where they were not resized."""
+    from PIL import Image
+
     if size is not None:
-        picture = picture.resize((max(1, round(picture.width * size[0] / picture.height)), size[0]))
+        width = max(1, round(picture.width * size[0] / picture.height))
+        picture = picture.resize((width, size[0]), Image.Resampling.BILINEAR)  # as `read_pairs` does
     return torch.from_numpy(np.array(picture)).movedim(2, 0)

@@ -191,13 +191,17 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
             continue
         posterior = watched.result(i)
         torch.manual_seed(run.config.seed)  # draws do not depend on how many methods drew before
+        start = time.perf_counter()
         refresh(posterior, loader)
-        run.keep(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs))
+        drawing = time.perf_counter() - start
+        run.keep(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs, drawing))
 
 
-def _seconds_alone(watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch]) -> Settings:
-    """Seconds that the method would have taken alone, and how they were found."""
-    total = sum(epoch.seconds for epoch in epochs)
+def _seconds_alone(
+    watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch], drawing: float
+) -> Settings:
+    """Seconds that the method would have taken alone, those of drawing its functions among them, and how they were found."""
+    total = sum(epoch.seconds for epoch in epochs) + drawing
     names = [run.config.method for run in runs]
     if watched.run.device.type == "cuda":
         return {"seconds": total, "counted": f"the whole shared run, watched by {', '.join(names)}"}

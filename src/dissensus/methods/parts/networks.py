@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
+from dissensus.numerics.annealing import Annealing
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
+Made = TypeVar("Made", bound=Posterior)
 
 
 class NetworksPosterior(Posterior):
@@ -84,6 +86,23 @@ def own_settings(posterior: nn.Module) -> dict[str, Any]:
     names = [each.name for each in known if each.kind is each.KEYWORD_ONLY and each.name not in common]
     values = {name: getattr(posterior, name) for name in names if hasattr(posterior, name)}
     return {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
+
+
+def cut_again(
+    cls: type[Made], network: nn.Module, config: dict[str, Any], likelihood: Likelihood, *, of_draw: Sequence[str]
+) -> Made:
+    """A method that cuts layers, made of the config in a file, with nothing drawn; `of_draw`: keys that a draw alone needs."""
+    for name, parameter in network.named_parameters():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(name not in config["frozen"])
+    several = config["networks"]
+    networks = network if several is None else placeholders(network, several)
+    settings = {key: value for key, value in config.items() if key not in ("networks", "frozen", *of_draw)}
+    constructor: Any = cls  # whose keywords are its own
+    made: Made = constructor(
+        networks, likelihood=likelihood, **settings | {"annealing": Annealing(**config["annealing"])}
+    )
+    return made
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:

@@ -9,9 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.functions import DrawnFunctions
+from dissensus.core.functions import DrawnFunctions, described_outputs
 from dissensus.core.modes import all_parts, eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
@@ -126,19 +125,16 @@ class NodeFunctions(DrawnFunctions):
         return eval_mode(particles, particles.template, parts=self._parts[1])
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        particles = self.particles
-        if particles.how == "vectorised":
-            yield from super().predict_parts(x)
-            return
-        for nodes in self.standing:
+        def described(i: int) -> tuple[Tensor, ...]:
+            def one(member: Member) -> tuple[Tensor, ...]:
+                with standing(member.network, self.standing[i]):
+                    return described_outputs(member, x)
 
-            def described(member: Member, nodes: Any = nodes) -> tuple[Tensor, ...]:
-                with standing(member.network, nodes):
-                    return member.likelihood.describe(batches.call(member.network, x))
+            particles = self.particles
+            with particles.turn(), self._evaluating():
+                return particles.call(one, particles.shared_parameters(), particles.shared_buffers())[0]  # type: ignore[no-any-return]
 
-            with particles.turn(), self._evaluating(), batches.unchanged(x):
-                found = particles.call(described, particles.shared_parameters(), particles.shared_buffers())[0]
-            yield self.likelihood.predictive(*(tensor[None] for tensor in found))
+        return self.one_by_one(x, described)
 
     def member(self, index: int) -> nn.Module:
         return collapsed(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()

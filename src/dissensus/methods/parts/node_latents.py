@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.methods.parts.networks import stack_members
+from dissensus.numerics.flat import wide
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.modulation import Modulation
 from dissensus.surgery.nodes import NodedNetwork, with_nodes
@@ -44,7 +45,7 @@ class Complexity:
 
     def kl(self, mean: Tensor, std: Tensor, temperature: float = 1.0) -> Tensor:
         """() H[q, p] − T Ĥ[q] in nats, KL(q ‖ p) at T = 1; with iBNN's surrogate in place of the KL where asked for."""
-        mean, std = _wide(mean), _wide(std)
+        mean, std = wide(mean), wide(std)
         if self.divergence == "mixture":
             cross = cross_entropy if self.family == "gaussian" else cauchy_cross_entropy
             return cross(mean, std, self.prior_std) - temperature * self.entropy(mean, std)
@@ -54,10 +55,10 @@ class Complexity:
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
         if self.family == "cauchy":
-            return cauchy_entropies(_wide(std)).mean()
+            return cauchy_entropies(wide(std)).mean()
         widths = None if self.bound == "joint" else self.widths
         factor = RELEASED if self.bound == "released" else EXACT
-        return entropy_bound(_wide(mean), _wide(std), widths=widths, factor=factor)
+        return entropy_bound(wide(mean), wide(std), widths=widths, factor=factor)
 
     @property
     def noise(self) -> Noise:
@@ -196,8 +197,3 @@ def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
 def raw_std(std: Tensor) -> Tensor:
     """ρ with softplus(ρ) = σ."""
     return std + torch.log(-torch.expm1(-std))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor with at least 24 bits: sums over thousands of latents, whose differences count, need them."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

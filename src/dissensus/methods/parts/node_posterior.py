@@ -25,7 +25,7 @@ from dissensus.core.optimisation import Group
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.posterior import left_as_found
 from dissensus.methods.parts import node_batches
-from dissensus.methods.parts.networks import own_settings, placeholders
+from dissensus.methods.parts.networks import cut_again, own_settings
 from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
 from dissensus.methods.parts.node_latents import (
     Complexity,
@@ -263,17 +263,7 @@ class NodePosterior(StoringPosterior):
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        told = ("networks", "stored", "frozen", "annealing")
-        keywords = {key: value for key, value in config.items() if key not in told}
-        for name, parameter in network.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name not in config["frozen"])
-        several = config["networks"]
-        networks = network if several is None else placeholders(network, several)
-        constructor: Any = cls  # whose keywords are its own
-        posterior: Self = constructor(
-            networks, likelihood=likelihood, annealing=Annealing(**config["annealing"]), **keywords
-        )
+        posterior = cut_again(cls, network, config, likelihood, of_draw=["stored"])
         if config["stored"]:
             posterior.stored = posterior.blank_draw({})
         return posterior

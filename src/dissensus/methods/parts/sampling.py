@@ -6,18 +6,20 @@ posterior and finding it again in a file are derived here, for one network or fo
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dissensus.core import weights
-from dissensus.core.functions import DrawnFunctions, MemberFunctions, mixture
+from dissensus.core.batch import Inputs
+from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
+from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.splitting import NUMBER
 from dissensus.core.statistics import statistics_names
@@ -258,6 +260,14 @@ class SampledFunctions(DrawnFunctions):
         particles = self.particles if self.particles.device == self.device else self.particles.on(self.device)
         with self.particles.turn(), eval_mode(particles, particles.template):
             return particles.each(function, *args)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        def described(i: int) -> tuple[Tensor, ...]:
+            params, buffers = ({n: t.to(self.device) for n, t in each.items()} for each in self.particles.at(i))
+            with self.particles.turn(), eval_mode(self.particles, self.particles.template):
+                return self.particles.call(described_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
+
+        return self.one_by_one(x, described)
 
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index).to(self.device).eval()

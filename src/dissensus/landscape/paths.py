@@ -1,0 +1,116 @@
+"""Losses along ways from one member to another: the straight line, and a curve that is trained to go around what is between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core.particles import Member
+from dissensus.core.posterior import Posterior
+from dissensus.core.statistics import statistics_layers
+from dissensus.landscape.points import Anchors, Statistics
+from dissensus.numerics.checks import number, whole
+from dissensus.numerics.tree import Tensors
+from dissensus.surgery.normalization import estimating
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """Losses along a way from one member (t = 0) to another (t = 1).
+
+    Args:
+        t: (P,) from 0 to 1.
+        loss: (P,) mean negative log-likelihood in nats.
+        accuracy: (P,), or None where targets are not class indices.
+    """
+
+    t: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+
+    @property
+    def barrier(self) -> float:
+        """How far the loss rises above the straight line between the losses at the ends, at most."""
+        line = (1 - self.t) * self.loss[0] + self.t * self.loss[-1]
+        return float((self.loss - line).max())
+
+    def plot(self) -> Any:
+        """A matplotlib Figure: the loss over t."""
+        from dissensus.reporting.plots import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
+
+        curve = Curve(self.t, self.loss, "loss", {"color": PALETTE[0], **marked(0)})
+        axes = {"xlabel": "from one member (0) to the other (1)", "ylabel": "loss (nats)"}
+        return curve_figure([Panel([curve], axes)])
+
+
+def path(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    members: tuple[int, int] = (0, 1),
+    points: int = 21,
+    statistics: Statistics = "recomputed",
+    together: int = 1,
+) -> Path:
+    """The Path of losses along the straight line from one member to another: (1 − t) θ_0 + t θ_1.
+
+    Args:
+        points: P, both ends among them.
+        posterior, loader, members, statistics, together: as in `plane`.
+    """
+    anchors = Anchors(posterior, members, loader, statistics)
+    t = torch.linspace(0, 1, whole("points", points, least=2), dtype=torch.float64)
+    return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together).shaped(len(t)))
+
+
+def curve(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    members: tuple[int, int] = (0, 1),
+    points: int = 21,
+    epochs: int = 20,
+    lr: float = 0.01,
+    seed: int = 0,
+    statistics: Statistics = "recomputed",
+    together: int = 1,
+) -> Path:
+    """The Path of losses along a curve between two members that is bent to where the loss is low (Garipov et al. 2018).
+
+        φ(t) = (1 − t)² θ_0 + 2 t (1 − t) ω + t² θ_1,    ω = argmin E_{t ~ U(0, 1)} loss(φ(t)), from (θ_0 + θ_1) / 2
+
+    Args:
+        epochs, lr: of Adam on ω, over the batches of `loader` as they were read once; batch norm at each batch's statistics.
+        seed: of t.
+        posterior, loader, members, points, statistics, together: as in `path`.
+    """
+    anchors = Anchors(posterior, members, loader, statistics)
+    t = torch.linspace(0, 1, whole("points", points, least=2), dtype=torch.float64)
+    anchors.append(
+        bent(anchors, whole("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed))
+    )
+    coefficients = torch.stack([(1 - t) ** 2, t**2, 2 * t * (1 - t)], -1)
+    return Path(t, *anchors.losses(coefficients, together=together).shaped(len(t)))
+
+
+def bent(anchors: Anchors, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
+    """The weights ω of `curve` between the first two."""
+    middle = {name: ((rows[0] + rows[1]) / 2).requires_grad_() for name, rows in anchors.weights.items()}
+    optimizer = torch.optim.Adam(list(middle.values()), lr=lr)
+    buffers = anchors.particles.at(0)[1]
+    with torch.enable_grad(), estimating(anchors.particles, statistics_layers(anchors.particles.template)):
+        for batch in epochs * anchors.kept:
+            t = float(torch.rand((), generator=generator, dtype=torch.float64))
+            point = {
+                name: (1 - t) ** 2 * rows[0] + 2 * t * (1 - t) * middle[name] + t**2 * rows[1]
+                for name, rows in anchors.weights.items()
+            }
+            loss, _ = anchors.particles.call(Member.nll, point, buffers, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {name: tensor.detach() for name, tensor in middle.items()}
