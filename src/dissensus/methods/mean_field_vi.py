@@ -249,12 +249,16 @@ class MeanFieldVI(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         super().store_draw(loader)
+        if self.annealing.schedule != "constant" and (self.annealing.steps or self.run_length) is None:
+            return  # β is not known where no run was begun
         with left_as_found(self), torch.inference_mode(False), torch.enable_grad():
-            batch = next(iter(batches.each(loader)), None)
-            weight = float(annealed(self, self.annealing)) if batch is not None else 0.0
+            batch, weight = next(iter(batches.each(loader)), None), float(annealed(self, self.annealing))
             if batch is None or weight == 0:
                 return
-            growth = torch.stack([self._growth(self.take(batch)) for _ in range(LOOKS)]) / weight
+            try:
+                growth = torch.stack([self._growth(self.take(batch)) for _ in range(LOOKS)]) / weight
+            except torch.OutOfMemoryError:  # a batch that fits in half precision, or under checkpointing, may not here
+                return
         if float(growth.mean() - 2 * growth.std() / LOOKS**0.5) > 0.5:
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
             log.warning(
