@@ -115,6 +115,10 @@ def test_bad_folders_are_one_error_each(tmp_path):
         FileNotFoundError, match=r"a mask .*masks/town/2.png for the image .*images/town/2.png, got none"
     ):
         read(tmp_path / "alone")
+    scenes(tmp_path / "twice")
+    write(tmp_path / "twice" / "masks", "town/1.bmp", np.zeros((4, 6), np.uint8))
+    with pytest.raises(ValueError, match=r"one mask for the image .*town/1.png, got .*town/1.bmp and .*town/1.png"):
+        read(tmp_path / "twice")
     for name in ("images", "masks"):
         (tmp_path / "empty" / name).mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"expected images \(.png, .* in .*empty/images, got none"):

@@ -335,8 +335,9 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
     assert ("the deviations are still on their way: their median is 0.01" in caplog.text) == said
 
 
-def test_looking_at_deviations_leaves_everything_as_it_was():
-    posterior = ds.MeanFieldVI(tiny.mlp(), data_size=12)
+@pytest.mark.parametrize("annealing", [None, ds.Annealing("linear"), ds.Annealing("cyclic", steps=10)])
+def test_looking_at_deviations_leaves_everything_as_it_was(annealing):
+    posterior = ds.MeanFieldVI(tiny.mlp(), data_size=12, annealing=annealing)
     loader = ds.data.Batches(
         *(each.float() if each.is_floating_point() else each for each in tiny.points()), batch_size=6
     )

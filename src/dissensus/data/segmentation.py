@@ -91,7 +91,9 @@ def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
     for folder in (images, masks):
         if not folder.is_dir():
             raise FileNotFoundError(f"expected a folder {folder}, got none; check its name")
-    found = {path.relative_to(masks).with_suffix(""): path for path in _files(masks)}
+    found: dict[Path, list[Path]] = {}
+    for path in _files(masks):
+        found.setdefault(path.relative_to(masks).with_suffix(""), []).append(path)
     pairs = []
     for path in _files(images):
         name = path.relative_to(images)
@@ -100,7 +102,10 @@ def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
             raise FileNotFoundError(
                 f"expected a mask {masks / wanted}.png for the image {path}, got none; add it, or take the image away"
             )
-        pairs.append((name.as_posix(), path, found[wanted]))
+        mask, *others = found[wanted]
+        if others:
+            raise ValueError(f"expected one mask for the image {path}, got {mask} and {others[0]}; take one away")
+        pairs.append((name.as_posix(), path, mask))
     if not pairs:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {images}, got none; name another folder")
     return pairs

@@ -24,6 +24,7 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
 from dissensus.core.running import first_line
+from dissensus.methods.parts.deviations import still_growing
 from dissensus.methods.parts.networks import cut_again
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
@@ -40,7 +41,6 @@ from dissensus.surgery.nodes import placed, watched
 from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
 
 log = logging.getLogger("dissensus")
-LOOKS = 8  # at the gradient of the deviations, in the end
 
 
 class MeanFieldVI(SamplingPosterior):
@@ -249,31 +249,13 @@ class MeanFieldVI(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         super().store_draw(loader)
-        with left_as_found(self), torch.inference_mode(False), torch.enable_grad():
-            batch = next(iter(batches.each(loader)), None)
-            weight = float(annealed(self, self.annealing)) if batch is not None else 0.0
-            if batch is None or weight == 0:
-                return
-            growth = torch.stack([self._growth(self.take(batch)) for _ in range(LOOKS)]) / weight
-        if float(growth.mean() - 2 * growth.std() / LOOKS**0.5) > 0.5:
+        if still_growing(self, loader, list(map(_raw, self.spread))):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
             log.warning(
                 "the deviations are still on their way: their median is %.2g, %.2g at the start, and they grow as if there "
                 "were no data; train longer, or pass a larger deviation_lr",
                 *(float(found), self.init_std),
             )
-
-    def _growth(self, batch: Batch) -> Tensor:
-        """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
-        params, buffers = self.particles.at(0)
-        raw = {name: params[_raw(name)].detach().requires_grad_() for name in self.spread}
-        moving = {name: each.detach() for name, each in params.items()} | {_raw(n): each for n, each in raw.items()}
-        slopes = torch.autograd.grad(self.member_loss(moving, buffers, batch)[0], list(raw.values()))
-        each = [g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
-        assert self.data_size is not None  # looked at when this was built
-        return (
-            -self.data_size / self.posterior_temperature * torch.cat([wide(e).flatten() for e in each]).mean().detach()
-        )
 
     # ------------------------------------------------------------------ functions
 
