@@ -217,7 +217,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
                 marked(number(mine, key, column), (*place, key, method) in bold) for key, column in columns.items()
             ]
             if mine:
-                lines.append([*place, method, *cells])
+                lines.append([*(f"{float(value):g}" for value in place), method, *cells])
     table = markdown([*axes.values(), "method", *(column.title for column in columns.values())], lines)
     shown = [
         f"![{text}](figures/{name}-{figure}.png)"
