@@ -74,7 +74,9 @@ def conformal(
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
-        raise ValueError(f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level")
+        raise ValueError(
+            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level"
+        )
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
@@ -96,11 +98,18 @@ def _facts(
 ) -> dict[str, Any]:
     classes = isinstance(predictive, CategoricalPredictive)
     known = tuple(CLASS_SCORES) if classes else INTERVAL_SCORES
-    score = one_of("score", known[0] if score is None else score, known, hint=f"a {'classification' if classes else 'regression'} has these")
+    score = one_of(
+        "score",
+        known[0] if score is None else score,
+        known,
+        hint=f"a {'classification' if classes else 'regression'} has these",
+    )
     if by == "class" and not classes:
         raise ValueError('expected a classification for by="class", got a regression; pass a function of inputs')
     if randomised and score not in RANDOMISED:
-        raise ValueError(f"expected one of {', '.join(RANDOMISED)} to randomise, got {score}, which has no border class; pass randomised=False")
+        raise ValueError(
+            f"expected one of {', '.join(RANDOMISED)} to randomise, got {score}, which has no border class; pass randomised=False"
+        )
     settings = dict(SETTINGS.get(score, {}))
     for name, value in (("penalty", penalty), ("free", free)):
         if value is not None:
@@ -135,7 +144,9 @@ def _groups(rows: CalibrationRows, by: object) -> Tensor:
         return rows.y.long()
     found: Tensor = by(rows.x)  # type: ignore[operator]
     if found.shape != (len(rows.y),) or found.is_floating_point():
-        raise ValueError(f"expected whole numbers ({len(rows.y)},) from by, got {found.dtype} {tuple(found.shape)}; one group per row")
+        raise ValueError(
+            f"expected whole numbers ({len(rows.y)},) from by, got {found.dtype} {tuple(found.shape)}; one group per row"
+        )
     return found.long()
 
 
@@ -146,8 +157,14 @@ def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, An
     sizes = torch.tensor([len(part) for part, _ in parts])
     if len(few := known[sizes < least]):
         if len(few) == len(known):
-            raise ValueError(f"expected at least {least} rows of a {facts['by']} for a level of {facts['level']:g}, got at most {int(sizes.max())}; pass more rows")
-        effect = "each is in every set" if facts["by"] == "class" else "their sets hold all classes, their intervals are infinite"
+            raise ValueError(
+                f"expected at least {least} rows of a {facts['by']} for a level of {facts['level']:g}, got at most {int(sizes.max())}; pass more rows"
+            )
+        effect = (
+            "each is in every set"
+            if facts["by"] == "class"
+            else "their sets hold all classes, their intervals are infinite"
+        )
         log.warning(
             "fewer than the %d rows that a level of %g needs of each %s, for %s: %s; pass more rows",
             least, facts["level"], facts["by"], ", ".join(map(str, few.tolist()[:10])) + ("…" if len(few) > 10 else ""), effect,

@@ -114,7 +114,9 @@ def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool =
     for rows in calibration_rows(posterior, loader, labelled=labelled):
         first = rows.weight[:1] if first is None or not len(first) else first
         if (rows.weight != first).any():
-            raise ValueError("expected rows that count alike, got different weights: an error is counted once; leave the weights out")
+            raise ValueError(
+                "expected rows that count alike, got different weights: an error is counted once; leave the weights out"
+            )
         yield rows
 
 
@@ -133,7 +135,9 @@ def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
             raise ValueError("expected no tolerance for a classification, got one; a label is right or wrong")
         return predictive.log_mean.argmax(1) != rows.y
     if tolerance is None:
-        raise ValueError("expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off")
+        raise ValueError(
+            "expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off"
+        )
     off = (predictive.mean - rows.y).abs() > number("tolerance", tolerance, least=0)
     return off.reshape(len(off), -1).any(1)
 

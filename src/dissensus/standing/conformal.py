@@ -87,16 +87,18 @@ class Conformal(Promise):
         mean = predictive.mean
         return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
 
-    def _asked(
-        self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
-    ) -> tuple[Predictive, Tensor]:
+    def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # an error where it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else x
         one = torch.ones(1, dtype=torch.float64)
         w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
-        g = self._of_rows("group", group, self.group_of, inputs, len(predictive)) if self.facts["by"] == "group" else None
+        g = (
+            self._of_rows("group", group, self.group_of, inputs, len(predictive))
+            if self.facts["by"] == "group"
+            else None
+        )
         device = predictive.described()[0].device
         return predictive, self.thresholds(w.double(), g).to(device)
 

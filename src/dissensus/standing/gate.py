@@ -44,7 +44,9 @@ class Gate(Promise):
         """What is promised, in a sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
-            return f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
+            return (
+                f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
+            )
         if self.threshold == float("-inf"):
             return "nothing is accepted: no threshold promises this risk on these rows"
         risk, confidence = self.facts["risk"], self.facts["confidence"]
