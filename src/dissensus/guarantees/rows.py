@@ -11,8 +11,9 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.inputs import check_loader
-from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.numerics.randomness import Watch
 from dissensus.predict import predict_batches
 
 
@@ -30,10 +31,12 @@ def calibration_rows(
 ) -> Iterator[CalibrationRows]:
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
     check_loader(loader)
-    if getattr(expect_posterior(posterior), "stored", posterior) is None:
+    with left_as_found(posterior), Watch() as watch:
+        posterior.draw()
+    if watch.drew:
         raise ValueError(
-            f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: a "
-            "promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"
+            f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: "
+            "a promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"
         )
     waiting: deque[Batch] = deque()
 

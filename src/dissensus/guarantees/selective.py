@@ -60,8 +60,8 @@ def selective(
         found.append((uncertainty(rows.predictive, known)(rows.predictive).cpu(), _errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
         raise ValueError(
-            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, or a "
-            "higher risk"
+            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, "
+            "or a higher risk"
         )
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
     safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
@@ -99,7 +99,8 @@ def ood_gate(
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
         raise ValueError(
-            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a higher rate"
+            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a "
+            "higher rate"
         )
     one = torch.ones(1, dtype=torch.float64)
     highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
@@ -147,8 +148,9 @@ def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: fl
     bound = binomial_bound(wrong, n, 1 - confidence)
     least = least_risk(scores, errors, 1 - confidence, ordered=ordered)
     log.warning(
-        "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d accepted "
-        "rows without an error, or more with some. Accepting all, %d were wrong: at most %.3g are, with that confidence.%s",
+        "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d "
+        "accepted rows without an error, or more with some. Accepting all, %d were wrong: with that "
+        "confidence at most a share of %.3g is.%s",
         risk, confidence, n, errorless_rows(risk, 1 - confidence), wrong, bound,
         "" if least is None else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Which thresholds keep a risk, by exact tests in a fixed sequence (Learn-then-Test, Angelopoulos et al. 2021).
 
-Rows are sorted by how unsure they are. Threshold number j accepts what is below the (j + 1)-th smallest score, so that j rows are
-accepted, and the last one everything. Given that score, the j rows below it are a sample of their own from the inputs below it:
-their errors are binomial, and P(Bin(j, risk) ≤ errors) is a p-value of "the risk is above" although the threshold came from the
-rows. Labels choose nothing but where a sequence ends. Two ways to share δ = 1 − confidence among the tests:
+Rows are sorted by how unsure they are. Threshold number j accepts what is below the (j + 1)-th smallest score, so that j rows
+are accepted, and the last one everything. Given that score, the j rows below it are a sample of their own from the inputs
+below it: their errors are binomial, and P(Bin(j, risk) ≤ errors) is a p-value of "the risk is above" although the threshold
+came from the rows. Labels choose nothing but where a sequence ends. Two ways to share δ = 1 − confidence among the tests:
 
 - `ordered`: errors are taken to become more frequent with the score, so that the risk crosses the promised one once, at t. A
   sequence starts at m = ⌈ln δ / ln(1 − risk)⌉ accepted rows, the fewest that can pass, and goes on while tests pass. One early
