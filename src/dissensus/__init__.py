@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
+    from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.guarantees.conformal import conformal
     from dissensus.guarantees.selective import ood_gate, selective
     from dissensus.methods import (
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
     from dissensus.surgery.modulation import Modulation
-    from dissensus.temperature import temperature_scale
     from dissensus.train import fit
     from dissensus.training.history import Epoch, History
 
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
+    "Calibrated": "guarantees.calibrate",
     "Conformal": "standing.conformal",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
@@ -84,6 +85,7 @@ _HOMES = {
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "calibrate": "guarantees.calibrate",
     "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
@@ -94,7 +96,7 @@ _HOMES = {
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
     "selective": "guarantees.selective",
-    "temperature_scale": "temperature",
+    "temperature_scale": "guarantees.calibrate",
 }
 _ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "theory")
 
@@ -111,6 +113,7 @@ __all__ = [
     "Annealing",
     "AttackCurves",
     "BatchEnsemble",
+    "Calibrated",
     "Classification",
     "ClassificationPredictive",
     "Conformal",
@@ -153,6 +156,7 @@ __all__ = [
     "WeightRDE",
     "attacks",
     "branch",
+    "calibrate",
     "conformal",
     "convergence",
     "data",

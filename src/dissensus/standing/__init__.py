@@ -1,7 +1,12 @@
 """What can stand on a posterior: calibrations, and promises about calibrated predictions. Data and arithmetic, no loaders."""
 
 from dissensus.core.standing import Fitted
+from dissensus.standing.classes import HistogramCalibration, IsotonicCalibration, VectorScaling
 from dissensus.standing.conformal import Conformal
 from dissensus.standing.gate import Gate
+from dissensus.standing.values import CumulativeCalibration, DeviationScaling
 
-KINDS: dict[str, type[Fitted]] = {each.kind: each for each in (Conformal, Gate)}  # by the name that files have for it
+CALIBRATIONS = (VectorScaling, IsotonicCalibration, HistogramCalibration, DeviationScaling, CumulativeCalibration)
+KINDS: dict[str, type[Fitted]] = {
+    each.kind: each for each in (*CALIBRATIONS, Conformal, Gate)
+}  # by their names in files

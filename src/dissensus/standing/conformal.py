@@ -1,7 +1,7 @@
 """Conformal: sets of classes and intervals that hold the truth with a promised probability."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ class Conformal(Promise):
         self.rows = len(self.scores)
         self.group_of: RowFunction | None = None  # no file holds a function: after loading, numbers are passed
         self.weight_of: RowFunction | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # It follows its posterior to another device, but not to another precision: thresholds stay as they were fitted.
+        for name, tensor in self._buffers.items():
+            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
+        return self
 
     def set(
         self,
