@@ -60,7 +60,7 @@ def test_disagreement_can_be_the_score():
 
 
 def test_where_no_threshold_keeps_the_risk_that_is_said(caplog):
-    x, y = classified(400, sharp=0.1)
+    x, y = classified(400, sharp=1.5)
     with caplog.at_level("WARNING", "dissensus"):
         gate = ds.selective(ds.MAP(Told()), [(x, y)])
     assert not gate(x).accept.any()

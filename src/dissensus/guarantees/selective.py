@@ -12,7 +12,7 @@ from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.guarantees.rows import CalibrationRows, calibration_rows
 from dissensus.guarantees.sequence import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
 from dissensus.numerics.checks import number, one_of, share
-from dissensus.standing.gate import Gate, uncertainty
+from dissensus.standing.gate import Gate, uncertainty, wrong
 from dissensus.standing.quantiles import cumulative, least_rows, quantile
 from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
 
@@ -130,17 +130,14 @@ def _score(predictive: Predictive, score: str | None) -> str:
 
 def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
     """(B,) boolean."""
-    predictive = rows.predictive
-    if isinstance(predictive, CategoricalPredictive):
+    if isinstance(rows.predictive, CategoricalPredictive):
         if tolerance is not None:
             raise ValueError("expected no tolerance for a classification, got one; a label is right or wrong")
-        return predictive.log_mean.argmax(1) != rows.y
-    if tolerance is None:
+    elif tolerance is None:
         raise ValueError(
             "expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off"
         )
-    off = (predictive.mean - rows.y).abs() > number("tolerance", tolerance, least=0)
-    return off.reshape(len(off), -1).any(1)
+    return wrong(rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0))
 
 
 def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:
@@ -152,7 +149,7 @@ def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: fl
         "accepted rows without an error, or more with some. Accepting all, %d were wrong: with that "
         "confidence at most a share of %.3g is.%s",
         risk, confidence, n, errorless_rows(risk, 1 - confidence), wrong, bound,
-        "" if least is None else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
+        "" if least is None or least > bound else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
     )  # fmt: skip
 
 

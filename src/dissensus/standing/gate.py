@@ -53,6 +53,14 @@ class Gate(Promise):
         return f"of accepted inputs at most {100 * risk:g} % are wrong, with confidence {confidence:g}"
 
 
+def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
+    """(B,) boolean: another class, or an output off by more than the tolerance."""
+    if isinstance(predictive, CategoricalPredictive):
+        return predictive.log_mean.argmax(1) != y
+    off = (predictive.mean - y).abs() > tolerance
+    return off.reshape(len(off), -1).any(1)
+
+
 def uncertainty(predictive: Predictive, score: str) -> Uncertainty:
     """The function that scores such predictives; an error where they have no such score."""
     classes = isinstance(predictive, CategoricalPredictive)
