@@ -122,8 +122,9 @@ def mixture_quantiles(means: Tensor, variances: Tensor, levels: Tensor) -> Tenso
     reach = -torch.special.ndtri(torch.minimum(levels, 1 - levels))[:, None]  # (n, 1, B, D) in standard deviations
     std = variances.sqrt()
     lower, upper = (means - std * reach).amin(1), (means + std * reach).amax(1)
+    middle: Tensor = 0.5 * (lower + upper)
     for _ in range(80 if lower.dtype == torch.float64 else 40):
-        middle = 0.5 * (lower + upper)
         below = torch.special.ndtr((middle[:, None] - means) / std).mean(1) < levels
         lower, upper = torch.where(below, middle, lower), torch.where(below, upper, middle)
-    return 0.5 * (lower + upper)
+        middle = 0.5 * (lower + upper)
+    return middle

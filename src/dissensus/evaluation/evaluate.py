@@ -11,7 +11,7 @@ import torch
 from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
@@ -152,7 +152,7 @@ def evaluation_of(
 
 def numbers_of(test: Predictions) -> Numbers:
     """What gives the numbers of such predictions."""
-    classes = isinstance(test.predictive, ClassificationPredictive)
+    classes = isinstance(test.predictive, CategoricalPredictive)
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 

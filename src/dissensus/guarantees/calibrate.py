@@ -61,7 +61,8 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
         method,
         int((rows.weight > 0).sum()),
         lens.temperature,
-        *(each(rows, at) for each in (Rows.nll, calibration_error) for at in (lens, before)),
+        *(rows.nll(at) for at in (lens, before)),
+        *(calibration_error(rows, at) for at in (lens, before)),
     )
     posterior.recalibrate(*lens)
     return calibrated
@@ -128,7 +129,7 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
     if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
         return
     kept, classes = rows.weight > 0, predictive.mean.shape[1]
-    if missing := sorted(set(range(classes)) - set(rows.y[kept].unique().tolist())):
+    if missing := sorted(set(range(classes)) - set(rows.y[kept].tolist())):
         log.warning(
             "class %s has no calibration row%s: %s makes it very unlikely; pass rows of every class, or use a temperature",
             ", ".join(map(str, missing[:10])), "" if len(missing) == 1 else f" ({len(missing)} classes in all)", method,

@@ -20,7 +20,7 @@ BINS = 15  # of "histogram", as of the calibration error
 PIECES, ROWS_EACH = (
     20,
     20,
-)  # of the function R that "isotonic" recalibrates a regression by: at most so many, of at least so many rows
+)  # of R, by which "isotonic" recalibrates a regression: at most so many, of at least so many rows
 
 
 class Rows(NamedTuple):
@@ -79,7 +79,7 @@ def vector(rows: Rows) -> Lens:
         def closure() -> Tensor:
             optimizer.zero_grad()
             value = objective()
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             return value
 
         optimizer.step(closure)  # type: ignore[no-untyped-call]
@@ -136,13 +136,10 @@ def made(kind: type[Calibration], rows: Rows, tensors: dict[str, Tensor]) -> Cal
 def one_against_rest(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """((C, n) mean probability of every class, (C, n) its labels, 1 or 0 or soft, (n,) weights), over rows that count."""
     mean = rows.predictive.mean  # (N, C, ...)
-    if rows.y.is_floating_point():
-        labels = rows.y
-    else:
-        labels = torch.zeros_like(mean).scatter(1, rows.y.long().unsqueeze(1), 1.0)
+    soft = rows.y.is_floating_point()
+    labels = rows.y if soft else torch.zeros_like(mean).scatter(1, rows.y.long().unsqueeze(1), 1.0)
     weight = rows.weight.flatten()
-    by_class = (each.movedim(1, 0).flatten(1)[:, weight > 0] for each in (mean, labels.double()))
-    p, t = by_class
+    p, t = (each.movedim(1, 0).flatten(1)[:, weight > 0] for each in (mean, labels.double()))
     return p, t, weight[weight > 0]
 
 

@@ -1,4 +1,4 @@
-"""Calibrations of class probabilities: of members' logits by class, or of the mean probabilities, one class against the rest."""
+"""Calibrations of class probabilities: of members' logits, or of the mean probabilities, one class against the rest."""
 
 from abc import ABC, abstractmethod
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.standing import Fitted
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
@@ -165,7 +166,7 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 def standing_on(posterior: Posterior) -> dict[str, Any]:
     """What a config says of what stands on the posterior; nothing where nothing does."""
-    promises = {name: promise.config() for name, promise in posterior.promises.items()}
+    promises = {name: cast(Fitted, promise).config() for name, promise in posterior.promises.items()}
     calibration = posterior.calibration
     return {
         **({} if calibration is None else {"calibration": calibration.config()}),
