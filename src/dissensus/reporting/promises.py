@@ -27,12 +27,12 @@ def _sets(results: Results, palette: Mapping[str, str]) -> list[Panel]:
     panels = []
     for name in _names(results, "/level"):
         keys = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
-        drawn = _curves(results, palette, range(3), keys)
+        drawn = _curves(results, palette, [1, 2, 3], keys)
         if drawn:
             level = _first(results, f"{name}/level")
             label = {"xlabel": "thirds of the inputs, easy to hard", "ylabel": "sets that hold the truth"}
             title = {"title": f"Coverage by difficulty: {name}", "ylim": (None, 1.01)}
-            panels.append(Panel([*drawn, _line(0, 2, level)], label | title, percent="y", ticks=range(3)))
+            panels.append(Panel([*drawn, _line(1, 3, level)], label | title, percent="y", ticks=[1, 2, 3]))
         severities = next(iter(results.methods.values()))[0].severities
         keys = [f"{name}/coverage", *(f"corrupt/severity{s}/{name}/coverage" for s in severities)]
         if severities and (drawn := _curves(results, palette, [0, *severities], keys)):
