@@ -10,7 +10,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.standing import Promise
 from dissensus.standing.quantiles import quantile
-from dissensus.standing.scores import CLASS_SCORES, RANDOMISED, ends
+from dissensus.standing.scores import CLASS_SCORES, ends
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
 
@@ -138,8 +138,7 @@ class Conformal(Promise):
         """What is promised, in a sentence."""
         by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
-        exact = self.score not in RANDOMISED or self.facts["randomised"]
-        return f"{what} hold the truth with probability {'' if exact else 'at least '}{self.level:g}{by} ({self.rows} rows)"
+        return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
 class Covered(NamedTuple):
