@@ -40,8 +40,8 @@ def evaluate(
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
-    Promises that stand on the posterior are put to the test: NAME/coverage and size of conformal sets (also by difficulty and for
-    the worst class), NAME/risk and accepted of gates, and both under corruption and on the other sets.
+    Promises that stand on the posterior are put to the test: NAME/coverage and size of conformal sets (also by difficulty and
+    for the worst class), NAME/risk and accepted of gates, and both under corruption and on the other sets.
 
     Args:
         loader: test batches (x, y), in a fixed order where methods are to be compared example by example.

@@ -114,8 +114,8 @@ class Conformal(Promise):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor of "
-                f"shape ({rows},)"
+                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor "
+                f"of shape ({rows},)"
             )
         return found
 
