@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
+    from dissensus.guarantees.conformal import conformal
+    from dissensus.guarantees.selective import ood_gate, selective
     from dissensus.methods import (
         HMC,
         LIT,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from dissensus.methods.parts.recording import RecordingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+    from dissensus.standing.conformal import Conformal
+    from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
     from dissensus.surgery.modulation import Modulation
     from dissensus.train import fit
@@ -68,25 +72,30 @@ _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
     "Calibrated": "guarantees.calibrate",
+    "Conformal": "standing.conformal",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
+    "Gate": "standing.gate",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
     "calibrate": "guarantees.calibrate",
+    "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",
+    "ood_gate": "guarantees.selective",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
+    "selective": "guarantees.selective",
     "temperature_scale": "guarantees.calibrate",
 }
 _ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "theory")
@@ -107,6 +116,7 @@ __all__ = [
     "Calibrated",
     "Classification",
     "ClassificationPredictive",
+    "Conformal",
     "Convergence",
     "Corruptions",
     "DeepEnsemble",
@@ -119,6 +129,7 @@ __all__ = [
     "FeatureRDE",
     "FoRDE",
     "FunctionRDE",
+    "Gate",
     "GaussianPerturbation",
     "GaussianPrior",
     "HeteroscedasticRegression",
@@ -146,6 +157,7 @@ __all__ = [
     "attacks",
     "branch",
     "calibrate",
+    "conformal",
     "convergence",
     "data",
     "evaluate",
@@ -155,6 +167,7 @@ __all__ = [
     "member_distances",
     "metrics",
     "nets",
+    "ood_gate",
     "pca_lengthscales",
     "predict",
     "predict_batches",
@@ -162,6 +175,7 @@ __all__ = [
     "refresh",
     "report",
     "save",
+    "selective",
     "summarise",
     "temperature_scale",
     "theory",
