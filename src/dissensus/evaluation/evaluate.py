@@ -92,7 +92,7 @@ def evaluate(
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),
-                promises=posterior.promises,
+                promises=dict(posterior.promises.items()),
             )
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():

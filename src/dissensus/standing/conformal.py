@@ -122,7 +122,8 @@ class Conformal(Promise):
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), (B, K) by class: the largest score in the set, for rows of these weights (B,) and groups (B,)."""
         weight = weight.to(self.scores.device)
-        parts = zip(self.scores.split(self.sizes.tolist()), self.mass.split(self.sizes.tolist()), strict=True)
+        sizes = self.sizes.tolist()
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
         each = torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
