@@ -114,6 +114,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     ]
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
+    found += _promised(evaluation)
     against = "against the reference"
     found += [
         Measure("against/agreement", "Agreement", against, "high", 100, 2, "%", (("against/agreement",),)),
@@ -202,8 +203,8 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
 
 
 def _calibrated(evaluation: Evaluation) -> list[Measure]:
-    """At each method's own temperature, found on held-out test rows."""
-    group = "at its best temperature"
+    """At each method's own temperature, found on held-out test rows, or with what else was fitted there."""
+    group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
     samples: dict[str, ArrayNames] = {
         "accuracy": ("calibrated/correct",),
         "nll": ("calibrated/nll",),
@@ -217,6 +218,31 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
         if each.key in samples
     ]
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
+
+
+def _promised(evaluation: Evaluation) -> list[Measure]:
+    """Coverage and size of conformal sets, acceptance and risk of gates, each beside what was promised."""
+    found = []
+    for key in [key for key in evaluation.metrics if key.count("/") == 1]:
+        name, quantity = key.split("/")
+        values: tuple[ArrayNames, ...] = ((f"test/{name}/{'covered' if quantity == 'coverage' else quantity}",),)
+        promised = evaluation.metrics.get(f"{name}/{'level' if quantity == 'coverage' else 'promised'}")
+        if quantity == "coverage" and promised is not None:
+            group = f"{name}: {100 * promised:g} % coverage promised"
+            size = "Classes in a set" if evaluation.kind == "classification" else "Width"
+            found += [
+                Measure(key, "Coverage", group, promised, 100, 2, "%", values),
+                Measure(f"{name}/size", size, group, "low", 1, 3, "", ((f"test/{name}/size",),)),
+                Measure(f"{name}/worst_class/coverage", "Coverage of the worst class", group, "high", 100, 2, "%"),
+                Measure(f"{name}/hard/coverage", "Coverage of the hardest third", group, "high", 100, 2, "%"),
+            ]
+        elif quantity == "accepted" and promised is not None:
+            group = f"{name}: at most {100 * promised:g} % errors promised"
+            found += [
+                Measure(key, "Answered", group, "high", 100, 2, "%", values),
+                Measure(f"{name}/risk", "Errors among answered", group, None, 100, 2, "%"),
+            ]
+    return found
 
 
 def _regression() -> list[Measure]:
