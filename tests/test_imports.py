@@ -74,7 +74,7 @@ FLOORS = {
         "watch",
         "learned",
         "build splits convert",
-        "evaluating",
+        "evaluating calibrating",
         "run",
         "together",
         "gather processes",
