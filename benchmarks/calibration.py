@@ -1,4 +1,4 @@
-"""What a calibration on 2,000 held-out images does, and how large conformal sets are: a CIFAR-10 ResNet-20, four posteriors; CSV.
+"""What calibration on 2,000 held-out images does, and how large conformal sets are: CIFAR-10, ResNet-20, four posteriors; CSV.
 
     python benchmarks/calibration.py --data FOLDER --out runs/calibration
 
@@ -6,14 +6,14 @@ FOLDER holds CIFAR-10 and resnet_cifar10/resnet20.safetensors, as the task `pret
 published ResNet-20:
 
     map             the network as it came
-    deep_ensemble   five copies of it, each fine-tuned by itself for ten epochs with an order and augmentation of its own, at a
-                    rate that rises again to 0.03: they share their start, so they differ less than networks trained from scratch
+    deep_ensemble   five copies of it, each fine-tuned by itself for ten epochs with an order and augmentation of its own, at
+                    rates from 0.03 on: they share their start, so they differ less than networks trained from scratch
     node_bnn        noise on the output nodes, eight components, fine-tuned with the settings of pretrained_chosen.json
     swag            the fine-tune at a constant rate of 0.01 for ten epochs, a Gaussian around its second half
 
 Settings were chosen on the task's 2,000 calibration images at the most; every calibration is fitted on those, and all numbers
-are of the other 8,000, of which 1,000 calibrate the sets and 7,000 test them. Differences are paired by image, with intervals by
-the bootstrap of dissensus.metrics. Runs lie in --out; started again, it goes on where it was.
+are of the other 8,000, of which 1,000 calibrate the sets and 7,000 test them. Differences are paired by image, with intervals
+by the bootstrap of dissensus.metrics. Runs lie in --out; started again, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def made(rows: Sequence[Mapping[str, Any]]) -> str:
     commit, torch_, device = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS[1:])
     seeds = len({row["seed"] for row in rows})
     return (
-        f"*`python benchmarks/calibration.py --data FOLDER`; {seeds} seed{'s' * (seeds > 1)}, {int(float(rows[0]['rows'])):,} test "
-        f"images, intervals paired by image; commit {commit}, torch {torch_}, {device}.*"
+        f"*`python benchmarks/calibration.py --data FOLDER`; {seeds} seed{'s' * (seeds > 1)}, {int(float(rows[0]['rows'])):,} "
+        f"test images, intervals paired by image; commit {commit}, torch {torch_}, {device}.*"
     )
 
 
