@@ -63,7 +63,7 @@ HEAVY_ALLOWED = {
 FLOORS = {
     "reporting": [
         "results regions measures spread estimates statistics tables sweep claims sentences reference",
-        "plots curves maps panels scenes figures",
+        "plots curves maps panels scenes promises figures",
         "report",
     ],
     "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],

@@ -223,26 +223,37 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
 def _promised(evaluation: Evaluation) -> list[Measure]:
     """Coverage and size of conformal sets, acceptance and risk of gates, each beside what was promised."""
     found = []
-    for key in [key for key in evaluation.metrics if key.count("/") == 1]:
+    for key, promised in [(key, value) for key, value in evaluation.metrics.items() if key.count("/") == 1]:
         name, quantity = key.split("/")
-        values: tuple[ArrayNames, ...] = ((f"test/{name}/{'covered' if quantity == 'coverage' else quantity}",),)
-        promised = evaluation.metrics.get(f"{name}/{'level' if quantity == 'coverage' else 'promised'}")
-        if quantity == "coverage" and promised is not None:
+        if quantity == "level":
             group = f"{name}: {100 * promised:g} % coverage promised"
             size = "Classes in a set" if evaluation.kind == "classification" else "Width"
+            hit: tuple[ArrayNames, ...] = ((f"test/{name}/covered",),)
             found += [
-                Measure(key, "Coverage", group, promised, 100, 2, "%", values),
+                Measure(f"{name}/coverage", "Coverage", group, promised, 100, 2, "%", hit),
                 Measure(f"{name}/size", size, group, "low", 1, 3, "", ((f"test/{name}/size",),)),
                 Measure(f"{name}/worst_class/coverage", "Coverage of the worst class", group, "high", 100, 2, "%"),
                 Measure(f"{name}/hard/coverage", "Coverage of the hardest third", group, "high", 100, 2, "%"),
+                Measure(f"corrupt/{name}/coverage", "Coverage of corrupted inputs", group, promised, 100, 2, "%"),
+                Measure(f"corrupt/{name}/size", f"{size}, corrupted inputs", group, None, 1, 3),
             ]
-        elif quantity == "accepted" and promised is not None:
-            group = f"{name}: at most {100 * promised:g} % errors promised"
+        elif quantity == "promised":
+            alarm = f"{name}/refused" in evaluation.metrics
+            group = f"{name}: at most {100 * promised:g} % {'refused' if alarm else 'errors'} promised"
+            accepted, pair = (f"test/{name}/accepted",), (f"test/{name}/accepted", f"test/{name}/error")
             found += [
-                Measure(key, "Answered", group, "high", 100, 2, "%", values),
-                Measure(f"{name}/risk", "Errors among answered", group, None, 100, 2, "%"),
+                Measure(f"{name}/refused", "Refused", group, None, 100, 2, "%"),
+                Measure(f"{name}/accepted", "Answered", group, "high", 100, 2, "%", (accepted,)),
+                Measure(f"{name}/risk", "Errors among answered", group, None, 100, 2, "%", (pair,), _risk),
+                Measure(f"corrupt/{name}/accepted", "Answered, corrupted inputs", group, None, 100, 2, "%"),
+                Measure(f"corrupt/{name}/risk", "Errors among answered, corrupted inputs", group, "low", 100, 2, "%"),
             ]
     return found
+
+
+def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
+    """(R,) share of errors among those accepted; 0 where a sample has none of those."""
+    return (weights[0] @ (accepted * error)) / (weights[0] @ accepted).clamp(min=1)
 
 
 def _regression() -> list[Measure]:

@@ -10,7 +10,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.standing import Promise
 from dissensus.standing.quantiles import quantile
-from dissensus.standing.scores import CLASS_SCORES, RANDOMISED, ends
+from dissensus.standing.scores import CLASS_SCORES, ends
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
 
@@ -110,18 +110,20 @@ class Conformal(Promise):
 
     def _of_rows(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
         found = given if given is not None or function is None or x is None else function(x)
-        if found is None or found.shape != (rows,) or bool((found < 0).any()):
-            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, least {found.min():g}"
+        if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
+            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
+            least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected the {name} of {rows} rows, at least 0, got {got}; the calibration rows have one: pass {name}=, a "
-                f"tensor of shape ({rows},)"
+                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor "
+                f"of shape ({rows},)"
             )
         return found
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), (B, K) by class: the largest score in the set, for rows of these weights (B,) and groups (B,)."""
         weight = weight.to(self.scores.device)
-        parts = zip(self.scores.split(self.sizes.tolist()), self.mass.split(self.sizes.tolist()), strict=True)
+        sizes = self.sizes.tolist()
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
         each = torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
@@ -137,8 +139,7 @@ class Conformal(Promise):
         """What is promised, in a sentence."""
         by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
-        exact = self.score not in RANDOMISED or self.facts["randomised"]
-        return f"{what} hold the truth with probability {'' if exact else 'at least '}{self.level:g}{by} ({self.rows} rows)"
+        return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
 class Covered(NamedTuple):
