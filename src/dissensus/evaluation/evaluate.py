@@ -11,13 +11,14 @@ import torch
 from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Numbers, Predictions, predictions
+from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
 from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.checks import one_of
 
@@ -38,6 +39,9 @@ def evaluate(
     classes: Sequence[str] | None = None,
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
+
+    Promises that stand on the posterior are put to the test: NAME/coverage and size of conformal sets (also by difficulty and
+    for the worst class), NAME/risk and accepted of gates, and both under corruption and on the other sets.
 
     Args:
         loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
@@ -88,6 +92,7 @@ def evaluate(
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),
+                promises=dict(posterior.promises.items()),
             )
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
@@ -106,11 +111,12 @@ def evaluation_of(
     parameters: int,
     prevalence: float | None = None,
     temperature: float = 1.0,
+    promises: Promises | None = None,
 ) -> Evaluation:
     """The Evaluation of predictions already made: what `evaluate` computes once the networks have run.
 
     prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
-    predictions, stated where it is not 1.
+    predictions, stated where it is not 1. promises: those that `Predictions.promised` are the outcomes of.
     """
     part = numbers_of(test)
     classes = part is classification.CLASSIFICATION
@@ -125,6 +131,13 @@ def evaluation_of(
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
         found |= {f"shift/{name}/{key}": value for key, value in part.metrics(each).items()}
+    if promises:
+        details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
+        found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
+        for group, sets in (("ood", ood), ("shift", shift)):
+            for name, each in sets.items():
+                numbers = promise_metrics(promises, each.promised)
+                found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)
@@ -142,7 +155,7 @@ def evaluation_of(
 
 def numbers_of(test: Predictions) -> Numbers:
     """What gives the numbers of such predictions."""
-    classes = isinstance(test.predictive, ClassificationPredictive)
+    classes = isinstance(test.predictive, CategoricalPredictive)
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 
