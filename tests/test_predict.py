@@ -297,6 +297,29 @@ def test_a_stored_member_that_predicts_nan_is_named_by_its_own_number(tmp_path):
     assert error.value.members == [1]
 
 
+def test_a_member_that_predicts_nan_for_a_later_batch_is_named():
+    """The first batch is looked at before the second is predicted, all others together in the end."""
+    posterior, read = ds.DeepEnsemble([nn.Linear(2, 3) for _ in range(3)]).double(), []
+    with torch.no_grad():
+        posterior.particles.own_parameters()["network.weight"][1] = 1e306
+    x, y = torch.zeros(4, 2, dtype=F64), torch.zeros(4, dtype=torch.int64)
+
+    def loader(*sizes: float):
+        for size in sizes:
+            read.append(size)
+            yield x + size, y
+
+    for predicted in (ds.predict, ds.summarise):
+        for sizes in ((0.0, 1e5, 0.0), (0.0, 0.0, 1e5)):
+            with pytest.raises(ds.Diverged, match="in member 1 at") as error:
+                predicted(posterior, loader(*sizes))
+            assert error.value.members == [1]
+    read.clear()
+    with pytest.raises(ds.Diverged, match="in member 1 at"):
+        ds.predict(posterior, loader(1e5, 0.0))
+    assert read == [1e5]
+
+
 def test_a_member_whose_mean_is_infinite_is_named():
     posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(2)], likelihood=ds.Regression(noise=1.0)).double()
     with torch.no_grad():

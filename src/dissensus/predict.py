@@ -52,11 +52,13 @@ def predict(
     """
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    for predictive, y in predict_batches(posterior, loader, precision=precision, compiled=compiled):
+    later: list[Tensor] = []
+    for predictive, y in _predicted_batches(posterior, loader, precision=precision, compiled=compiled, later=later):
         if not parts:
             _state_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
         targets.append(y)
+    posterior.check_diverged(later)
     return Predictive.cat(parts), torch.cat(targets)
 
 
@@ -114,8 +116,21 @@ def predict_batches(
     Yields:
         A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
     """
+    return _predicted_batches(posterior, loader, precision=precision, compiled=compiled)
+
+
+def _predicted_batches(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    precision: PredictionPrecision,
+    compiled: bool,
+    later: list[Tensor] | None = None,
+) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-    for parts, y in _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=compiled, together=True):
+    for parts, y in _predicted_in_parts(
+        posterior, loader, lens, precision=precision, compiled=compiled, together=True, later=later
+    ):
         (predictive,) = parts
         yield lens.mixture(predictive), y
 
@@ -204,10 +219,12 @@ def _predicted_in_parts(
     compiled: bool,
     together: bool = False,
     one_at_a_time: bool = False,
+    later: list[Tensor] | None = None,
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
     """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted.
 
-    Members are seen through the lens; whoever puts the parts together sees the mixture through it.
+    Members are seen through the lens; whoever puts the parts together sees the mixture through it. `later`: as in
+    `Posterior.checked_members`, for members that run at once.
     """
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
@@ -229,7 +246,7 @@ def _predicted_in_parts(
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
             described = describe(x)
-        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens)
+        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=later)
 
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
         pieces, seen = drawn.predict_parts(x), 0

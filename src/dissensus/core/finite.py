@@ -47,13 +47,16 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
-def diverged_members(described: Sequence[Tensor]) -> list[int]:
-    """Indices of members whose descriptions, each (M, B, ...), hold NaN or +∞; −∞ is the log of a probability 0.
-
-    Waits for the device.
-    """
+def member_maxima(described: Sequence[Tensor]) -> Tensor:
+    """(T, M) the largest number of every member in each description (M, B, ...), NaN where there is one; no waiting."""
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
-    largest = [tensor.amax(tuple(range(1, tensor.ndim))) for tensor in given]  # (M,) NaN where there is one
-    # One copy to the host, where they are compared: each kernel more would be one for every batch that is predicted.
-    found = zip(*torch.stack(largest).tolist(), strict=True) if largest else ()
+    return torch.stack([tensor.amax(tuple(range(1, tensor.ndim))) for tensor in given]) if given else torch.zeros(0, 0)
+
+
+def diverged_members(maxima: Tensor) -> list[int]:
+    """Indices of members whose maxima, (T, M), hold NaN or +∞; −∞ is the log of a probability 0.
+
+    Waits for the device: one copy to the host, where they are compared.
+    """
+    found = zip(*maxima.tolist(), strict=True)
     return [member for member, values in enumerate(found) if not all(value < math.inf for value in values)]

@@ -8,7 +8,7 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack, final
 
@@ -19,7 +19,7 @@ from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.errors import Diverged
-from dissensus.core.finite import diverged_members
+from dissensus.core.finite import diverged_members, member_maxima
 from dissensus.core.functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
@@ -216,17 +216,31 @@ class Posterior(TrainingRules, ABC):
         )
 
     @final
-    def checked_members(self, predictive: Predictive, lens: Lens, *, first: int = 0) -> Predictive:
+    def checked_members(
+        self, predictive: Predictive, lens: Lens, *, first: int = 0, later: list[Tensor] | None = None
+    ) -> Predictive:
         """Some members as users see them through the lens; raises Diverged, naming members, where they hold NaN.
 
-        `first`: the index of the first of them.
+        Args:
+            first: the index of the first of them.
+            later: of a run over batches: gets what is to be looked at in the end, by `check_diverged`, so that the host need
+                not wait for every batch. The first batch is looked at now.
         """
-        if bad := diverged_members(predictive.described()):
-            raise Diverged([first + i for i in bad], int(self.steps), "prediction")
+        maxima = member_maxima(predictive.described())
+        if not later:
+            self.check_diverged([maxima], first=first)
+        if later is not None:
+            later.append(maxima)
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
         return lens.members(predictive)
+
+    @final
+    def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
+        """Raises Diverged where a member's maxima, of any batch, hold NaN or +∞."""
+        if maxima and (bad := diverged_members(torch.cat(list(maxima)))):
+            raise Diverged([first + i for i in bad], int(self.steps), "prediction")
 
     @final
     def checked(self, predictive: Predictive) -> Predictive:
