@@ -250,6 +250,7 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     found = ds.evaluate(posterior, loader, ood={"far": [(5 * x, y)]}, shift={"s": loader}, score="mutual_information")
     nll = -wanted.log().gather(1, y[:, None]).mean()
     assert found.metrics["nll"] == pytest.approx(float(nll), abs=1e-5)
+    assert ("calibrated: " in repr(found)) == (method != "temperature")
     assert found.metrics["shift/s/ece"] == pytest.approx(float(ece(wanted, y)), abs=1e-5)
     assert 0 <= found.metrics["ood/far/auroc"] <= 1
 

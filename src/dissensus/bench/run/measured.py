@@ -63,7 +63,7 @@ def with_promises(
         learned = RegressionPredictive((means - targets.mean) / targets.std, variances / targets.std**2)
         rows = replace(test, predictive=learned, targets=targets(test.targets))
     seen = _seen(rows.predictive, posterior.lens(), own)
-    promises = posterior.promises
+    promises = dict(posterior.promises.items())
     found = outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
     if targets is not None:
         scale = (
