@@ -163,7 +163,7 @@ def calibrate_command(
     """Calibrate a trained run and let promises stand on it; prints test metrics before and after, and the folder.
 
     Held-out test rows are those of the run's data.calibration, or --rows of them; the others are tested on. What is not given
-    is taken from the run's [calibration]. ds.load reads the folder, RUN/calibrated.
+    is as in the task's table of calibration. ds.load reads the folder, RUN/calibrated.
     """
     asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
     for name, value in asked.items():
