@@ -743,6 +743,20 @@ def test_a_predictor_gives_what_predict_gives(build):
             torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-12)
 
 
+def test_what_stands_on_a_posterior_is_saved_with_it(build, template, method, tmp_path):
+    """A calibration of the mean, seen by every way to predict, and a promise on top of it."""
+    posterior, (x, y) = build(), tiny.points()
+    ds.refresh(posterior, [(x, y)])
+    ds.calibrate(posterior, [(x, y)], "isotonic")
+    conformal = ds.conformal(posterior, [(x, y)], level=0.5)
+    wanted = posterior.predict(x).mean
+    torch.testing.assert_close(posterior.predictor()(x)["mean"], wanted, rtol=0, atol=1e-12)
+    ds.save(posterior, tmp_path / "run")
+    loaded = ds.load(tmp_path / "run", template(), method=method)
+    assert torch.equal(loaded.predict(x).mean, wanted)
+    assert torch.equal(loaded.promises["conformal"].set(x), conformal.set(x))
+
+
 # factors of the rate over ten epochs: constant for the first half, linear to 1 % at 90 %, constant again
 PLAIN = [1.0] * 6 + [1 - 0.99 * (t - 0.5) / 0.4 for t in (0.6, 0.7, 0.8)] + [0.01]
 # Maddox et al. 2019: before the last quarter constant for half the time, linear to one half at 90 % of it

@@ -20,7 +20,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.calibrating import CALIBRATED
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.images import write_maps
-from dissensus.bench.run.run import Run, calibrate_run, silent
+from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.task.schema import CALIBRATION, counted_by
@@ -163,7 +163,7 @@ def calibrate_command(
     """Calibrate a trained run and let promises stand on it; prints test metrics before and after, and the folder.
 
     Held-out test rows are those of the run's data.calibration, or --rows of them; the others are tested on. What is not given
-    is taken from the run's [calibration]. ds.load reads the folder, RUN/calibrated.
+    is as in the task's table of calibration. ds.load reads the folder, RUN/calibrated.
     """
     asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
     for name, value in asked.items():
@@ -171,7 +171,7 @@ def calibrate_command(
             CALIBRATION[name](f"--{name}", value)
     given = {name: value for name, value in asked.items() if value is not None}
     with nullcontext() if quiet else _remarks(level=logging.WARNING):
-        before, after = calibrate_run(Run.open(run, source=data), given, rows=rows)
+        before, after = jobs.calibrate_run(Run.open(run, source=data), given, rows=rows)
     print_before_and_after(before, after)
     print(run / CALIBRATED)
 

@@ -97,7 +97,10 @@ def evaluate(
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
-    return replace(found, notes=({} if classes is None else {"classes": "\n".join(classes)}) | cautions)
+    calibration = posterior.calibration
+    about = {} if calibration is None else {"calibration": f"{calibration.kind}, {calibration.facts['rows']} rows"}
+    about |= {} if classes is None else {"classes": "\n".join(classes)}
+    return replace(found, notes=about | cautions)
 
 
 def evaluation_of(

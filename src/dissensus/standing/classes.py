@@ -1,6 +1,8 @@
 """Calibrations of class probabilities: of members' logits, or of the mean probabilities, one class against the rest."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +44,15 @@ class MeanCalibration(Calibration, ABC):
     entropy, and `aleatoric` is the rest of that.
     """
 
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(facts, tensors)
+        self.rows = float(facts["weight"])  # N
+
     def mixture(self, predictive: Predictive) -> Predictive:
         mean = predictive.mean  # (B, C, ...)
         found = self.one_against_rest(mean.movedim(1, 0).flatten(1))  # (C, n)
         by_class = found.reshape(mean.shape[1], mean.shape[0], *mean.shape[2:]).movedim(0, 1)
-        total, rows, uniform = by_class.sum(1, keepdim=True), self.facts["weight"], 1 / mean.shape[1]
+        total, rows, uniform = by_class.sum(1, keepdim=True), self.rows, 1 / mean.shape[1]
         normalised = torch.where(total > 0, by_class / total, uniform)
         seen = (rows * normalised + uniform) / (rows + 1)
         entropy: Tensor = torch.special.entr(seen).sum(1)

@@ -42,7 +42,8 @@ def read_members(
         template, meaning = build_parts(config, shapes, network, likelihood)
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
-        put_standing(member, {**config, "promises": {}}, tensors)
+        with reading(folder / TENSORS, SAVE_AGAIN):
+            put_standing(member, {**config, "promises": {}}, tensors)
         yield _member(member, index, tensors, strides)
 
 

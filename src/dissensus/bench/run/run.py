@@ -13,10 +13,9 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,11 @@ from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluation.evaluate import checked_score, evaluate
+from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.evaluation.predictions import Predictions
 from dissensus.guarantees.calibrate import temperature_scale
-from dissensus.numerics.checks import whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
@@ -270,10 +268,10 @@ class Run:
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(asdict(epoch)) + "\n")
 
-    def posterior(self, name: str = "posterior") -> Posterior:
-        """The trained posterior, or the calibrated one."""
+    def posterior(self) -> Posterior:
+        """The trained posterior."""
         with same_random_state(self.device):  # networks are built before their weights are read
-            return build.saved(self.folder, self.config, lambda: self.data, name).to(self.device).eval()
+            return build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """The trained posterior with what these settings of [calibration] ask for, saved in calibrated/."""
@@ -282,14 +280,6 @@ class Run:
             fit_standing(posterior, settings, self.data.calibration, self.loader)
         storage.save(posterior, self.folder / CALIBRATED)
         return posterior
-
-    def _calibrated(self) -> Posterior | None:
-        """The calibrated posterior, on the processor as files of predictions are; None where nothing is asked for."""
-        if not self.config.calibration:
-            return None
-        if not is_posterior(self.folder / CALIBRATED):
-            self.calibrate(self.config.calibration)
-        return self.posterior(CALIBRATED).cpu()
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
@@ -304,8 +294,10 @@ class Run:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        about = (self.config, self.kind, self.data, self.posterior(), self._compared, self._calibrated())
-        evaluation = evaluation_of_run(self.folder, self._splits(), *about)
+        about = (self.config, self.kind, self.data, self.posterior(), self._compared)
+        # Always anew: the one in the folder may be calibrated otherwise. On the processor, as files of predictions are.
+        calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
+        evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
         write_evaluation(self.folder, evaluation)
         return evaluation
 
@@ -324,29 +316,10 @@ class Run:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
             path.unlink(missing_ok=True)
-        if self.config.calibration:
-            shutil.rmtree(self.folder / CALIBRATED, ignore_errors=True)
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
-
-
-def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = None) -> tuple[Evaluation, Evaluation]:
-    """(before, after): a trained run on the test rows that are left, as it is and with these settings of [calibration].
-
-    What is not asked for is as the run has it; `rows`: how many test rows to hold out, or their share. Kept in calibrated/.
-    """
-    if not run.trained:
-        raise untrained(run.folder)
-    if rows is not None:
-        number = rows if rows < 1 else whole("rows", int(rows))
-        run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
-    settings = run.config.calibration | dict(asked)
-    check_calibration(settings, run.config.data, run.kind)
-    test = run.loader(run.data.test)
-    before = evaluate(run.posterior(), test)
-    return before, evaluate(run.calibrate(settings), test)
 
 
 def untrained(folder: Path) -> FileNotFoundError:
