@@ -176,7 +176,8 @@ class Posterior(TrainingRules, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
-        outputs: Tensor = self.draw()(batches.inputs_of(x))
+        batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
+        outputs: Tensor = self.draw()(x)
         return outputs
 
     @final
