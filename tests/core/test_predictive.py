@@ -295,7 +295,7 @@ def test_levels_and_quantiles_are_one_number():
     classes = ds.ClassificationPredictive(torch.zeros(2, 3, 1))
     for wrong in ([0.5, 0.9], torch.tensor([0.5, 0.9]), np.array([0.5, 0.9]), None):
         for ask in (predictive.interval, predictive.quantile, classes.interval, classes.credible_set):
-            with pytest.raises(TypeError, match="as a number, got .*; pass a float"):
+            with pytest.raises(TypeError, match=r"as a number, got .*; pass a float"):
                 ask(wrong)
     for outside in (0.0, 1.0, 2.0):
         with pytest.raises(ValueError, match="expected q above 0 and below 1"):
