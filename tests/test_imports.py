@@ -36,6 +36,7 @@ ROOMS = {
     "train": "numerics core data surgery engine training",
     "predict": "numerics core data engine storage",
     "temperature": "core data predict",
+    "sklearn": "numerics core surgery methods nets data storage train",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
