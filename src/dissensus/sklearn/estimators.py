@@ -22,7 +22,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import refusal
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive, RegressionPredictive
-from dissensus.core.regression import HeteroscedasticRegression, Regression
+from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.frames import TableEncoder
 from dissensus.data.standardise import Standardiser
@@ -54,14 +54,14 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     Args:
         method: a name of `ds.METHODS`, or a class of your own.
-        members: networks; None: 5 where a method is built from several, else 1.
+        members: networks, or members of one; None: 5 of a method built from several networks, else the method's own.
         settings: further keywords of the method, a dict.
         hidden: widths of the network's hidden layers.
         network: a function (inputs, outputs) -> module in place of that network.
         likelihood: what its outputs mean; None: `Classification()`, `HeteroscedasticRegression()`.
         epochs: at most; None: about 2,000 steps, within 20 to 200 epochs.
         batch_size: None: a sixteenth of the rows, within 32 to 256.
-        lr, weight_decay: of AdamW, with a cosine schedule; methods with an optimiser of their own take that.
+        lr, weight_decay: of AdamW, with the method's schedule; a method with an optimiser of its own takes that.
         validation: share of the rows that judge epochs: the best one is kept. 0, or fewer than 20 rows: the last.
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
@@ -151,10 +151,10 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
             settings=dict(self.settings or {}),
         )
         optimizer = scheduler = None
-        if refusal(posterior, torch.optim.AdamW) is None and posterior.default_schedule(100)(99) < 0.1:
+        if refusal(posterior, torch.optim.AdamW) is None:
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
             optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, posterior.default_schedule(epochs))
         judged = held is not None and posterior.goes_back
         self.history_ = fit(
             posterior,
@@ -215,7 +215,8 @@ class Classifier(ClassifierMixin, _TableEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the likeliest labels."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        likeliest = self.predict_proba(X).argmax(1)
+        return self.classes_[likeliest]
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""
@@ -232,6 +233,10 @@ class Classifier(ClassifierMixin, _TableEstimator):  # type: ignore[misc]
         check_array(labels, ensure_2d=False, dtype=None, ensure_all_finite=True, input_name="y")
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of others, too"
+            )
         return codes.astype(np.int64)
 
     def _measure(self, targets: np.ndarray) -> None:

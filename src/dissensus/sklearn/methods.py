@@ -16,6 +16,8 @@ MEMBERS = 5
 # keywords that a method has no default for
 SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
+    "hmc": lambda network: {"weight_prior_std": 1.0},
+    "sghmc": lambda network: {"weight_prior_std": 1.0},
     "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two(network), strict=True)),
     "lit": lambda network: {"strength": 0.1},
     "mc_dropout": lambda network: {"rate": 0.1},
