@@ -84,13 +84,13 @@ def boosting(kind: str, way: str) -> Callable[..., Answer]:
 
 MODELS: dict[str, Callable[..., Answer]] = {
     "deep ensemble": ours(),
-    "deep ensemble, conformal": ours(conformal=0.2),
+    "deep ensemble (conformal)": ours(conformal=0.2),
     "MC dropout": ours("mc_dropout"),
     "BatchEnsemble": ours("batch_ensemble"),
-    "gradient boosting, split": boosting("GradientBoostingRegressor", "split"),
-    "gradient boosting, cross": boosting("GradientBoostingRegressor", "cross"),
-    "histogram boosting, split": boosting("HistGradientBoostingRegressor", "split"),
-    "histogram boosting, cross": boosting("HistGradientBoostingRegressor", "cross"),
+    "gradient boosting (split)": boosting("GradientBoostingRegressor", "split"),
+    "gradient boosting (cross)": boosting("GradientBoostingRegressor", "cross"),
+    "histogram boosting (split)": boosting("HistGradientBoostingRegressor", "split"),
+    "histogram boosting (cross)": boosting("HistGradientBoostingRegressor", "cross"),
 }
 TRIED = {name: ours(**settings) for name, settings in CANDIDATES.items()}
 
@@ -216,7 +216,7 @@ def origin(rows: list[Row]) -> str:
 
 
 def verdicts(
-    rows: list[Row], first: str = "deep ensemble, conformal", second: str = "histogram boosting, cross"
+    rows: list[Row], first: str = "deep ensemble (conformal)", second: str = "histogram boosting (cross)"
 ) -> str:
     """What the first model does better or worse than the second, by paired differences over splits."""
     lines = []

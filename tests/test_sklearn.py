@@ -152,6 +152,46 @@ def test_early_stopping_keeps_the_best_epoch():
     assert fitted.history_.best == int(np.argmin(epochs))
 
 
+def noisy(rows, seed):
+    """Rows, and targets whose noise differs from row to row."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 2))
+    return x, 3 + x[:, 0] + rng.normal(size=rows) * np.exp(x[:, 1] / 2)
+
+
+def test_conformal_intervals_hold_what_they_promise():
+    """40 calibration rows at 0.8: the coverage of one calibration is Beta(33, 8), mean 0.805, sd 0.061; of untrained networks."""
+    covered = []
+    for seed in range(16):
+        (x, y), (new, truth) = noisy(80, seed), noisy(500, seed + 1000)
+        quick = Regressor("map", hidden=(4,), epochs=1, validation=0.0, conformal=0.5, random_state=seed).fit(x, y)
+        _, lower, upper = quick.predict(new, interval=0.8)
+        covered.append(((lower <= truth) & (truth <= upper)).mean())
+    assert abs(np.mean(covered) - 33 / 41) < 4 * 0.065 / 4
+    scores = quick.posterior_.promises["conformal"].scores
+    assert scores.shape == (40, 1)
+    deviation = quick.predictive(new).total.sqrt()[:, 0].numpy()
+    assert np.allclose((upper - lower) / deviation / 2, float(scores[32]))  # the ⌈41 · 0.8⌉-th smallest
+    with pytest.raises(ValueError, match="40 calibration rows can promise, got 0.99, which needs 99"):
+        quick.predict(new, interval=0.99)
+
+
+def test_conformal_sets_and_intervals_are_saved(tmp_path):
+    x, y = noisy(200, 0)
+    settings = SMALL | {"epochs": 2, "conformal": 0.3}
+    regressor, classifier = Regressor(**settings).fit(x, y), Classifier(**settings).fit(x, np.digitize(y, [2, 4]))
+    regressor.save(tmp_path)
+    assert np.array_equal(load(tmp_path).predict(x, interval=0.9).upper, regressor.predict(x, interval=0.9).upper)
+    classifier.save(tmp_path)
+    loaded = load(tmp_path)
+    assert np.array_equal(loaded.predict_set(x, 0.7), classifier.predict_set(x, 0.7))
+    assert (classifier.predict_set(x, 0.7) <= classifier.predict_set(x, 0.95)).all()
+    scores, threshold = -np.log(classifier.predict_proba(x)), loaded.posterior_.promises["conformal"].scores[42]
+    assert np.array_equal(classifier.predict_set(x, 0.7), scores <= float(threshold))  # ⌈61 · 0.7⌉ = 43
+    with pytest.raises(ValueError, match="at least 20 rows to calibrate on, got 0.1 of 60"):
+        Regressor(conformal=0.1).fit(x[:60], y[:60])
+
+
 def test_targets_may_have_several_columns():
     x, y = houses()
     both = np.stack([y, -2 * y + 7], 1)
