@@ -4,10 +4,10 @@
     python benchmarks/tables_uci.py --run --data FOLDER --jobs 16       # writes results/tables_uci.csv
     python benchmarks/tables_uci.py                                     # prints the table of that file
 
-FOLDER holds the sets as `ds.data.uci_regression` reads them. 90 % intervals; each job on one thread, `seconds` are the processor's. The estimators' defaults
-were chosen on the splits of CHOICE, the table is of others. All rows of a split are trained on, calibration rows included:
-`split` conformal holds out a fifth of them, `cross` (CV+) fits five times, a mixture's own interval needs none. Rows that are
-in the file already are not run again.
+FOLDER holds the sets as `ds.data.uci_regression` reads them. 90 % intervals; each job on one thread, `seconds` are the
+processor's. The estimators' defaults were chosen on the splits of CHOICE, the table is of others. All training rows of a split
+are given to every model: `split` conformal holds out a fifth of them, `cross` (CV+) fits six times, a mixture's own interval
+needs none but those that judge epochs. Rows that are in the file already are not run again.
 """
 
 from __future__ import annotations
