@@ -198,7 +198,9 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         """The prediction with every member, in float64, in the units of y: `.epistemic`, `.sample`, `.quantile`, …"""
         check_is_fitted(self)
         x = self.encoder_(checked_table(self, X, reset=False), dtype=torch.float64)
-        return self._in_units(Predictive.cat([self.posterior_.predict(part) for part in x.split(4096)]))
+        parts = [x[start : start + 4096] for start in range(0, len(x), 4096)]
+        found: Predictive = self._in_units(Predictive.cat([self.posterior_.predict(part) for part in parts]))
+        return found
 
     def _threshold(self, level: float) -> Tensor | None:
         """(1, P) the calibration rows' score at this level; None where nothing was calibrated."""
@@ -254,7 +256,8 @@ class Classifier(ClassifierMixin, _TableEstimator):  # type: ignore[misc]
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the likeliest labels."""
         likeliest = self.predict_proba(X).argmax(1)
-        return self.classes_[likeliest]
+        labels: np.ndarray = self.classes_[likeliest]
+        return labels
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""
@@ -323,7 +326,7 @@ class Regressor(RegressorMixin, _TableEstimator):  # type: ignore[misc]
         return arrays[0] if interval is None else Interval(*arrays)
 
     def _targets(self, y: Any) -> np.ndarray:
-        targets = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+        targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
         self.targets_2d_ = targets.ndim > 1
         return targets.reshape(len(targets), -1)
 
@@ -360,7 +363,9 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
     with reading(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()}
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()
+        }
         estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:
