@@ -75,7 +75,7 @@ FLOORS = {
         "watch",
         "learned",
         "build splits convert",
-        "evaluating",
+        "evaluating calibrating",
         "run",
         "together",
         "gather processes",
