@@ -244,6 +244,18 @@ def test_a_network_a_method_and_a_likelihood_of_ones_own():
     assert np.allclose(own.predictive(x).aleatoric.sqrt().numpy(), 0.1 * float(own.scale_.std))
 
 
+def test_objects_among_the_arguments_are_not_saved(tmp_path):
+    x, y = houses(60)
+    signs = {"modulation": ds.Modulation.sign()}
+    fitted = Regressor(
+        "batch_ensemble", settings=signs, members=np.int64(3), hidden=(8,), epochs=1, random_state=0
+    ).fit(x, y)
+    fitted.save(tmp_path)
+    loaded = load(tmp_path)
+    assert np.array_equal(loaded.predict(x), fitted.predict(x))
+    assert (loaded.method, loaded.members, loaded.settings) == ("batch_ensemble", 3, None)
+
+
 def test_the_callers_random_numbers_are_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

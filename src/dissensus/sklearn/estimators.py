@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -30,6 +31,7 @@ from dissensus.guarantees.conformal import ConformalScore, conformal
 from dissensus.nets import MLP
 from dissensus.numerics.checks import number, one_of, share, whole
 from dissensus.numerics.damage import reading
+from dissensus.numerics.plain import plain
 from dissensus.sklearn.methods import posterior_of
 from dissensus.sklearn.rows import checked_table, ordered, repeated, split_rows, taken
 from dissensus.standing.conformal import Conformal
@@ -221,15 +223,13 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Writes all of it into one folder, without a pickle: `ds.sklearn.load` reads it. Objects among the arguments
         (a network's function, a likelihood) are not kept: what is loaded predicts, and would train with the defaults."""
         check_is_fitted(self)
-        given = self.get_params(deep=False)
-        plain = {
-            key: value
-            for key, value in given.items()
-            if isinstance(value, str | int | float | tuple | list | dict | None)
-        }
+        kept = {}
+        for name, value in self.get_params(deep=False).items():
+            with contextlib.suppress(TypeError):
+                kept[name] = plain(value)
         state = {
             "estimator": type(self).__name__,
-            "arguments": plain,
+            "arguments": kept,
             "columns": self.n_features_in_,
             "names": list(map(str, getattr(self, "feature_names_in_", ()))),
             "encoder": self.encoder_.config(),
