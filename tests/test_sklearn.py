@@ -147,9 +147,16 @@ def test_held_out_rows_do_not_leak():
 def test_early_stopping_keeps_the_best_epoch():
     x, y = houses(300)
     fitted = Regressor(**SMALL | {"epochs": 200, "patience": 3, "lr": 0.03}).fit(x, y)
-    epochs = [epoch.validation for epoch in fitted.history_.epochs]
-    assert len(epochs) < 200
-    assert fitted.history_.best == int(np.argmin(epochs))
+    best = fitted.history_.best
+    assert len(fitted.scores_) == len(fitted.history_.epochs) == best + 5
+    assert best == int(np.argmin(fitted.scores_))
+    labels = Classifier(**SMALL | {"epochs": 200, "patience": 3, "lr": 0.03}).fit(x, y > y.median())
+    assert len(labels.scores_) < 200
+    assert labels.history_.best == int(np.argmin(labels.scores_))
+    # the state kept is that of the best epoch, and the spread that of the held-out rows
+    again = Regressor(**SMALL | {"epochs": 200, "lr": 0.03}).set_params(patience=None, epochs=best + 1)
+    assert again.fit(x, y).scores_ != fitted.scores_  # another schedule
+    assert float(fitted.posterior_.temperature) != 1
 
 
 def noisy(rows, seed):

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import refusal
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import CategoricalPredictive, Predictive, RegressionPredictive
 from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.frames import TableEncoder
 from dissensus.data.standardise import Standardiser
+from dissensus.guarantees.calibrate import temperature_scale
 from dissensus.guarantees.conformal import ConformalScore, conformal
 from dissensus.nets import MLP
 from dissensus.numerics.checks import number, one_of, share, whole
 from dissensus.numerics.damage import reading
 from dissensus.numerics.plain import plain
+from dissensus.sklearn.judging import NearestMeans
 from dissensus.sklearn.methods import posterior_of
 from dissensus.sklearn.rows import checked_table, ordered, repeated, split_rows, taken
 from dissensus.standing.conformal import Conformal
@@ -68,7 +70,8 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         epochs: at most; None: about 2,000 steps, within 20 to 200 epochs.
         batch_size: None: a sixteenth of the rows, within 32 to 256.
         lr, weight_decay: of AdamW, with the method's schedule; a method with an optimiser of its own takes that.
-        validation: share of the rows that judge epochs: the best one is kept. 0, or fewer than 20 rows: the last.
+        validation: share of the rows that judge epochs, by the likelihood of labels or the error of means: the best one is
+            kept. A regression's spread is then scaled to these rows. 0, or fewer than 20 rows: the last epoch, as it is.
         conformal: share of the rows that nothing else is done with but to calibrate intervals and sets: those of a new row
             then hold its target with the probability asked for. 0: the mixture's own, as good as the posterior.
         patience: epochs without a better score after which training stops; None never stops early.
@@ -178,20 +181,33 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
             optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, posterior.default_schedule(epochs))
-        judged = held is not None and posterior.goes_back
+        judging = None if held is None else Batches(held[0], held[1], weight=held[2], batch_size=1024)
+        means = None
+        if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
+            means = NearestMeans(posterior, judging, self.patience)
+        by_likelihood = judging is not None and means is None and posterior.goes_back
         self.history_ = fit(
             posterior,
             batches,
             epochs=epochs,
-            validation=Batches(held[0], held[1], weight=held[2], batch_size=1024) if judged and held else None,
-            patience=self.patience if judged else None,
+            validation=judging if by_likelihood else None,
+            patience=self.patience if by_likelihood else None,
+            callback=means,
             optimizer=optimizer,
             scheduler=scheduler,
             precision="float32",
             device=self.device,
             progress=False,
+            draw=means is None,
         )
+        if means is not None:
+            posterior.load_state_dict(means.state)
+            self.history_.best = means.best
+            refresh(posterior, batches)
+        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else means.scores
         self.posterior_ = posterior.cpu().double()
+        if held is not None and y.is_floating_point():
+            temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
 
     def _network(self, inputs: int, outputs: int) -> nn.Module:
         return MLP(inputs, outputs, hidden=self.hidden)
