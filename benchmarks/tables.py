@@ -17,6 +17,7 @@ import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
+import tables_uci
 import task_results
 import toy_entropy
 import tradi_schedule
@@ -322,6 +323,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "standard-results.md", task, table
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
+    if found := rows("tables_uci.csv"):
+        yield docs / "tables.md", "tables-uci", tables_uci.page(found)
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
         yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()

@@ -34,9 +34,10 @@ ROOMS = {
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
     "reporting": "numerics core metrics evaluation storage",
-    "train": "numerics core surgery engine training",
-    "predict": "numerics core engine storage",
-    "guarantees": "numerics core metrics standing predict",  # the verbs that fit what stands on a posterior
+    "train": "numerics core data surgery engine training",
+    "predict": "numerics core data engine storage",
+    "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
+    "sklearn": "numerics core surgery methods nets data storage training train guarantees standing",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "

@@ -24,6 +24,7 @@ from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
+from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
@@ -40,7 +41,7 @@ def predict(
     of inputs N: see `summarise` and `predict_batches` for less.
 
     Args:
-        loader: batches (x, y) or (x, y, weight); weights are not read.
+        loader: batches (x, y) or (x, y, weight); weights are not read. Or data (x, y) themselves, of N rows.
         precision: "bf16" runs the network in mixed precision.
         compiled: compiles the drawn functions first (torch.compile); falls back where a network cannot be compiled.
 
@@ -50,6 +51,7 @@ def predict(
     Raises:
         Diverged: a member predicts NaN.
     """
+    loader = _as_loader(loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
     later: list[Tensor] = []
@@ -86,6 +88,7 @@ def summarise(
     Returns:
         A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
     """
+    loader = _as_loader(loader)
     if not isinstance(posterior, Posterior):
         from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
 
@@ -116,7 +119,7 @@ def predict_batches(
     Yields:
         A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
     """
-    return _predicted_batches(posterior, loader, precision=precision, compiled=compiled)
+    return _predicted_batches(posterior, _as_loader(loader), precision=precision, compiled=compiled)
 
 
 def _predicted_batches(
@@ -159,6 +162,7 @@ def predict_image(
     tile − overlap is a multiple of the network's stride. What looks at a whole image (PSPNet's pooling) sees a tile only.
     `precision`: "bf16" runs the network in mixed precision, likelihoods stay in float32.
     """
+    image = tensor_of(image)
     if image.ndim != 3:
         raise ValueError(
             f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch in turn"
@@ -272,6 +276,13 @@ def _predicted_in_parts(
     finally:
         for particles, how in zip(stored, ways, strict=True):
             particles.how = how
+
+
+def _as_loader(given: Any) -> Iterable[Any]:
+    from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
+
+    loader: Iterable[Any] = as_loader(given)
+    return loader
 
 
 def _note_uncompiled(name: str, reason: str, *args: object) -> None:

@@ -14,6 +14,7 @@ from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.standing import Lens
+from dissensus.data.batches import as_loader
 from dissensus.guarantees.fits import Rows, best_lens
 from dissensus.guarantees.temperature import SUSPICIOUS, WIDEST
 from dissensus.metrics.calibration import confidence_ece
@@ -86,6 +87,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     """What the posterior says of the loader's rows, uncalibrated."""
+    loader = as_loader(loader)
     check_loader(loader)
     view = copy.copy(expect_posterior(posterior))  # uncalibrated: other threads may predict meanwhile with what it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}

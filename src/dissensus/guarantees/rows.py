@@ -13,6 +13,7 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.data.batches import as_loader
 from dissensus.numerics.randomness import Watch
 from dissensus.predict import predict_batches
 
@@ -30,6 +31,7 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
+    loader = as_loader(loader)
     check_loader(loader)
     with left_as_found(posterior), Watch() as watch:
         posterior.draw()

@@ -1,0 +1,166 @@
+"""Classifier and Regressor: a method of this library with all that a table needs around it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_array, column_or_1d
+from torch import Tensor, nn
+
+from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.predictive import CategoricalPredictive, Predictive, RegressionPredictive
+from dissensus.core.regression import HeteroscedasticRegression
+from dissensus.data.frames import TableEncoder
+from dissensus.data.standardise import Standardiser
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.damage import reading
+from dissensus.sklearn.base import TABLE, TableEstimator
+from dissensus.standing.scores import lac
+from dissensus.storage import load as load_posterior
+
+
+class Interval(NamedTuple):
+    """What `Regressor.predict(X, interval=0.9)` gives, arrays of the targets' shape in their units."""
+
+    mean: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
+    __doc__ = f"""Class probabilities for rows of a table, in scikit-learn's manner.
+
+    Labels may be text or any numbers; `classes_` has them in the order of the probabilities.
+    {(TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
+
+    _score = "lac"
+
+    def predict(self, X: Any) -> np.ndarray:
+        """(N,) the likeliest labels."""
+        likeliest = self.predict_proba(X).argmax(1)
+        labels: np.ndarray = self.classes_[likeliest]
+        return labels
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """(N, C) probabilities of the mixture."""
+        return self.predictive(X).mean.numpy()
+
+    def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
+        """(N, C) whether each class is in the set: conformal, or the fewest whose probabilities sum to at least `level`."""
+        predictive = self.predictive(X)
+        assert isinstance(predictive, CategoricalPredictive)
+        threshold = self._threshold(level)
+        if threshold is None:
+            return predictive.credible_set(level).numpy()
+        return (lac(predictive, torch.zeros(len(predictive)), {}) <= threshold).numpy()
+
+    def _targets(self, y: Any) -> np.ndarray:
+        labels = column_or_1d(y, warn=True)
+        check_array(labels, ensure_2d=False, dtype=None, ensure_all_finite=True, input_name="y")
+        check_classification_targets(labels)
+        self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of others, too"
+            )
+        return codes.astype(np.int64)
+
+    def _measure(self, targets: np.ndarray) -> None:
+        pass
+
+    def _encoded(self, targets: np.ndarray) -> Tensor:
+        return torch.from_numpy(targets)
+
+    def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
+        return len(self.classes_), copy.deepcopy(self.likelihood) or Classification()
+
+    def _in_units(self, predictive: Predictive) -> Predictive:
+        return predictive
+
+    def _state(self) -> dict[str, Any]:
+        return {"classes": self.classes_.tolist(), "dtype": self.classes_.dtype.str}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.classes_ = np.array(state["classes"], dtype=state["dtype"])
+
+
+class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
+    __doc__ = f"""Predictive distributions of real targets for rows of a table, in scikit-learn's manner.
+
+    Targets (N,) or (N, D) are standardised by the training rows; all that comes back is in their units.
+    {(TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
+
+    _score = "residual"
+
+    def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
+        """(N,) or (N, D) means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
+
+        Conformal intervals are mean ± threshold · deviation, the others the mixture's central ones.
+        """
+        predictive = self.predictive(X)
+        found = [predictive.mean]
+        if interval is not None and (threshold := self._threshold(interval)) is not None:
+            half = threshold * predictive.total.sqrt()
+            found += [predictive.mean - half, predictive.mean + half]
+        elif interval is not None:
+            found += predictive.interval(interval)
+        arrays = [each.numpy() if self.targets_2d_ else each[:, 0].numpy() for each in found]
+        return arrays[0] if interval is None else Interval(*arrays)
+
+    def _targets(self, y: Any) -> np.ndarray:
+        targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+        self.targets_2d_ = targets.ndim > 1
+        return targets.reshape(len(targets), -1)
+
+    def _measure(self, targets: np.ndarray) -> None:
+        self.scale_ = Standardiser.of_rows(np.sort(targets, axis=0))  # sums do not depend on the order
+
+    def _encoded(self, targets: np.ndarray) -> Tensor:
+        return self.scale_(targets)
+
+    def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
+        likelihood = copy.deepcopy(self.likelihood) or HeteroscedasticRegression()
+        return y.shape[1] * (2 if isinstance(likelihood, HeteroscedasticRegression) else 1), likelihood
+
+    def _in_units(self, predictive: Predictive) -> Predictive:
+        means, variances = predictive.described()
+        return RegressionPredictive(self.scale_.inverse(means), variances * self.scale_.std**2)
+
+    def _state(self) -> dict[str, Any]:
+        return {"mean": self.scale_.mean.tolist(), "std": self.scale_.std.tolist(), "targets_2d": self.targets_2d_}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        mean, std = (torch.tensor(state[key], dtype=torch.float64) for key in ("mean", "std"))
+        self.scale_, self.targets_2d_ = Standardiser(mean, std), bool(state["targets_2d"])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Classifier | Regressor:
+    """The estimator that `save` wrote; `network`: as in `ds.load`, for one with a network of your own."""
+    path = Path(folder) / TABLE
+    with reading(path, "save the estimator again"):
+        state = json.loads(path.read_text())
+        kinds = {"Classifier": Classifier, "Regressor": Regressor}
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()
+        }
+        estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
+        estimator.n_features_in_ = int(state["columns"])
+        if state["names"]:
+            estimator.feature_names_in_ = np.array(state["names"], dtype=object)
+        estimator.encoder_ = TableEncoder.of_config(state["encoder"])
+        estimator._restore(state)
+    estimator.posterior_ = load_posterior(folder, network)
+    return estimator
