@@ -22,8 +22,7 @@ from dissensus.bench.run.images import write_maps
 from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
-from dissensus.bench.task.schema import counted_by
-from dissensus.bench.task.variants import check_read
+from dissensus.bench.task.variants import check_read, counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
 from dissensus.version import __version__

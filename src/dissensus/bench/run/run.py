@@ -24,7 +24,6 @@ from dissensus import storage
 from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.evaluating import evaluation_of_run
 from dissensus.bench.run.learned import learning
@@ -77,18 +76,12 @@ def no_run(folder: Path) -> FileNotFoundError:
 
 
 class Run:
-    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one.
+    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
 
-    `beside`: the folder of the task file, where files that it names may lie.
-    """
-
-    def __init__(
-        self, folder: Path, config: RunConfig, *, load: LastData | None = None, beside: Path | None = None
-    ) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
         self.folder = folder
         self.config = config
         self.load = load or LastData()
-        self.beside = beside
         self.fresh = False  # whether `begin` made the folder
 
     @classmethod
@@ -132,16 +125,17 @@ class Run:
 
     @property
     def data(self) -> TaskData:
-        return self.load(self.config.data)
+        return self.load(self.config.data, self.config.kind, self.config.folder)
 
     @property
     def kind(self) -> SetKind:
-        return SETS[self.config.data["name"]].kind
+        return self.config.kind
 
     @property
     def folders(self) -> list[Path]:
         """Where files that the task names are looked for, in this order."""
-        return [folder for folder in (data_folder(self.load.folder), self.beside) if folder is not None]
+        beside = Path(self.config.folder) if self.config.folder else None
+        return [folder for folder in (data_folder(self.load.folder), beside) if folder is not None]
 
     @property
     def device(self) -> torch.device:
@@ -298,7 +292,7 @@ class Run:
 
     def predictions(self) -> Predictions:
         """What the members said about the test rows."""
-        return read_predictions(self._splits()["test"])
+        return read_predictions(self.folder / "predictions" / "test.safetensors")
 
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
@@ -307,4 +301,5 @@ class Run:
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
-        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
+        names = split_names(self.config, lambda: self.data)
+        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in names}
