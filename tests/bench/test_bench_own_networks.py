@@ -131,7 +131,7 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name what returns an nn.Module"),
         ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
-        ("{}:Nope", [], "can be imported, .*AttributeError.*install its package, or start in the folder"),
+        ("{}:Nope", [], "can be imported, .*AttributeError.*install its package, or put its file beside the task"),
         (
             "no_such_package_here:Net",
             [],

@@ -91,10 +91,10 @@ def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: in
             images = torch.empty(len(files), *found.shape, dtype=torch.uint8)
         if found.shape != images.shape[1:]:
             raise ValueError(
-                f"expected images of one size, got {_by(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in {path}; "
-                f"resize them by size = {int(images.shape[2])}"
+                f"expected images of one size, got {_by(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in "
+                f"{path}; resize them by size = {int(images.shape[2])}"
             )
-        images[row] = torch.from_numpy(np.ascontiguousarray(found))
+        images[row] = torch.from_numpy(np.array(found))
     if resized:
         log.info("%d of %d images in %s were resized to %s", resized, len(files), files[0].parents[1], _by(images))
     return images

@@ -65,6 +65,5 @@ class LearnedRows(NamedTuple):
     validation: TaskRows | None = None
     ood: Mapping[str, TaskRows] = MappingProxyType({})
     shift: Mapping[str, TaskRows] = MappingProxyType({})
-    read: Callable[[str, bool], TaskRows] | None = (
-        None  # (file, whether it has targets): rows like these of another file
-    )
+    read: Callable[[str, bool], TaskRows] | None = None  # (file, whether it has targets) -> rows like these
+    sorted: bool = False  # whether training rows may come sorted by class

@@ -45,7 +45,12 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
             sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
     validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
     return LearnedRows(
-        learn.train, learn.rows(found["test"], f"test of {name}"), learn.classes, validation, **elsewhere
+        learn.train,
+        learn.rows(found["test"], f"test of {name}"),
+        learn.classes,
+        validation,
+        **elsewhere,
+        sorted=True,
     )
 
 
@@ -54,7 +59,7 @@ def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None 
     names = None if classes is None else [*map(str, range(classes))]
     learn = Learner(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
     read = partial(_read_npz, asked, learn)
-    return LearnedRows(learn.train, read(test_file, True), learn.classes, read=read)
+    return LearnedRows(learn.train, read(test_file, True), learn.classes, read=read, sorted=True)
 
 
 def _read_npz(asked: Asked, learn: "Learner", name: str, labelled: bool) -> TaskRows:
@@ -98,6 +103,7 @@ def folder_rows(
         labelled(held) if held.is_dir() else None,
         ood={each.name: foreign(each) for each in _folders(root / "ood")},
         shift={each.name: labelled(each) for each in _folders(root / "shift")},
+        sorted=True,
     )
 
 
@@ -159,12 +165,8 @@ def table_rows(
         rows, column = split_off(read_table(asked.path(name)), name)
         return learn.rows((encode(rows), targets(name, column) if labelled else None), name, labelled=labelled)
 
-    return LearnedRows(
-        learn.train,
-        learn.rows((encode(held_inputs), held_y), f"the test rows of {held_name}"),
-        learn.classes,
-        read=read,
-    )
+    test = learn.rows((encode(held_inputs), held_y), f"the test rows of {held_name}")
+    return LearnedRows(learn.train, test, learn.classes, read=read, sorted=True)
 
 
 def read_table(path: Path) -> Any:
@@ -280,7 +282,7 @@ class Learner:
 
 def _count(labels: np.ndarray, what: str) -> int:
     if not labels.size:
-        raise ValueError(f"expected rows in {what}, got none; give at least one for each class")
+        raise ValueError(f"expected rows in {what!r}, got none; give at least one for each class")
     return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
 from dissensus.bench.rows.learned import Asked, Root, SetKind, TaskRows
-from dissensus.bench.rows.sources import FOREIGN, SHIFTED, rows_elsewhere, task_set
+from dissensus.bench.rows.sources import FOREIGN, SHIFTED, image_file, rows_elsewhere, task_set
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
@@ -19,6 +20,7 @@ from dissensus.numerics.checks import one_of
 STANDARDISED = ("training", "unit", "imagenet", "none")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # means and deviations of pixels in [0, 1], by channel
 TARGETS = ("original", "standardised")
+FILES = (".npz", ".csv", ".parquet")  # of rows that are foreign or shifted
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +83,11 @@ def task_data(
     with fitting(f"the data set {name}"):
         learned = source.make(asked if source.own else folder, **options)
     everything, test, classes, own_validation = learned[:4]
-    if source.own:  # rows that come sorted by class would make batches, and batch statistics, of one class
-        everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
     labels = () if kind == "segmentation" else classes  # masks are checked where they are read
     _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
     _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
+    if learned.sorted:  # batches in their order, and batch statistics, would be of one class
+        everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
 
     def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
         return _split(rows.first(test_rows, seed=seed), calibration, seed, kind)
@@ -101,17 +103,20 @@ def task_data(
 
     def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
         """The sets that the key names, no two of which would be reported under one name."""
+        read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
         found: dict[str, TaskRows] = dict(getattr(learned, key))
+        for each, rows in found.items():
+            _check_like(training, rows, each, named)
         for each in dict.fromkeys(listed(settings.get(key, []))):
             if Path(each).stem in found:
                 raise ValueError(
                     f"expected sets of different names in data.{key}, got two that would be called {Path(each).stem!r}; "
                     "rename a file"
                 )
-            labelled = key == "shift"
-            found[Path(each).stem] = rows_elsewhere(each, known, asked, learned.read, labelled=labelled, **options)
-        for each, rows in found.items():
-            _check_like(training, rows, each, labels if key == "shift" else ())
+            file = Path(each).suffix in FILES
+            rows = read(each, key == "shift") if file else rows_elsewhere(each, known, folder, **options)
+            _check_like(training, rows, each, named)
+            found[Path(each).stem] = rows
         return found
 
     def foreign(rows: TaskRows) -> TaskRows:  # of a segmentation they are pixels of its test rows
@@ -194,15 +199,15 @@ def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[st
             f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
             f"{int(rows.y[row])} in row {row}; number classes alike in all files (data.classes: how many, of an npz task)"
         )
+    if rows.x.shape[1:] != training.x.shape[1:]:
+        raise ValueError(
+            f"expected inputs of shape {tuple(training.x.shape[1:])} in {name!r}, as in the training set, "
+            f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
+        )
     if (rows.x.dtype == torch.uint8) != (
         training.x.dtype == torch.uint8
     ):  # pixels are read as x / 255, numbers are not
         raise ValueError(
             f"expected inputs of the kind of the training set's, {training.x.dtype}, in {name!r}, got {rows.x.dtype}; save "
             "pixels as uint8 in all files, or numbers in all"
-        )
-    if rows.x.shape[1:] != training.x.shape[1:]:
-        raise ValueError(
-            f"expected inputs of shape {tuple(training.x.shape[1:])} in {name!r}, as in the training set, "
-            f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
         )

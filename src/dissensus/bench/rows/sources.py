@@ -34,9 +34,6 @@ from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 from dissensus.numerics.checks import one_of
 
-FILES = (".npz", ".csv", ".parquet")  # of rows to be told apart, or answered elsewhere
-
-
 class TaskSet(NamedTuple):
     """A data set to learn: how to make its train and test rows, and what it is."""
 
@@ -55,22 +52,15 @@ def task_set(name: str) -> TaskSet:
     return SETS[name]
 
 
-def rows_elsewhere(
-    name: str,
-    known: Mapping[str, Callable[..., TaskRows]],
-    asked: Asked,
-    read: Callable[[str, bool], TaskRows] | None,
-    *,
-    labelled: bool,
-    **options: Any,
-) -> TaskRows:
-    """A set of FOREIGN or SHIFTED by name, or from a file; options: of the set learned, `read`: what reads files like its own."""
-    if read is not None and Path(name).suffix in FILES:
-        return read(name, labelled)
-    if name.endswith(".npz"):
-        images, labels = read_npz(asked.path(name))
-        return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
-    return known[one_of("a set", name, known)](asked.folder, **options)
+def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Root, **options: Any) -> TaskRows:
+    """A set of FOREIGN or SHIFTED by name; options: of the set learned."""
+    return known[one_of("a set", name, known)](folder, **options)
+
+
+def image_file(asked: Asked, name: str, labelled: bool) -> TaskRows:
+    """The images and labels in an .npz file."""
+    images, labels = read_npz(asked.path(name))
+    return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
 
 
 def present(name: str, folder: Root) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus import storage
 from dissensus.bench.fitting import fitting
-from dissensus.bench.own import imported
+from dissensus.bench.own import code_digest, imported
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import NetworkMaker, maker
 from dissensus.bench.task.objects import as_options, resolved, written
-from dissensus.bench.task.variants import counted_by, method_class, parameters
+from dissensus.bench.task.variants import base_name, counted_by, method_class, parameters
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
@@ -173,16 +174,44 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
 
 def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
     """The posterior that a run saved in its folder. Data are loaded where the network is one that is imported."""
-    template = None
+    template, method = None, method_class(config.method, config.folder) if imported(config.method) else None
     if imported(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
         template = network(replace(config, network=fresh), load())
     try:
-        return storage.load(folder / "posterior", template)
+        return storage.load(folder / "posterior", template, method=method)
     except ValueError as error:
-        if template is not None:  # what was imported may be another network now, and the run as it was
+        if template is not None or method is not None:  # what was imported may be another now, and the run as it was
             raise
         raise ValueError(f"{error} (a damaged run: delete {folder} and run the command again)") from error
+
+
+def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
+    """Builds, saves and loads the posterior of a method of the user's own: better now than after hours of training."""
+    if not imported(config.method):
+        return
+    method = method_class(config.method, config.folder)
+    known = [*parameters(method), *filter(None, [counted_by(method)])]
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(method).parameters.values()):
+        for key in ("likelihood", *config.settings):
+            one_of(f"a keyword of {config.method}", key, known)
+    made = posterior(config, load(), folders=folders)
+    with TemporaryDirectory() as folder:
+        try:
+            storage.save(made, Path(folder) / "posterior")
+            saved(Path(folder), config, load)
+        except Exception as error:  # whatever its config() and skeleton() raise
+            raise ValueError(
+                f"expected {config.method} to be saved and loaded, got an error ({error}); let config() hold the arguments "
+                "that skeleton() passes to its constructor"
+            ) from error
+
+
+def own_code(config: RunConfig) -> str:
+    """The user's own code that a run depends on, as "name digest, …"; nothing of installed packages."""
+    named = (base_name(config.method), config.network["name"], config.data["name"])
+    digests = {name: code_digest(name, config.folder) for name in named if imported(name)}
+    return ", ".join(f"{name} {digest}" for name, digest in digests.items() if digest)
 
 
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:

@@ -52,6 +52,8 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         **{label: _shared(runs, key) for label, key in FACTS.items()},
+        # A name that stands there twice was changed between runs.
+        "Own code": ", ".join(dict.fromkeys(part for run in runs for part in _parts(run.provenance.get("code")))),
     }
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))
@@ -85,6 +87,10 @@ def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluatio
         else with_reference(evaluation, run.predictions(), references[run.config.seed])
         for run, evaluation in zip(runs, evaluations, strict=True)
     ]
+
+
+def _parts(code: Any) -> list[str]:
+    return [] if not code else str(code).split(", ")
 
 
 def _shared(runs: Sequence[Run], key: str) -> str:

@@ -12,6 +12,7 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -55,6 +56,8 @@ from dissensus.storage.sealed import is_posterior
 from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.training.history import Epoch
+
+log = logging.getLogger("dissensus")
 
 Tell = Callable[[str], object]
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
@@ -107,6 +110,7 @@ class Run:
             )
         with same_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
+            build.try_method(self.config, lambda: self.data, folders=self.folders)
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
@@ -116,10 +120,12 @@ class Run:
         if path.is_file():
             there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
             check_same(self.folder, self.config.table() | digest, there)
+            self._check_code(done=(self.folder / "metrics.json").is_file())
             return
         import tomli_w  # beside Python's own tomllib, which only reads
 
-        made = provenance(self.device) | digest
+        code = build.own_code(self.config)
+        made = provenance(self.device) | digest | ({"code": code} if code else {})
         write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
         self.fresh = True
 
@@ -261,7 +267,19 @@ class Run:
     def posterior(self) -> Posterior:
         """The trained posterior."""
         with same_random_state(self.device):  # networks are built before their weights are read
-            return build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            found = build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            self._check_code()
+            return found
+
+    def _check_code(self, *, done: bool = False) -> None:
+        """Raises where the user's own code is not that of the run; says so where the run is done and nothing uses it again."""
+        now, then = build.own_code(self.config), self.provenance.get("code", "")
+        if now == then:
+            return
+        text = f"expected {self.folder} to be a run of {now}, got one of {then or 'other code'}: your file was changed"
+        if not done:
+            raise ValueError(f"{text}; delete the folder to run it again, or put the file back")
+        log.warning("%s. Its results are those of that code; delete the folder to run it again", text)
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
