@@ -254,7 +254,7 @@ class Learner:
             raise ValueError(
                 f"expected numbers (N,) or (N, D) as y of {what}, got {values.dtype} {values.shape}; {HINT}"
             )
-        found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+        found = torch.from_numpy(np.require(values, np.float64, "CW"))
         found = found[:, None] if found.ndim == 1 else found
         check_finite_rows(found, what=f"targets of {what}")
         return found
@@ -301,6 +301,6 @@ def _inputs(x: Any, what: str) -> Tensor:
             "convert them"
         )
     wanted = values.dtype if values.dtype in (np.float32, np.float64) else np.dtype(np.float64)
-    found = torch.from_numpy(np.ascontiguousarray(values, dtype=wanted.newbyteorder("=")))
+    found = torch.from_numpy(np.require(values, wanted.newbyteorder("="), "CW"))
     check_finite_rows(found.flatten(1), what=f"inputs of {what}")
     return found

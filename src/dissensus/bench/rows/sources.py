@@ -34,6 +34,7 @@ from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 from dissensus.numerics.checks import one_of
 
+
 class TaskSet(NamedTuple):
     """A data set to learn: how to make its train and test rows, and what it is."""
 
