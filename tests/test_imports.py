@@ -64,8 +64,8 @@ FLOORS = {
         "plots curves maps panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],
-    "bench/rows": ["learned", "scenes", "sources geometry", "sets loaders"],
+    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid", "cli"],
+    "bench/rows": ["learned", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
         "provenance records measured pixels same weights",

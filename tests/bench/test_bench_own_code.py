@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench.cli import list_command
 from dissensus.bench.own import code_digest
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
@@ -101,6 +102,20 @@ def test_an_own_method_and_own_data_are_benched_beside_the_librarys(mine, tmp_pa
     again, _ = report_runs([str(tmp_path / "runs")], tmp_path / "page")
     assert again.methods.keys() == results.methods.keys()
     assert mine not in sys.modules  # a report runs nobody's code
+
+
+def test_own_tasks_in_the_current_folder_are_listed_and_nothing_is_imported(mine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    (tmp_path / "broken.toml").write_text("methods = [")
+    list_command()
+    said = capsys.readouterr().out
+    assert "task.toml" in said
+    assert re.search(rf"{mine}:DeepEnsemble\s+│ your own, named in task.toml", said)
+    assert re.search(rf"{mine}:make_data\s+│ your own function", said)
+    assert "pyproject" not in said
+    assert "broken" not in said
+    assert mine not in sys.modules
 
 
 @pytest.mark.slow

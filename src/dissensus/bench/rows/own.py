@@ -49,7 +49,8 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
         learn.rows(found["test"], f"test of {name}"),
         learn.classes,
         validation,
-        **elsewhere,
+        ood=elsewhere["ood"],
+        shift=elsewhere["shift"],
         sorted=True,
     )
 
@@ -254,7 +255,7 @@ class Learner:
             raise ValueError(
                 f"expected numbers (N,) or (N, D) as y of {what}, got {values.dtype} {values.shape}; {HINT}"
             )
-        found = torch.from_numpy(np.require(values, np.float64, "CW"))
+        found = torch.from_numpy(np.require(values, np.float64, ["C", "W"]))
         found = found[:, None] if found.ndim == 1 else found
         check_finite_rows(found, what=f"targets of {what}")
         return found
@@ -301,6 +302,6 @@ def _inputs(x: Any, what: str) -> Tensor:
             "convert them"
         )
     wanted = values.dtype if values.dtype in (np.float32, np.float64) else np.dtype(np.float64)
-    found = torch.from_numpy(np.require(values, wanted.newbyteorder("="), "CW"))
+    found = torch.from_numpy(np.require(values, wanted.newbyteorder("="), ["C", "W"]))
     check_finite_rows(found.flatten(1), what=f"inputs of {what}")
     return found

@@ -3,6 +3,7 @@
 import copy
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from dissensus.bench.task.schema import (
     DATA,
     SECTIONS,
     SEED,
+    TEXT,
     TOP,
     check_tables,
     check_task,
@@ -88,6 +90,18 @@ class RunConfig:
 def task_names() -> list[str]:
     """Names of the tasks that come with the package."""
     return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def own_tasks() -> dict[str, Settings]:
+    """Task files in the current folder by their names, as they stand; other TOML files are left out."""
+    found = {}
+    for path in sorted(Path().glob("*.toml")):
+        with suppress(ValueError, OSError):
+            settings = read_task(str(path))
+            check_tables(settings, path.name)
+            TEXT("data.name", settings.get("data", {}).get("name"))
+            found |= {path.name: settings} if "methods" in settings else {}
+    return found
 
 
 def load_task(
