@@ -14,8 +14,8 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.own import own_object
 from dissensus.bench.rows.learned import Asked, LearnedRows, SetKind, TaskRows
 from dissensus.data import split_indices
+from dissensus.data.class_folders import image_folder, image_stack
 from dissensus.data.formats import pixels
-from dissensus.data.image_folder import image_folder, image_stack
 from dissensus.data.npy import npz_arrays
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.checks import one_of
