@@ -228,15 +228,33 @@ def test_a_run_is_of_the_code_as_it_was(mine, tmp_path, caplog):
     assert not caplog.records
     edited(mine, path, "self.strength * sum", "2 * self.strength * sum")
     bench(task, methods=ours, out=tmp_path / "runs")  # done already: it is said
-    assert "your file was changed" in caplog.text
+    assert "got one before a change of" in caplog.text
     with pytest.raises(
-        ValueError, match=r"got one of .*: your file was changed; delete the folder to run it again, or put"
+        ValueError, match=r"got one before a change of mine.*DeepEnsemble .*; delete the folder to run it"
     ):
         Run.open(folder).posterior()  # what would be computed now is not what was trained
     for name in ("metrics.json", "training.json"):
         (folder / name).unlink()
-    with pytest.raises(ValueError, match="your file was changed; delete the folder to run it again"):
+    with pytest.raises(ValueError, match=r"got one before a change of .*; delete the folder to run it again, or undo"):
         bench(task, methods=ours, out=tmp_path / "runs")  # training would go on with other code
+
+
+def test_rows_that_are_other_ones_now_are_noticed_and_random_ones_are_the_same_again(mine, tmp_path):
+    path = tmp_path / f"{mine}.py"
+    path.write_text(MINE.replace(", generator=torch.Generator().manual_seed(0)", ""))  # torch's own stream
+    config = run_config(load_task(str(tmp_path / "task.toml")), "deep_ensemble", 0)
+    state = torch.get_rng_state()
+    first, second = (Run(tmp_path / "run", config).data for _ in range(2))
+    assert first.digest == second.digest
+    assert torch.equal(torch.get_rng_state(), state)
+    bench(load_task(str(tmp_path / "task.toml")), methods=["deep_ensemble"], out=tmp_path / "runs")
+    folder = tmp_path / "runs" / "deep_ensemble-seed0"
+    (folder / "predictions" / "test.safetensors").unlink()
+    edited(mine, path, "> 0)", "> 0.1)")
+    with pytest.raises(
+        ValueError, match=r"change of .*make_data .*, rows .*; delete"
+    ):  # test rows may have been trained on
+        Run.open(folder).evaluate()
 
 
 def test_a_digest_follows_what_is_used_and_nothing_else(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """Data of the user's own: a function that makes them, folders of images, tables and arrays in files."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dissensus.data.npy import npz_arrays
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import check_finite_rows
+from dissensus.numerics.randomness import same_random_state
 
 MADE = ("train", "test", "validation", "ood", "shift", "classes")  # what a function may return
 ARRAYS = (("images", "labels"), ("x", "y"))  # names in an .npz file
@@ -29,7 +31,7 @@ HINT = 'write likelihood = "regression" in the task, or number the classes'
 def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
     """What the user's function of that name returns: a dict with train and test, each (x, y), and more of MADE."""
     make = own_object(name, "a function that makes data", asked.beside)
-    with fitting(f"the data of {name}"):
+    with fitting(f"the data of {name}"), _seeded(asked.seed):
         found = make(**options)
     if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
         raise ValueError(
@@ -53,6 +55,21 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
         shift=elsewhere["shift"],
         sorted=True,
     )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Global generators start from the seed, so that processes and later days find the same rows; they are put back."""
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with same_random_state(torch.device("cpu")):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
 
 
 def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:

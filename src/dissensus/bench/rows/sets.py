@@ -1,5 +1,7 @@
 """The rows a task runs on: trained on, held out, tested on, foreign and shifted, and how they are standardised."""
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +44,15 @@ class TaskData:
     def held_out(self) -> TaskRows:
         """The rows that a temperature is fitted on."""
         return self.calibration if len(self.calibration.y) else self.validation
+
+    @property
+    def digest(self) -> str:
+        """Twelve digits that change with any row that is trained, chosen or tested on."""
+        found = hashlib.sha256()
+        for rows in (self.train, self.validation, self.calibration, self.test):
+            for tensor in (rows.x, rows.y):
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()[:12]
 
     @property
     def images(self) -> bool:
@@ -106,6 +117,8 @@ def task_data(
         read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
         found: dict[str, TaskRows] = dict(getattr(learned, key))
         for each, rows in found.items():
+            if not re.fullmatch(r"[\w .+-]+", each):
+                raise ValueError(f"expected a plain name for a set of data.{key}, got {each!r}; rename it")
             _check_like(training, rows, each, named)
         for each in dict.fromkeys(listed(settings.get(key, []))):
             if Path(each).stem in found:

@@ -18,6 +18,7 @@ from dissensus.bench.fitting import fitting
 from dissensus.bench.own import code_digest, imported
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
+from dissensus.bench.rows.sources import task_set
 from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import NetworkMaker, maker
@@ -207,11 +208,13 @@ def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequ
             ) from error
 
 
-def own_code(config: RunConfig) -> str:
-    """The user's own code that a run depends on, as "name digest, …"; nothing of installed packages."""
+def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:
+    """Name -> digest of the user's own code that a run depends on, not of installed packages; of their rows, too."""
     named = (base_name(config.method), config.network["name"], config.data["name"])
     digests = {name: code_digest(name, config.folder) for name in named if imported(name)}
-    return ", ".join(f"{name} {digest}" for name, digest in digests.items() if digest)
+    if load is not None and task_set(config.data["name"]).own:
+        digests["rows"] = load().digest
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:

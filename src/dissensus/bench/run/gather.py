@@ -53,7 +53,9 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         **{label: _shared(runs, key) for label, key in FACTS.items()},
         # A name that stands there twice was changed between runs.
-        "Own code": ", ".join(dict.fromkeys(part for run in runs for part in _parts(run.provenance.get("code")))),
+        "Own code and rows": ", ".join(
+            dict.fromkeys(" ".join(part) for run in runs for part in run.provenance.get("code", {}).items())
+        ),
     }
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))
@@ -87,10 +89,6 @@ def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluatio
         else with_reference(evaluation, run.predictions(), references[run.config.seed])
         for run, evaluation in zip(runs, evaluations, strict=True)
     ]
-
-
-def _parts(code: Any) -> list[str]:
-    return [] if not code else str(code).split(", ")
 
 
 def _shared(runs: Sequence[Run], key: str) -> str:

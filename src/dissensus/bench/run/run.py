@@ -120,11 +120,11 @@ class Run:
         if path.is_file():
             there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
             check_same(self.folder, self.config.table() | digest, there)
-            self._check_code(done=(self.folder / "metrics.json").is_file())
+            self._check_own(lambda: self.data, done=(self.folder / "metrics.json").is_file())
             return
         import tomli_w  # beside Python's own tomllib, which only reads
 
-        code = build.own_code(self.config)
+        code = build.own_parts(self.config, lambda: self.data)
         made = provenance(self.device) | digest | ({"code": code} if code else {})
         write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
         self.fresh = True
@@ -268,24 +268,27 @@ class Run:
         """The trained posterior."""
         with same_random_state(self.device):  # networks are built before their weights are read
             found = build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
-            self._check_code()
+            self._check_own()
             return found
 
-    def _check_code(self, *, done: bool = False) -> None:
-        """Raises where the user's own code is not that of the run; says so where the run is done and nothing uses it again."""
-        now, then = build.own_code(self.config), self.provenance.get("code", "")
+    def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
+        """Raises where the user's own code, or rows, are not those of the run; says so where a run is done and needs neither."""
+        now, there = build.own_parts(self.config, load), self.provenance.get("code", {})
+        then = {name: there.get(name, "none") for name in now}
         if now == then:
             return
-        text = f"expected {self.folder} to be a run of {now}, got one of {then or 'other code'}: your file was changed"
+        changed = ", ".join(f"{name} ({then[name]}, now {now[name]})" for name in now if now[name] != then[name])
+        text = f"expected {self.folder} to be a run of your code and data as they are, got one before a change of {changed}"
         if not done:
-            raise ValueError(f"{text}; delete the folder to run it again, or put the file back")
-        log.warning("%s. Its results are those of that code; delete the folder to run it again", text)
+            raise ValueError(f"{text}; delete the folder to run it again, or undo the change")
+        log.warning("%s. Its results are those of then; delete the folder to run it again", text)
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
+        self._check_own(lambda: self.data)
         with self._threads(), drawn_once(self.posterior()) as functions:
             for split, path in waiting.items():
                 write_split(path, split, self.config, self.data, functions, self.loader, tell)

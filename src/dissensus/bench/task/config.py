@@ -94,7 +94,7 @@ def task_names() -> list[str]:
 
 def own_tasks() -> dict[str, Settings]:
     """Task files in the current folder by their names, as they stand; other TOML files are left out."""
-    found = {}
+    found: dict[str, Settings] = {}
     for path in sorted(Path().glob("*.toml")):
         with suppress(ValueError, OSError):
             settings = read_task(str(path))
