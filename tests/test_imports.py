@@ -65,7 +65,7 @@ FLOORS = {
         "report",
     ],
     "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid", "cli"],
-    "bench/rows": ["learned", "scenes own", "sources geometry", "sets loaders"],
+    "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
         "provenance records measured pixels same weights",

@@ -272,7 +272,7 @@ class Run:
             return found
 
     def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
-        """Raises where the user's own code, or rows, are not those of the run; says so where a run is done and needs neither."""
+        """Raises where the user's own code, or rows, are not those of the run; only says so where it is done."""
         now, there = build.own_parts(self.config, load), self.provenance.get("code", {})
         then = {name: there.get(name, "none") for name in now}
         if now == then:
