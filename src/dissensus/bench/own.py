@@ -31,9 +31,11 @@ def own_object(name: str, what: str, beside: str = "") -> Any:
     except Exception as error:  # an import may raise anything
         if str(error).startswith("expected"):
             raise
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        remedy = "install its package, or put its file beside the task or into the current folder"
         raise ValueError(
             f"expected {what} that can be imported, as package.module:name, got {name!r} ({type(error).__name__}: {error}); "
-            "install its package, or put its file beside the task or into the current folder"
+            f"{remedy if missing else 'correct the name, or the file'}"
         ) from error
 
 

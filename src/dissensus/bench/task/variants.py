@@ -18,7 +18,7 @@ def base_name(name: str) -> str:
     """The method's own name: tradi of tradi and of tradi-diagonal, mine:Own of mine:Own and of mine:Own-wide."""
     base, _, variant = name.partition("-")
     if not re.fullmatch(r"[\w.]+:[\w.]+", base):
-        one_of("a method", base, METHODS, hint="" if not imported(base) else "write package.module:Class")
+        one_of("a method (or package.module:Class)", base, METHODS)
     if not re.fullmatch(r"[\w-]+", variant or "none"):
         raise ValueError(f"expected letters, digits, _ and - after the method's name, got {name!r}; rename the variant")
     return base
