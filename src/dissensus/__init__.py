@@ -19,7 +19,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, landscape, metrics, nets, theory
+    from dissensus import attacks, data, landscape, metrics, nets, sklearn, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.attacked import AttackCurves
     from dissensus.evaluation.convergence import Convergence, convergence
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
+    from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
+    from dissensus.guarantees.conformal import conformal
+    from dissensus.guarantees.selective import ood_gate, selective
     from dissensus.methods import (
         HMC,
         LIT,
@@ -57,9 +60,10 @@ if TYPE_CHECKING:
     from dissensus.methods.parts.recording import RecordingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+    from dissensus.standing.conformal import Conformal
+    from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
     from dissensus.surgery.modulation import Modulation
-    from dissensus.temperature import temperature_scale
     from dissensus.train import fit
     from dissensus.training.history import Epoch, History
 
@@ -67,27 +71,34 @@ if TYPE_CHECKING:
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
+    "Calibrated": "guarantees.calibrate",
+    "Conformal": "standing.conformal",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
+    "Gate": "standing.gate",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "calibrate": "guarantees.calibrate",
+    "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",
+    "ood_gate": "guarantees.selective",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
-    "temperature_scale": "temperature",
+    "selective": "guarantees.selective",
+    "temperature_scale": "guarantees.calibrate",
 }
-_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "theory")
+_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "sklearn", "theory")
 
 __all__ = [
     "HMC",
@@ -102,8 +113,10 @@ __all__ = [
     "Annealing",
     "AttackCurves",
     "BatchEnsemble",
+    "Calibrated",
     "Classification",
     "ClassificationPredictive",
+    "Conformal",
     "Convergence",
     "Corruptions",
     "DeepEnsemble",
@@ -116,6 +129,7 @@ __all__ = [
     "FeatureRDE",
     "FoRDE",
     "FunctionRDE",
+    "Gate",
     "GaussianPerturbation",
     "GaussianPrior",
     "HeteroscedasticRegression",
@@ -142,6 +156,8 @@ __all__ = [
     "WeightRDE",
     "attacks",
     "branch",
+    "calibrate",
+    "conformal",
     "convergence",
     "data",
     "evaluate",
@@ -151,6 +167,7 @@ __all__ = [
     "member_distances",
     "metrics",
     "nets",
+    "ood_gate",
     "pca_lengthscales",
     "predict",
     "predict_batches",
@@ -158,6 +175,8 @@ __all__ = [
     "refresh",
     "report",
     "save",
+    "selective",
+    "sklearn",
     "summarise",
     "temperature_scale",
     "theory",

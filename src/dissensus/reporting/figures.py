@@ -18,6 +18,7 @@ from dissensus import metrics
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
 from dissensus.reporting import plots, scenes
+from dissensus.reporting.promises import promised
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
 from dissensus.reporting.tables import MeasureDraws, score_pair
@@ -49,6 +50,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_coverage(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
+        (promised(results, palette), {}),
         (_corrupted_section(results, palette), {}),
         (scenes.attacked(results, palette), {"wide": True}),
         (_cost(results, draws, palette), {}),
@@ -69,12 +71,14 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
 def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     figures = []
     for name, evaluation in first.items():
-        if "reliability/counts" not in evaluation.arrays:
-            continue
-        parts = [evaluation.arrays[f"reliability/{key}"] for key in ("counts", "confidence", "accuracy", "edges")]
-        title = f"{name}: ECE {100 * evaluation.metrics['ece']:.2f} %"
-        figure = plots.reliability(*parts, title=title, colour=palette[name])
-        figures.append((f"Reliability diagram of {name}", figure))
+        for prefix, about in (("", ""), ("calibrated/", ", calibrated")):
+            if f"{prefix}reliability/counts" not in evaluation.arrays:
+                continue
+            keys = ("counts", "confidence", "accuracy", "edges")
+            parts = [evaluation.arrays[f"{prefix}reliability/{key}"] for key in keys]
+            title = f"{name}{about}: ECE {100 * evaluation.metrics[f'{prefix}ece']:.2f} %"
+            figure = plots.reliability(*parts, title=title, colour=palette[name])
+            figures.append((f"Reliability diagram of {name}{about}", figure))
     text = (
         "How often answers of a given confidence are right. Bars that end below the dashed line are too sure, bars that end "
         "above it not sure enough; hatching is the gap. Underneath, how many inputs have that confidence."

@@ -74,6 +74,7 @@ class RunConfig:
     training: Settings
     evaluation: Settings
     reference: Settings = field(compare=False)  # published numbers: the run does not depend on them
+    calibration: Settings = field(default_factory=dict)
     folder: str = field(default="", compare=False)  # of the task file, where files and modules that it names may lie
 
     @property
@@ -152,6 +153,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         )
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
     data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
+    if (rows := tables["calibration"].pop("rows", None)) is not None:
+        data["calibration"] = rows
     own = tables["method"].get(method, {})
     settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
@@ -175,6 +178,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         training=training,
         evaluation=tables["evaluation"],
         reference=tables["reference"],
+        calibration=tables["calibration"],
         folder=str(task.folder or ""),
     )
 

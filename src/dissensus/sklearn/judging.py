@@ -1,0 +1,46 @@
+"""Which epoch of a regression is kept: the one whose means are nearest to held-out targets."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.data.batches import Batches
+from dissensus.training.history import Epoch
+
+
+class NearestMeans:
+    """A callback of `fit`: keeps the state with the least held-out error, and stops after `patience` epochs without a better.
+
+    Not by likelihood: a network that gives a variance is soon too sure of rows it has seen, and the likelihood then judges
+    for an early epoch, whose means are far from trained. How wide the spread should be, a temperature says afterwards.
+    """
+
+    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
+        self.posterior, self.rows, self.patience = posterior, rows, patience
+        self.scores: list[float] = []  # root mean squared errors, epoch by epoch
+        self.state: dict[str, Tensor] = {}
+
+    def __call__(self, epoch: Epoch) -> bool:
+        score = self._error()
+        if score < min(self.scores, default=math.inf):
+            self.state = {name: tensor.detach().clone() for name, tensor in self.posterior.state_dict().items()}
+        self.scores.append(score)
+        return self.patience is not None and len(self.scores) - 1 - self.best > self.patience
+
+    @property
+    def best(self) -> int:
+        """The epoch kept."""
+        return self.scores.index(min(self.scores))
+
+    def _error(self) -> float:
+        total = count = 0.0
+        with left_as_found(self.posterior):
+            drawn = self.posterior.current()
+            for x, y, *weights in self.rows:
+                mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
+                each = (mean - y).square().mean(1)
+                weight = weights[0].double() if weights else torch.ones_like(each)
+                total, count = total + float((weight * each).sum()), count + float(weight.sum())
+        return math.sqrt(total / count)
