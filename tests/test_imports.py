@@ -47,7 +47,7 @@ ROOMS = {
 HEAVY = {"scipy", "matplotlib", "typer", "jinja2", "rich", "torchmetrics"}
 # the only files that may name them
 HEAVY_ALLOWED = {
-    ("training/progress.py", "rich"),
+    ("core/progress.py", "rich"),
     ("metrics/student.py", "scipy"),
     ("guarantees/sequence.py", "scipy"),
     ("metrics/modular.py", "torchmetrics"),
@@ -67,8 +67,8 @@ FLOORS = {
         "plots curves maps panels scenes promises figures",
         "report",
     ],
-    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],
-    "bench/rows": ["learned", "scenes", "sources geometry", "sets loaders"],
+    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid", "cli"],
+    "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
         "provenance records measured pixels same weights",

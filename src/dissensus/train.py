@@ -18,6 +18,7 @@ from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
+from dissensus.core.progress import Progress
 from dissensus.core.turns import training
 from dissensus.data.batches import as_loader
 from dissensus.engine import Step, build_step
@@ -30,7 +31,6 @@ from dissensus.training.checkpoint import Resumed, restart, resume, write_checkp
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
-from dissensus.training.progress import Progress
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
 

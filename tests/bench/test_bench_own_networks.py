@@ -131,11 +131,11 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name what returns an nn.Module"),
         ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
-        ("{}:Nope", [], "can be imported, .*AttributeError.*install its package, or start in the folder"),
+        ("{}:Nope", [], "can be imported, .*AttributeError.*; correct the name, or the file"),
         (
             "no_such_package_here:Net",
             [],
-            "can be imported, as package.module:name, got 'no_such_package_here:Net' .ModuleNotFoundError",
+            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install its package, or put its file beside the task",
         ),
         ("{}:", [], "as package.module:name, got"),
         (":Own", [], "as package.module:name, got ':Own'"),

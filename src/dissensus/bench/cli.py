@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from dissensus.bench.names import listed
+from dissensus.bench.own import imported
 from dissensus.bench.printing import print_before_and_after, print_results, wide_console
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
@@ -22,9 +23,9 @@ from dissensus.bench.run.convert import convert
 from dissensus.bench.run.images import write_maps
 from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
-from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
-from dissensus.bench.task.schema import CALIBRATION, counted_by
-from dissensus.bench.task.variants import check_read
+from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
+from dissensus.bench.task.schema import CALIBRATION
+from dissensus.bench.task.variants import check_read, counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
 from dissensus.version import __version__
@@ -222,19 +223,25 @@ def convert_command(
 
 @app.command("list")
 def list_command(data: Data = None) -> None:
-    """Tasks, methods, and data sets with where they are."""
+    """Tasks, methods, and data sets with where they are; those of task files in the current folder, too."""
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
-    for name in task_names():
-        task = read_task(name)
+    own = own_tasks()
+    for name, task in {**{name: read_task(name) for name in task_names()}, **own}.items():
         named, used = task["data"]["name"], ", ".join(listed(task["methods"]))
         tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
     methods = Grid("method", "what", "networks", title="Methods", title_justify="left")
     for name, method in METHODS.items():
         about = (method.__doc__ or "").strip().split("\n")[0]
         methods.add_row(name, escape(about), counted_by(method) or "one")
+    for file, task in own.items():
+        for name in filter(imported, listed(task["methods"])):
+            methods.add_row(escape(name), f"your own, named in {escape(file)}", "–")
     known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
     for name, source in SETS.items():
         known.add_row(name, escape(source.about), escape(present(name, data)))
+    for file, task in own.items():
+        if imported(task["data"]["name"]):
+            known.add_row(escape(task["data"]["name"]), "your own function", f"named in {escape(file)}")
     console = wide_console()
     for grid in (tasks, methods, known):
         console.print(grid)

@@ -14,6 +14,7 @@ from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
 if TYPE_CHECKING:
+    from dissensus.data.class_folders import image_folder
     from dissensus.data.frames import TableEncoder as TableEncoder
     from dissensus.data.images import *
     from dissensus.data.segmentation import *
@@ -50,6 +51,7 @@ __all__ = [
     "five_blobs",
     "gaussian_process",
     "hill",
+    "image_folder",
     "image_set",
     "mnist",
     "noisy_labels",
@@ -72,7 +74,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ("frames", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
+        for file in ("class_folders", "frames", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

@@ -57,7 +57,7 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     arrays = npz_arrays(path)
     for images, labels in (("images", "labels"), ("x", "y")):
         if images in arrays and labels in arrays:
-            return _images(arrays[images], path), _labels(arrays[labels], len(arrays[images]), path)
+            return pixels(arrays[images], path), _labels(arrays[labels], len(arrays[images]), path)
     raise ValueError(
         f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
     )
@@ -72,7 +72,7 @@ def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(
             f"expected X (H, W, C, N) and y in {path}, got {sorted(arrays)}; check that it is the right file"
         )
-    images = _images(arrays["X"].transpose(3, 2, 0, 1), path)
+    images = pixels(arrays["X"].transpose(3, 2, 0, 1), path)
     labels = arrays["y"].astype(np.int64)  # MATLAB's numbers are doubles unless one asks otherwise
     return images, _labels(labels if (labels == arrays["y"]).all() else arrays["y"], len(images), path)
 
@@ -117,7 +117,7 @@ def _text(key: Any) -> str:
     return key.decode("latin1") if isinstance(key, bytes) else str(key)
 
 
-def _images(images: np.ndarray, path: str | Path) -> np.ndarray:
+def pixels(images: np.ndarray, path: str | Path) -> np.ndarray:
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise ValueError(
             f"expected uint8 images of rank 3 or 4, got {images.dtype} {images.shape} in {path}; store pixels 0 to 255"

@@ -12,6 +12,7 @@ from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
+from dissensus.core.progress import LoaderProgress
 from dissensus.data.batches import as_loader
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
@@ -38,6 +39,7 @@ def evaluate(
     attack: AttackCurves | None = None,
     score: str | None = None,
     classes: Sequence[str] | None = None,
+    progress: bool | str = True,
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
@@ -54,6 +56,7 @@ def evaluate(
         score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
         classes: their names, for a segmentation's iou/CLASS and for reports.
+        progress: whether progress is shown, or the title to show it under.
 
     Returns:
         An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
@@ -74,13 +77,23 @@ def evaluate(
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
-    with drawn_once(posterior) as functions:
-        kind, loader_again = _kind_of_predictions(functions, loader)
+    parts = 1 + len(ood) + len(shift) + (spec is not None) + (attack is not None)
+    with (
+        drawn_once(posterior) as functions,
+        LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
+    ):
+        count = batches.length(loader)
+        kind, once = _kind_of_predictions(functions, loader)
+        loader_again = bar.over(once, "test", count)
+        ood, shift = (
+            {name: bar.over(each, name, batches.length(each)) for name, each in sets.items()} for sets in (ood, shift)
+        )
+        corruptible, attackable = (bar.over(loader, name, count) for name in ("corruptions", "attacks"))
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
         if kind == "segmentation":
-            found = _segmentation(functions, loader_again, loader, ood, shift, spec, score, classes)
+            found = _segmentation(functions, loader_again, corruptible, ood, shift, spec, score, classes)
         else:
             picture = None if spec is None or spec.standardiser is None else spec.standardiser.inverse
             test = predictions(functions, loader_again, picture=picture)
@@ -89,8 +102,8 @@ def evaluate(
                 test,
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
                 shift={n: predictions(functions, moved, name=n, like=like) for n, moved in shift.items()},
-                corrupted=None if spec is None else corrupted_counts(functions, loader, spec),
-                attacked=None if attack is None else attacked_inputs(functions, loader, attack),
+                corrupted=None if spec is None else corrupted_counts(functions, corruptible, spec),
+                attacked=None if attack is None else attacked_inputs(functions, attackable, attack),
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),

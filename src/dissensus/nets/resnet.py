@@ -1,7 +1,8 @@
 """Residual networks for 32×32 images (He et al., CVPR 2016).
 
-Two families: depth 20, 32, 44, 56, 110 with 16-32-64 channels and parameter-free shortcuts, as in the paper's CIFAR
-section, and depth 18, 34 with 64-128-256-512 channels, 1×1 shortcuts and a 3×3 stem without pooling, as is usual.
+Two families: depth 20, 32, 44, 56, 110 (and 8, to try things) with 16-32-64 channels and parameter-free shortcuts, as in
+the paper's CIFAR section, and depth 18, 34 with 64-128-256-512 channels, 1×1 shortcuts and a 3×3 stem without pooling, as
+is usual.
 """
 
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dissensus.nets.blocks import draw_convolutions
 from dissensus.numerics.checks import one_of
 
-THIN = {20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # blocks per stage
+THIN = {8: 1, 20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # blocks per stage
 WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
 
@@ -18,7 +19,7 @@ class ResNet(nn.Module):
     """(B, C, H, W) -> (B, outputs). Parameter names of the thin family are those of widely used CIFAR checkpoints.
 
     Args:
-        depth: 20, 32, 44, 56 or 110 (16-32-64 channels), or 18 or 34 (64 to 512 channels).
+        depth: 8, 20, 32, 44, 56 or 110 (16-32-64 channels), or 18 or 34 (64 to 512 channels).
         outputs: logits or means.
         channels: C.
         skip: whether blocks have shortcuts around them; without, the same layers one after the other (a plain network).

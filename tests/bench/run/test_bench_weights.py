@@ -331,7 +331,7 @@ def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_
 def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_file):
     write(task_file.parent / "w.safetensors", net().state_dict())
     config = run_config(load_task(str(task_file)), "map", 0)
-    run = Run(tmp_path / "run", config, load=LastData(), beside=task_file.parent)
+    run = Run(tmp_path / "run", config, load=LastData())
     run.begin()
     run.begin()
     write(task_file.parent / "w.safetensors", net().state_dict())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dissensus.bench.task.config import Task, overridden
 from dissensus.bench.task.schema import GRID, check_task
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.variants import base_name, setting_path
 from dissensus.numerics.checks import number, one_of
 
 
@@ -53,7 +53,9 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
         for axis, i in here:
             for key, values in axis.settings.items():
                 if _read(key, methods):
-                    settings = overridden(settings, f"{key}={json.dumps(values[i])}", methods=methods)
+                    settings = overridden(
+                        settings, f"{key}={json.dumps(values[i])}", methods=methods, beside=str(task.folder or "")
+                    )
         at = {axis.name: axis.values[i] for axis, i in here}
         name = "-".join(f"{axis}{value:g}" for axis, value in at.items())
         check_task(settings, f"{task.name}, {name}")
@@ -96,5 +98,5 @@ def _check_alone(key: str, settings: Mapping[str, Any], where: str) -> None:
 
 def _read(key: str, methods: Sequence[str]) -> bool:
     """Whether one of the methods reads a setting: method.NAME.key is for NAME alone."""
-    path = key.split(".")
+    path = setting_path(key, [*methods, *map(base_name, methods)])
     return path[0] != "method" or len(path) < 3 or path[1] in {*methods, *map(base_name, methods)}

@@ -1,16 +1,20 @@
 """The rows a task runs on: trained on, held out, tested on, foreign and shifted, and how they are standardised."""
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
-from dissensus.bench.rows.learned import Root, SetKind, TaskRows
-from dissensus.bench.rows.sources import FOREIGN, SETS, SHIFTED, rows_elsewhere
+from dissensus.bench.rows.learned import Asked, Root, SetKind, TaskRows
+from dissensus.bench.rows.sources import FOREIGN, SHIFTED, image_file, rows_elsewhere, task_set
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
@@ -18,6 +22,7 @@ from dissensus.numerics.checks import one_of
 STANDARDISED = ("training", "unit", "imagenet", "none")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # means and deviations of pixels in [0, 1], by channel
 TARGETS = ("original", "standardised")
+FILES = (".npz", ".csv", ".parquet")  # of rows that are foreign or shifted
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +46,15 @@ class TaskData:
         return self.calibration if len(self.calibration.y) else self.validation
 
     @property
+    def digest(self) -> str:
+        """Twelve digits that change with any row that is trained, chosen or tested on."""
+        found = hashlib.sha256()
+        for rows in (self.train, self.validation, self.calibration, self.test):
+            for tensor in (rows.x, rows.y):
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()[:12]
+
+    @property
     def images(self) -> bool:
         return self.train.x.ndim == 4
 
@@ -50,65 +64,88 @@ class LastData:
 
     def __init__(self, folder: Root = None) -> None:
         self.folder = folder
-        self._last: tuple[dict[str, Any], TaskData] | None = None
+        self._last: tuple[Any, TaskData] | None = None
 
-    def __call__(self, settings: dict[str, Any]) -> TaskData:
-        if self._last is None or self._last[0] != settings:
+    def __call__(self, settings: dict[str, Any], kind: SetKind | None = None, beside: str = "") -> TaskData:
+        if self._last is None or self._last[0] != (settings, kind, beside):
             self._last = None  # two sets need not fit into memory
-            self._last = (settings, task_data(settings, self.folder))
+            self._last = ((settings, kind, beside), task_data(settings, self.folder, kind=kind, beside=beside))
         return self._last[1]
 
 
-def task_data(settings: dict[str, Any], folder: Root = None) -> TaskData:
-    """The rows of a run's [data] section; a set that is not there is a FileNotFoundError that says what to put where."""
+def task_data(
+    settings: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = ""
+) -> TaskData:
+    """The rows of a run's [data] section; a set that is not there is a FileNotFoundError that says what to put where.
+
+    `kind`: of a set that may be of several. `beside`: the folder of the task file.
+    """
     options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)
     validation, calibration = options.pop("validation", None), options.pop("calibration", 0)
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
-    standardise, targets = options.pop("standardise", "training"), options.pop("targets", "original")
-    noise, source = options.pop("label_noise", 0.0), SETS[name]
+    noise, source = options.pop("label_noise", 0.0), task_set(name)
+    kind = source.kind or kind or "classification"
+    # Values that the user brings have any scale; a fixed or learned noise starts where standardised ones have theirs.
+    own_values = source.kind is None and kind == "regression"
+    standardise = options.pop("standardise", "none" if source.standardised else "training")
+    targets = options.pop("targets", "standardised" if own_values else "original")
+    asked = Asked(folder, beside, kind, seed)
     with fitting(f"the data set {name}"):
-        everything, test, classes, own_validation, foreign = source.make(folder, **options)
-    labels = () if source.kind == "segmentation" else classes  # masks are checked where they are read
+        learned = source.make(asked if source.own else folder, **options)
+    everything, test, classes, own_validation = learned[:4]
+    labels = () if kind == "segmentation" else classes  # masks are checked where they are read
     _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
     _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
+    if learned.sorted:  # batches in their order, and batch statistics, would be of one class
+        everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
 
     def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
-        return _split(rows.first(test_rows, seed=seed), calibration, seed, source.kind)
+        return _split(rows.first(test_rows, seed=seed), calibration, seed, kind)
 
     # What is held out of a noisy set is noisy too: nobody who has wrong labels has right ones to choose an epoch by.
     training = _with_noise(everything.first(train_rows, seed=seed), noise, labels, seed)
     if own_validation is None:
-        training, held = _split(training, 0.1 if validation is None else validation, seed, source.kind)
+        training, held = _split(training, 0.1 if validation is None else validation, seed, kind)
     else:
-        held = own_validation if validation is None else _split(own_validation, validation, seed, source.kind)[1]
+        held = own_validation if validation is None else _split(own_validation, validation, seed, kind)[1]
+        _check_like(training, held, f"the validation rows of {name}", labels)
     test, held_test = tested(test)
 
     def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
         """The sets that the key names, no two of which would be reported under one name."""
-        found: dict[str, TaskRows] = {}
+        read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
+        found: dict[str, TaskRows] = dict(getattr(learned, key))
+        for each, rows in found.items():
+            if not re.fullmatch(r"[\w .+-]+", each):
+                raise ValueError(f"expected a plain name for a set of data.{key}, got {each!r}; rename it")
+            _check_like(training, rows, each, named)
         for each in dict.fromkeys(listed(settings.get(key, []))):
             if Path(each).stem in found:
                 raise ValueError(
                     f"expected sets of different names in data.{key}, got two that would be called {Path(each).stem!r}; "
                     "rename a file"
                 )
-            found[Path(each).stem] = rows = rows_elsewhere(each, known, folder, **options)
-            _check_like(training, rows, each, classes if key == "shift" else ())
+            file = Path(each).suffix in FILES
+            rows = read(each, key == "shift") if file else rows_elsewhere(each, known, folder, **options)
+            _check_like(training, rows, each, named)
+            found[Path(each).stem] = rows
         return found
 
+    def foreign(rows: TaskRows) -> TaskRows:  # of a segmentation they are pixels of its test rows
+        return tested(rows)[0] if kind == "segmentation" else rows.first(ood_rows, seed=seed)
+
     return TaskData(
-        kind=source.kind,
+        kind=kind,
         classes=classes,
         train=training,
         validation=held,
         calibration=held_test,
         test=test,
-        ood={each: rows.first(ood_rows, seed=seed) for each, rows in elsewhere("ood", FOREIGN).items()}
-        | {each: tested(rows)[0] for each, rows in foreign.items()},
+        ood={each: foreign(rows) for each, rows in elsewhere("ood", FOREIGN).items()},
         shift=elsewhere("shift", SHIFTED, **options),
         standardiser=_of_inputs(training, standardise),
-        targets=_of_targets(training, targets, source.kind),
+        targets=_of_targets(training, targets, kind),
     )
 
 
@@ -133,8 +170,10 @@ def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[T
 def _of_inputs(training: TaskRows, how: str) -> Standardiser:
     images = training.x.ndim == 4
     one_of("data.standardise", how, STANDARDISED)
+    if how == "training" and training.x.dtype == torch.uint8:
+        return Standardiser.of_channels(training.x)
     if how == "training":
-        return Standardiser.of_channels(training.x) if images else Standardiser.of_rows(training.x)
+        return _of_numbers(training.x)
     if how != "none" and not (images and (how == "unit" or training.x.shape[1] == 3)):
         raise ValueError(
             f'expected images{" of 3 channels" * (how == "imagenet")} for data.standardise = "{how}", got inputs of shape '
@@ -145,6 +184,15 @@ def _of_inputs(training: TaskRows, how: str) -> Standardiser:
         return Standardiser(mean, std)
     middle, scale = (0.5, 0.5) if how == "unit" else (0.0, 1.0)  # pixels in [0, 1] to [−1, 1]
     return Standardiser(torch.tensor(middle, dtype=torch.float64), torch.tensor(scale, dtype=torch.float64))
+
+
+def _of_numbers(x: Tensor) -> Standardiser:
+    """By columns of x (N, D), channels of (N, C, H, W), every place of others."""
+    if x.ndim == 4:
+        found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2))
+        return Standardiser(found.mean[:, None, None], found.std[:, None, None])
+    found = Standardiser.of_rows(x.flatten(1))
+    return Standardiser(found.mean.view(x.shape[1:]), found.std.view(x.shape[1:]))
 
 
 def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | None:
@@ -168,4 +216,11 @@ def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[st
         raise ValueError(
             f"expected inputs of shape {tuple(training.x.shape[1:])} in {name!r}, as in the training set, "
             f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
+        )
+    if (rows.x.dtype == torch.uint8) != (
+        training.x.dtype == torch.uint8
+    ):  # pixels are read as x / 255, numbers are not
+        raise ValueError(
+            f"expected inputs of the kind of the training set's, {training.x.dtype}, in {name!r}, got {rows.x.dtype}; save "
+            "pixels as uint8 in all files, or numbers in all"
         )

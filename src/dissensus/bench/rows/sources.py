@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dissensus.bench.rows.learned import LearnedRows, Root, SetKind, TaskRows
+from dissensus.bench.own import imported
+from dissensus.bench.rows.learned import Asked, LearnedRows, Root, SetKind, TaskRows
+from dissensus.bench.rows.own import folder_rows, made_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.rows.scenes import own_scenes, scene_folder, scenes
 from dissensus.data import (
     cubic,
@@ -20,7 +22,6 @@ from dissensus.data import (
     hill,
     image_set,
     quadratic_features,
-    split_indices,
     three_clusters,
     two_moons,
     x_sin_x,
@@ -28,26 +29,39 @@ from dissensus.data import (
 from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.formats import read_npz
 from dissensus.data.images import ImageSet
-from dissensus.data.locate import data_folder, locate
+from dissensus.data.locate import locate
 from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
-from dissensus.data.tabular import REGRESSION_SETS, regression_folder, uci_regression
+from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 from dissensus.numerics.checks import one_of
 
 
 class TaskSet(NamedTuple):
     """A data set to learn: how to make its train and test rows, and what it is."""
 
-    make: Callable[..., LearnedRows]  # (folder, **options)
-    kind: SetKind
+    make: Callable[..., LearnedRows]  # (folder, **options), or (asked, **options)
+    kind: SetKind | None  # None: classes or values, as the likelihood says
     about: str
     where: str | Callable[[Root], Path] = "generated"  # a function where the user provides the files
+    own: bool = False  # whether the rows are the user's: `make` is then given what is `Asked`, not the folder alone
+    standardised: bool = False  # whether inputs are already, unless the task says otherwise
+
+
+def task_set(name: str) -> TaskSet:
+    """The set of that name: one of SETS, or what a function of the user's own makes."""
+    if imported(name):
+        return TaskSet(partial(made_rows, name), None, "your own function", "your file", own=True)
+    return SETS[name]
 
 
 def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Root, **options: Any) -> TaskRows:
-    """A set of FOREIGN or SHIFTED by name, or from an .npz file of images; options: of the set learned."""
-    if name.endswith(".npz"):
-        return _npz(name, folder)
+    """A set of FOREIGN or SHIFTED by name; options: of the set learned."""
     return known[one_of("a set", name, known)](folder, **options)
+
+
+def image_file(asked: Asked, name: str, labelled: bool) -> TaskRows:
+    """The images and labels in an .npz file."""
+    images, labels = read_npz(asked.path(name))
+    return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
 
 
 def present(name: str, folder: Root) -> str:
@@ -78,15 +92,6 @@ def _image_folder(name: str, folder: Root) -> Path:
     return locate(name, "test", folder=folder)[1][0].parent
 
 
-def _own_images(folder: Root, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
-    """classes: their number, where the training rows lack the last of them."""
-    train, test = _npz(train_file, folder), _npz(test_file, folder)
-    if not len(train.y):
-        raise ValueError(f"expected images in {train_file!r}, got none; write at least one for each class")
-    count = int(train.y.max()) + 1 if classes is None else classes
-    return LearnedRows(train, test, tuple(map(str, range(count))))
-
-
 def _test_images(name: str, folder: Root) -> TaskRows:
     return _task_rows(image_set(name, "test", folder=folder))
 
@@ -95,33 +100,7 @@ def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
 
 
-def _npz(name: str, folder: Root) -> TaskRows:
-    root = data_folder(folder)
-    path = Path(name) if root is None else root / name
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"expected an .npz file of images and labels at {path}, got none; correct its name in the task, or name the "
-            "folder it is in by --data or DISSENSUS_DATA"
-        )
-    images, labels = read_npz(path)
-    return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
-
-
 # ------------------------------------------------------------------------------------------- tables
-
-
-def _uci_regression(folder: Root, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
-    """One of the standard splits, in original units and float64.
-
-    inner: a share of the training rows takes the place of the test rows, which are left alone: to choose recipes by.
-    """
-    found = uci_regression(set, split, folder=folder, dtype=torch.float64)
-    train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
-    if inner:
-        rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
-        return LearnedRows(train.at(rest), train.at(held), ())
-    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
-    return LearnedRows(train, test, ())
 
 
 def _uci_folder(folder: Root) -> Path:
@@ -245,7 +224,18 @@ SETS: dict[str, TaskSet] = {
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, the same from both"),
     "gp_draw": TaskSet(_gp_draw, "regression", "a draw of a Gaussian process, seen on two intervals"),
     "npz": TaskSet(
-        _own_images, "classification", "images and labels in .npz files: data.train_file, data.test_file", "your files"
+        npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", own=True
+    ),
+    "folder": TaskSet(
+        folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS", "your files", own=True
+    ),
+    "table": TaskSet(
+        table_rows,
+        None,
+        "a CSV or Parquet file: data.file, data.target",
+        "your files",
+        own=True,
+        standardised=True,
     ),
     **{
         name: TaskSet(
@@ -275,7 +265,11 @@ SETS: dict[str, TaskSet] = {
         own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
     ),
     "uci_regression": TaskSet(
-        _uci_regression, "regression", f"data.set of {', '.join(REGRESSION_SETS)}; data.split", _uci_folder
+        uci_rows,
+        "regression",
+        f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split",
+        _uci_folder,
+        own=True,
     ),
 }
 FOREIGN: dict[str, Callable[[Root], TaskRows]] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,21 +15,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus import storage
 from dissensus.bench.fitting import fitting
+from dissensus.bench.own import code_digest, imported
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
+from dissensus.bench.rows.sources import task_set
 from dissensus.bench.run.weights import load_weights, located
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.networks import NetworkMaker, imported, maker
+from dissensus.bench.task.networks import NetworkMaker, maker
 from dissensus.bench.task.objects import as_options, resolved, written
-from dissensus.bench.task.schema import counted_by
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.variants import base_name, counted_by, method_class, parameters
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.optimisation import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.locate import sha256
-from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
 
 MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
@@ -49,13 +50,13 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
 
 def counted(config: RunConfig) -> tuple[str | None, int]:
     """(the key that counts the networks of a run's method, how many there are)."""
-    key = counted_by(METHODS[base_name(config.method)])
+    key = counted_by(method_class(config.method, config.folder))
     return key, config.settings.get(key or "", MEMBERS if key == "members" else 1)
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The method of a run with its settings, to be called with its network or networks and a likelihood."""
-    method = METHODS[base_name(config.method)]
+    method = method_class(config.method, config.folder)
     return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
 
 
@@ -64,7 +65,7 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
 
     `converted`: it is no run but a network that is there already, and its data are not known.
     """
-    method, training = METHODS[base_name(config.method)], config.training
+    method, training = method_class(config.method, config.folder), config.training
     for name in required(method):
         if name not in config.settings and (converted or name != "data_size"):
             options = as_options(f"method.{config.method}", name)
@@ -90,19 +91,20 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
 
 def required(method: type[Posterior]) -> list[str]:
     """Keywords that a method cannot do without."""
-    parameters = list(inspect.signature(method).parameters.items())[1:]
-    return [*(name for name, each in parameters if each.default is inspect.Parameter.empty), *method.needed]
+    named = list(parameters(method).items())[1:]
+    return [*(name for name, each in named if each.default is inspect.Parameter.empty), *method.needed]
 
 
 def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
-    parameters = inspect.signature(METHODS[base_name(config.method)]).parameters
+    method = method_class(config.method, config.folder)
+    known = parameters(method)
     inputs = standardised_batches(data.train, data.standardiser, batch_size=1000)
     settings = resolved(config.settings, inputs=inputs, network=network)
-    if "batch_size" in parameters and "batch_size" in config.training:
+    if "batch_size" in known and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
     asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
-    if "data_size" in required(METHODS[base_name(config.method)]) or ("data_size" in parameters and asked):
+    if "data_size" in required(method) or ("data_size" in known and asked):
         settings.setdefault("data_size", len(data.train.y))
     return settings
 
@@ -123,7 +125,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     `weights`: a file, in one of the folders, with the state to start from.
     """
     settings = dict(config.network)
-    make, weights = maker(settings.pop("name")), settings.pop("weights", None)
+    make, weights = maker(settings.pop("name"), config.folder), settings.pop("weights", None)
     known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": output_count(config, data)}
     known |= {"num_classes": known["outputs"]} if data.classes else {}  # as others call it
     if data.images:
@@ -173,16 +175,46 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
 
 def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
     """The posterior that a run saved in its folder. Data are loaded where the network is one that is imported."""
-    template = None
+    template, method = None, method_class(config.method, config.folder) if imported(config.method) else None
     if imported(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
         template = network(replace(config, network=fresh), load())
     try:
-        return storage.load(folder / "posterior", template)
+        return storage.load(folder / "posterior", template, method=method)
     except ValueError as error:
-        if template is not None:  # what was imported may be another network now, and the run as it was
+        if template is not None or method is not None:  # what was imported may be another now, and the run as it was
             raise
         raise ValueError(f"{error} (a damaged run: delete {folder} and run the command again)") from error
+
+
+def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
+    """Builds, saves and loads the posterior of a method of the user's own: better now than after hours of training."""
+    if not imported(config.method):
+        return
+    method = method_class(config.method, config.folder)
+    known = [*parameters(method), *filter(None, [counted_by(method)])]
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(method).parameters.values()):
+        for key in ("likelihood", *config.settings):
+            one_of(f"a keyword of {config.method}", key, known)
+    made = posterior(config, load(), folders=folders)
+    with TemporaryDirectory() as folder:
+        try:
+            storage.save(made, Path(folder) / "posterior")
+            saved(Path(folder), config, load)
+        except Exception as error:  # whatever its config() and skeleton() raise
+            raise ValueError(
+                f"expected {config.method} to be saved and loaded, got an error ({error}); let config() hold the arguments "
+                "that skeleton() passes to its constructor"
+            ) from error
+
+
+def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:
+    """Name -> digest of the user's own code that a run depends on, not of installed packages; of their rows, too."""
+    named = (base_name(config.method), config.network["name"], config.data["name"])
+    digests = {name: code_digest(name, config.folder) for name in named if imported(name)}
+    if load is not None and task_set(config.data["name"]).own:
+        digests["rows"] = load().digest
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:

@@ -12,8 +12,8 @@ from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, run_config
 from dissensus.bench.task.networks import maker
 from dissensus.bench.task.objects import resolved
-from dissensus.bench.task.schema import check_task, counted_by
-from dissensus.bench.task.variants import base_name, check_read
+from dissensus.bench.task.schema import check_task
+from dissensus.bench.task.variants import check_read, counted_by, method_class
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace
@@ -68,7 +68,7 @@ def to_do(posterior: Posterior) -> str | None:
 
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     """What a conversion depends on, as a run has it; an error for what is not known, missing or not read."""
-    if counted_by(METHODS[base_name(method)]) == "members":
+    if counted_by(method_class(method)) == "members":
         raise ValueError(
             f"expected a method of one network, got {method}, whose members would all be the same one; choose one of "
             f"{', '.join(name for name, kind in METHODS.items() if counted_by(kind) != 'members')}"

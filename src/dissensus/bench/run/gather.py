@@ -52,6 +52,10 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         **{label: _shared(runs, key) for label, key in FACTS.items()},
+        # A name that stands there twice was changed between runs.
+        "Own code and rows": ", ".join(
+            dict.fromkeys(" ".join(part) for run in runs for part in run.provenance.get("code", {}).items())
+        ),
     }
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))

@@ -123,16 +123,18 @@ def begun(
 ) -> list[Run]:
     """The runs of these configs, checked, each with its folder: nothing is trained yet. `load`: shared with other runs."""
     load = load or LastData(source)
-    load(configs[0].data)  # before the folder: data that is not there leaves nothing behind
-    runs = [
-        Run(out / f"{config.method}-seed{config.seed}", config, load=load, beside=task.folder) for config in configs
-    ]
+    runs = [Run(out / folder_name(config), config, load=load) for config in configs]
+    _ = runs[0].data  # before the folder: data that is not there leaves nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
     checked_folder(out)
     for run in runs:  # a folder of another run is an error before anything is trained
         run.begin()
     return runs
+
+
+def folder_name(config: RunConfig) -> str:
+    return f"{config.method.replace(':', '.')}-seed{config.seed}"  # not every file system takes a colon
 
 
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
@@ -150,9 +152,9 @@ def report_runs(
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
     from dissensus.reporting.report import write_report  # loads matplotlib
 
-    order = list(METHODS)
     runs = [Run.open(folder) for folder in found_runs(folders)]
-    runs.sort(key=lambda run: (order.index(base_name(run.config.method)), run.config.method, run.config.seed))
+    place = {name: i for i, name in enumerate(METHODS)}
+    runs.sort(key=lambda run: (place.get(base_name(run.config.method), len(place)), run.config.method, run.config.seed))
     evaluations = []
     for run in runs:
         if not (run.folder / "metrics.json").is_file():

@@ -40,10 +40,7 @@ def in_processes(
         min(jobs, len(waiting)), mp_context=context, initializer=_prepare, initargs=(source, threads)
     ) as pool:
         try:
-            started = {
-                pool.submit(_finish, [run.folder for run in group], group[0].beside, keep_going): group
-                for group in waiting
-            }
+            started = {pool.submit(_finish, [run.folder for run in group], keep_going): group for group in waiting}
             for i, each in enumerate(as_completed(started), start=1):
                 each.result()
                 tell(_told(i, len(waiting), started[each]))
@@ -80,6 +77,6 @@ def _prepare(source: str | None, threads: int) -> None:
     _loaded[:] = [LastData(source)]
 
 
-def _finish(folders: list[Path], beside: Path | None, keep_going: bool) -> None:
-    runs = [Run(folder, Run.open(folder).config, load=_loaded[0], beside=beside) for folder in folders]
+def _finish(folders: list[Path], keep_going: bool) -> None:
+    runs = [Run(folder, Run.open(folder).config, load=_loaded[0]) for folder in folders]
     finish(runs, keep_going=keep_going)

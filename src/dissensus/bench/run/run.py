@@ -13,6 +13,7 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +26,6 @@ from dissensus import storage
 from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
-from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
 from dissensus.bench.run.calibrating import CALIBRATED, check_calibration, fit_standing
 from dissensus.bench.run.evaluating import evaluation_of_run
@@ -59,6 +59,8 @@ from dissensus.storage.sealed import is_posterior
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
+log = logging.getLogger("dissensus")
+
 Tell = Callable[[str], object]
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
 
@@ -79,18 +81,12 @@ def no_run(folder: Path) -> FileNotFoundError:
 
 
 class Run:
-    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one.
+    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
 
-    `beside`: the folder of the task file, where files that it names may lie.
-    """
-
-    def __init__(
-        self, folder: Path, config: RunConfig, *, load: LastData | None = None, beside: Path | None = None
-    ) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
         self.folder = folder
         self.config = config
         self.load = load or LastData()
-        self.beside = beside
         self.fresh = False  # whether `begin` made the folder
 
     @classmethod
@@ -118,6 +114,7 @@ class Run:
             )
         with same_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
+            build.try_method(self.config, lambda: self.data, folders=self.folders)
 
     def begin(self) -> None:
         """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
@@ -127,25 +124,28 @@ class Run:
         if path.is_file():
             there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
             check_same(self.folder, self.config.table() | digest, there)
+            self._check_own(lambda: self.data, done=(self.folder / "metrics.json").is_file())
             return
         import tomli_w  # beside Python's own tomllib, which only reads
 
-        made = provenance(self.device) | digest
+        code = build.own_parts(self.config, lambda: self.data)
+        made = provenance(self.device) | digest | ({"code": code} if code else {})
         write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
         self.fresh = True
 
     @property
     def data(self) -> TaskData:
-        return self.load(self.config.data)
+        return self.load(self.config.data, self.config.kind, self.config.folder)
 
     @property
     def kind(self) -> SetKind:
-        return SETS[self.config.data["name"]].kind
+        return self.config.kind
 
     @property
     def folders(self) -> list[Path]:
         """Where files that the task names are looked for, in this order."""
-        return [folder for folder in (data_folder(self.load.folder), self.beside) if folder is not None]
+        beside = Path(self.config.folder) if self.config.folder else None
+        return [folder for folder in (data_folder(self.load.folder), beside) if folder is not None]
 
     @property
     def device(self) -> torch.device:
@@ -271,7 +271,21 @@ class Run:
     def posterior(self) -> Posterior:
         """The trained posterior."""
         with same_random_state(self.device):  # networks are built before their weights are read
-            return build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            found = build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            self._check_own()
+            return found
+
+    def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
+        """Raises where the user's own code, or rows, are not those of the run; only says so where it is done."""
+        now, there = build.own_parts(self.config, load), self.provenance.get("code", {})
+        then = {name: there.get(name, "none") for name in now}
+        if now == then:
+            return
+        changed = ", ".join(f"{name} ({then[name]}, now {now[name]})" for name in now if now[name] != then[name])
+        text = f"expected {self.folder} to be a run of your code and data as they are, got one before a change of {changed}"
+        if not done:
+            raise ValueError(f"{text}; delete the folder to run it again, or undo the change")
+        log.warning("%s. Its results are those of then; delete the folder to run it again", text)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """The trained posterior with what these settings of [calibration] ask for, saved in calibrated/."""
@@ -286,6 +300,7 @@ class Run:
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
+        self._check_own(lambda: self.data)
         with self._threads(), drawn_once(self.posterior()) as functions:
             for split, path in waiting.items():
                 write_split(path, split, self.config, self.data, functions, self.loader, tell)
@@ -310,7 +325,7 @@ class Run:
 
     def predictions(self) -> Predictions:
         """What the members said about the test rows."""
-        return read_predictions(self._splits()["test"])
+        return read_predictions(self.folder / "predictions" / "test.safetensors")
 
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
@@ -319,7 +334,8 @@ class Run:
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
-        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
+        names = split_names(self.config, lambda: self.data)
+        return {name: self.folder / "predictions" / f"{name}.safetensors" for name in names}
 
 
 def untrained(folder: Path) -> FileNotFoundError:

@@ -8,11 +8,11 @@ from typing import Any
 def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raises where what the run in the folder depends on is not what is asked for, and names the first that differs.
 
-    Published numbers, [reference], may differ.
+    Published numbers, [reference], and the folder of the task may differ.
     """
     mine, other = _leaves(asked), _leaves(there)
     for key in {**mine, **other}:
-        if mine.get(key) != other.get(key) and not key.startswith("reference."):
+        if mine.get(key) != other.get(key) and not key.startswith("reference.") and key != "folder":
             asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
             found = f"with {other[key]!r}" if key in other else "without it"
             raise ValueError(

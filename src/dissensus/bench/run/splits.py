@@ -13,7 +13,7 @@ from dissensus.bench.rows.geometry import GEOMETRIES, Geometry
 from dissensus.bench.rows.learned import TaskRows
 from dissensus.bench.rows.scenes import UNKNOWN
 from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import SETS
+from dissensus.bench.rows.sources import task_set
 from dissensus.bench.run.pixels import measured_pixels, write_measured
 from dissensus.bench.run.records import write_attacked, write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
@@ -32,13 +32,20 @@ CALIBRATION = "calibration"  # held-out test rows
 ATTACK = "attack"
 
 
-def split_names(config: RunConfig) -> list[str]:
-    """test, calibration, ood-SET, shift-SET, grid, train, attack, corrupt and validation-corrupt: one file each."""
+def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
+    """test, calibration, ood-SET, shift-SET, grid, train, attack, corrupt and validation-corrupt: one file each.
+
+    `load`: the data, which alone know what comes with a set of the user's own.
+    """
     scenes = is_segmentation(config)  # of whose calibration rows only a temperature is wanted
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
-    names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
-    names += [f"ood-{UNKNOWN}"] * bool(config.data.get("unknown"))
-    names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
+    if task_set(config.data["name"]).own:
+        data = load()
+        names += [*(f"ood-{name}" for name in data.ood), *(f"shift-{name}" for name in data.shift)]
+    else:
+        names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
+        names += [f"ood-{UNKNOWN}"] * bool(config.data.get("unknown"))
+        names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
     if config.evaluation.get("train_rows", False) or config.data.get("label_noise", 0) != 0:
@@ -49,7 +56,7 @@ def split_names(config: RunConfig) -> list[str]:
 
 
 def is_segmentation(config: RunConfig) -> bool:
-    return SETS[config.data["name"]].kind == "segmentation"
+    return config.kind == "segmentation"
 
 
 def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
@@ -69,7 +76,7 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     given = config.evaluation
     if given.get("attack", "none") in ("none", [], ""):
         return None
-    check_attackable(SETS[config.data["name"]].kind)
+    check_attackable(config.kind)
     return AttackCurves(
         given.get("epsilons", []),
         listed(given["attack"]),

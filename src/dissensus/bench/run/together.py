@@ -25,14 +25,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dissensus.bench.own import imported
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run import build
 from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.variants import method_class
 from dissensus.core.clock import Watchers
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.methods import MAP, METHODS, MCDropout, track
+from dissensus.methods import MAP, MCDropout, track
 from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
 from dissensus.methods.parts.sampling import SamplingPosterior
 from dissensus.methods.parts.trajectory import TAIL
@@ -46,8 +47,10 @@ FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as 
 def shares(config: RunConfig) -> bool:
     """Whether the run is one watcher of a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
+    if not asked or imported(config.method):  # a watcher has no loss, and the user's own method may
+        return False
     changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
-    return asked and _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
+    return _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
 
 
 def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
@@ -212,7 +215,7 @@ def _seconds_alone(
 
 
 def _method(config: RunConfig) -> type[Posterior]:
-    return METHODS[base_name(config.method)]
+    return method_class(config.method, config.folder)
 
 
 def _recorded(config: RunConfig) -> tuple[str, Settings]:

@@ -3,20 +3,38 @@
 import copy
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed
+from dissensus.bench.own import imported
+from dissensus.bench.rows.learned import SetKind
+from dissensus.bench.rows.sources import task_set
 from dissensus.bench.task.objects import OBJECTS, forms, open_objects, takes_place, written
-from dissensus.bench.task.schema import ANY, SECTIONS, SEED, TOP, check_tables, check_task, known_keys, typed
-from dissensus.bench.task.variants import base_name, check_methods, variants_of
+from dissensus.bench.task.schema import (
+    ANY,
+    DATA,
+    SECTIONS,
+    SEED,
+    TEXT,
+    TOP,
+    check_tables,
+    check_task,
+    known_keys,
+    method_keys,
+    typed,
+)
+from dissensus.bench.task.variants import base_name, check_methods, method_class, setting_path, variants_of
+from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import damaged
 
 SIZES = ("smoke", "short", "paper")
+REAL = (Regression, HeteroscedasticRegression)  # likelihoods of values
 Settings = dict[str, Any]
 
 
@@ -57,6 +75,14 @@ class RunConfig:
     evaluation: Settings
     reference: Settings = field(compare=False)  # published numbers: the run does not depend on them
     calibration: Settings = field(default_factory=dict)
+    folder: str = field(default="", compare=False)  # of the task file, where files and modules that it names may lie
+
+    @property
+    def kind(self) -> SetKind:
+        """The data's; where they may be of several kinds, the likelihood says."""
+        fixed = task_set(self.data["name"]).kind
+        real = bool(self.likelihood) and written("likelihood", self.likelihood).make in REAL
+        return fixed or ("regression" if real else "classification")
 
     def table(self) -> Settings:
         return asdict(self)
@@ -65,6 +91,18 @@ class RunConfig:
 def task_names() -> list[str]:
     """Names of the tasks that come with the package."""
     return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def own_tasks() -> dict[str, Settings]:
+    """Task files in the current folder by their names, as they stand; other TOML files are left out."""
+    found: dict[str, Settings] = {}
+    for path in sorted(Path().glob("*.toml")):
+        with suppress(ValueError, OSError):
+            settings = read_task(str(path))
+            check_tables(settings, path.name)
+            TEXT("data.name", settings.get("data", {}).get("name"))
+            found |= {path.name: settings} if "methods" in settings else {}
+    return found
 
 
 def load_task(
@@ -80,13 +118,14 @@ def load_task(
     for each in (size, *sizes):
         one_of("a size", each, SIZES)
     settings = merged(settings, sizes.get(size, {}))
-    for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "methods"):
-        settings = overridden(settings, override, methods=methods)
+    folder = Path(name).absolute().parent if name.endswith(".toml") else None
+    for override in sorted(overrides, key=_order):
+        settings = overridden(settings, override, methods=methods, beside=str(folder or ""))
     check_task(settings, name)
     if not listed(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
     check_methods(listed(settings["methods"]), settings)
-    return Task(Path(name).stem, size, settings, Path(name).parent if name.endswith(".toml") else None)
+    return Task(Path(name).stem, size, settings, folder)
 
 
 def read_task(name: str) -> Settings:
@@ -140,6 +179,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         evaluation=tables["evaluation"],
         reference=tables["reference"],
         calibration=tables["calibration"],
+        folder=str(task.folder or ""),
     )
 
 
@@ -173,28 +213,38 @@ def check_validation(data: Settings, training: Settings, evaluation: Settings) -
 
 
 def overridden(
-    settings: Settings, override: str, *, methods: Sequence[str] | None = None, sections: Collection[str] = SECTIONS
+    settings: Settings,
+    override: str,
+    *,
+    methods: Sequence[str] | None = None,
+    sections: Collection[str] = SECTIONS,
+    beside: str = "",
 ) -> Settings:
     """Settings with one "section.key=value" applied.
 
     method.key=value goes to every method that runs and has the key, and to all variants of the task: `methods`, or those of
-    the task. `sections`: those that are read, for errors.
+    the task; own ones, imported from `beside`, too. `sections`: those that are read, for errors.
     """
     name, equals, text = override.partition("=")
-    path = name.strip().split(".")
+    running = listed(settings.get("methods", [])) if methods is None else list(methods)
+    path = setting_path(name, [*running, *map(base_name, running), *variants_of(settings)])
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
     value = parsed(text.strip())
     value = str(value) if path[1:] == ["name"] else value
+    if path[1:] == ["name"] and path[0] in ("network", "data"):
+        return merged(settings, {path[0]: {"name": value}})
     changed = copy.deepcopy(settings)
-    if path[0] == "method" and len(path) > 2 and "-" in path[1]:  # a variant may be made on the command line
+    # A variant may be made on the command line, and a method of one's own run by its name alone.
+    if path[0] == "method" and len(path) > 2 and ("-" in path[1] or imported(path[1])):
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
     open_objects(changed, path[:-1])
     known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
-    running = listed(settings.get("methods", [])) if methods is None else list(methods)
     if section == "method" and key not in METHODS:
+        own = [each for each in dict.fromkeys([*running, *variants_of(settings)]) if imported(each)]
+        known |= {f"method.{each}": method_keys(method_class(each, beside)) for each in [*own, *map(base_name, own)]}
         there = {each for method in running for each in known[f"method.{base_name(method)}"]}
         others = [method for method in METHODS if key in known[f"method.{method}"]]
         hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
@@ -240,13 +290,27 @@ def parsed(text: str) -> Any:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
-    """base with over's values on top, tables merged key by key."""
+    """base with over's values on top, tables merged key by key. Another network or data set has none of the settings
+    that belong to the one before."""
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
+        if key in ("network", "data") and _renamed(result.get(key), value):
+            result[key] = {k: each for k, each in result[key].items() if key == "data" and k in DATA}
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         both = both and not takes_place(key, result[key], value)
         result[key] = merged(result[key], value) if both else copy.deepcopy(value)
     return result
+
+
+def _renamed(base: Any, over: Any) -> bool:
+    both = isinstance(base, Mapping) and isinstance(over, Mapping) and "name" in base and "name" in over
+    return both and base["name"] != over["name"]
+
+
+def _order(override: str) -> int:
+    """Methods first, then what a section holds depends on, then the rest."""
+    key = override.partition("=")[0].strip()
+    return 0 if key == "methods" else 1 if key in ("network.name", "data.name") else 2
 
 
 def _folder() -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed
+from dissensus.bench.own import imported
 from dissensus.bench.rows.sources import SETS
-from dissensus.bench.task.networks import imported, maker
+from dissensus.bench.task.networks import maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
-from dissensus.bench.task.variants import base_name, variants_of
+from dissensus.bench.task.variants import base_name, counted_by, parameters, setting_path, variants_of
+from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import number, one_of, share, whole
 
@@ -61,7 +63,7 @@ NETWORK: dict[str, ValueRule] = {
     "weights": TEXT,  # a file with the state to start from
 }
 DATA: dict[str, ValueRule] = {
-    "name": TEXT,  # of SETS
+    "name": TEXT,  # of SETS, or package.module:name
     "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none. Of a set with validation
     # rows of its own so many of those; all by default
     "train": whole,  # at most so many training rows
@@ -159,10 +161,11 @@ class AnyKey(dict[str, ValueRule]):
 def check_task(settings: Mapping[str, Any], where: str) -> None:
     """An error that names the first key of a task that does not belong, or whose value is not what it may be."""
     check_tables(settings, where)
+    own = variants_of(settings)
     for section, known in known_keys(settings).items():
         if section.rpartition(".")[2] in OBJECTS:
             continue  # written in one of several forms, checked as such
-        table = reduce(lambda table, part: table.get(part, {}), section.split("."), settings)
+        table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
         for key, value in table.items():
             if section.startswith("method.") and key == "training":
                 continue  # a table of its own, checked as such
@@ -200,9 +203,10 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
     """Section -> key -> what its value may be: all that a task with this data set, network and methods may hold."""
     data, network = (TEXT(f"{each}.name", settings.get(each, {}).get("name", "")) for each in ("data", "network"))
-    one_of("data.name", data, SETS)
+    if not imported(data):
+        one_of("data.name (or package.module:name)", data, SETS)
     found: dict[str, dict[str, ValueRule]] = {
-        "data": typed(SETS[data].make, "folder") | DATA,
+        "data": AnyKey(DATA) if imported(data) else typed(SETS[data].make, "folder", "asked") | DATA,
         "network": AnyKey(NETWORK) if imported(network) else NETWORK | typed(maker(network)),
         "likelihood": _named_with(argument_names("likelihood", settings.get("likelihood"))),
         "training": TRAINING,
@@ -212,10 +216,8 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
     }
     found |= {f"grid.{axis}": AnyKey(GRID) for axis in settings.get("grid", {})}
     for name in [*METHODS, *variants_of(settings)]:
-        method = METHODS[base_name(name)]
-        several: dict[str, ValueRule] = {key: whole for key in [counted_by(method)] if key is not None}
-        named = typed(method, "likelihood", "module", "modules", "networks")
-        found[f"method.{name}"] = named | several | dict.fromkeys(named.keys() & OBJECTS, ANY)
+        # What an own one takes is known when it is imported, which settings alone are no reason for.
+        found[f"method.{name}"] = AnyKey() if imported(name) else method_keys(METHODS[base_name(name)])
         found[f"method.{name}.training"] = TRAINING
         own = settings.get("method", {}).get(name, {})
         for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
@@ -228,10 +230,13 @@ def _named_with(arguments: Collection[str]) -> dict[str, ValueRule]:
     return {"name": TEXT, **dict.fromkeys(arguments, ANY)}
 
 
-def counted_by(method: Callable[..., Any]) -> str | None:
-    """The key that says how many networks a method is built from: `members` where it takes several, `networks` where it
-    takes one or several, as its first parameter says; None where it takes one."""
-    return {"modules": "members", "networks": "networks"}.get(next(iter(inspect.signature(method).parameters)))
+def method_keys(method: type[Posterior]) -> dict[str, ValueRule]:
+    """The settings of a method, with what their values may be."""
+    several: dict[str, ValueRule] = {key: whole for key in [counted_by(method)] if key is not None}
+    given = ("likelihood", "module", "modules", "network", "networks")
+    known = annotated(method)
+    named = {name: partial(of_type, types=known.get(name, ())) for name in parameters(method) if name not in given}
+    return named | several | dict.fromkeys(named.keys() & OBJECTS, ANY)
 
 
 def typed(function: Callable[..., Any], *without: str) -> dict[str, ValueRule]:

@@ -1,27 +1,79 @@
-"""Method variants: NAME is a method, NAME-VARIANT the same method with the settings of [method.NAME-VARIANT] on top."""
+"""Names of methods: one of METHODS, or a class of the user's own, package.module:Class; NAME-VARIANT is NAME with the
+settings of [method.NAME-VARIANT] on top."""
 
+import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
 from dissensus.bench.names import listed
+from dissensus.bench.own import imported, own_object
+from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
 
 
 def base_name(name: str) -> str:
-    """The method's own name, a key of METHODS: tradi of tradi and of tradi-diagonal."""
+    """The method's own name: tradi of tradi and of tradi-diagonal, mine:Own of mine:Own and of mine:Own-wide."""
     base, _, variant = name.partition("-")
-    one_of("a method", base, METHODS)
+    if not re.fullmatch(r"[\w.]+:[\w.]+", base):
+        one_of("a method (or package.module:Class)", base, METHODS)
     if not re.fullmatch(r"[\w-]+", variant or "none"):
         raise ValueError(f"expected letters, digits, _ and - after the method's name, got {name!r}; rename the variant")
     return base
 
 
+def method_class(name: str, beside: str = "") -> type[Posterior]:
+    """The class of a method or of a variant of one. `beside`: the task's folder, for the user's own."""
+    base = base_name(name)
+    if not imported(base):
+        return METHODS[base]
+    found = own_object(base, "a method", beside)
+    if not (isinstance(found, type) and issubclass(found, Posterior)):
+        raise ValueError(
+            f"expected a class derived from dissensus.Posterior or one of its methods, got {base!r}, which is {found!r}; "
+            "name the method's class"
+        )
+    if not hasattr(found, "name"):
+        raise ValueError(f'expected a name in the class {base}, got none; write name = "…" in it, for saved files')
+    return found
+
+
+def parameters(method: type[Posterior]) -> dict[str, Parameter]:
+    """The parameters of a method's constructor by name; with **keywords also those of the classes it derives from."""
+    found: dict[str, Parameter] = {}
+    for each in [each for each in method.__mro__ if "__init__" in vars(each)]:
+        own = inspect.signature(each).parameters.values()
+        for p in own:
+            if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and p.name != "particles":
+                found.setdefault(p.name, p)
+        if each is Posterior or not any(p.kind is Parameter.VAR_KEYWORD for p in own):
+            break
+    return found
+
+
+def counted_by(method: type[Posterior]) -> str | None:
+    """The key that says how many networks a method is built from: `members` where it takes several, `networks` where it
+    takes one or several, as its first parameter says; None where it takes one."""
+    first = next((p.name for p in parameters(method).values() if p.kind is not Parameter.KEYWORD_ONLY), "")
+    return {"modules": "members", "networks": "networks"}.get(first)
+
+
 def variants_of(settings: Mapping[str, Any]) -> list[str]:
-    """The variants a task's settings name, in `methods` or by a table of their own."""
+    """The variants and the user's own methods that a task's settings name, in `methods` or by a table of their own."""
     named = [*listed(settings.get("methods", [])), *settings.get("method", {})]
-    return [name for name in dict.fromkeys(named) if "-" in name and name.partition("-")[0] in METHODS]
+    own = [name for name in dict.fromkeys(named) if imported(name) or name.partition("-")[0] in METHODS]
+    return [name for name in own if name not in METHODS]
+
+
+def setting_path(key: str, methods: Iterable[str]) -> list[str]:
+    """["method", NAME, …] or [section, …] of a setting's dotted key; names of own methods have dots themselves."""
+    plain = key.strip().replace('"', "")
+    for name in sorted(filter(imported, methods), key=len, reverse=True):
+        if f"{plain}.".startswith(f"method.{name}."):
+            return ["method", name, *filter(None, plain.removeprefix(f"method.{name}").split("."))]
+    return plain.split(".")
 
 
 def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -41,7 +93,7 @@ def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
     """An error where method.NAME.key=value is of a method that does not run, so that nothing would read it."""
     read = {*running, *map(base_name, running)}
     for override in overrides:
-        path = override.partition("=")[0].strip().split(".")
+        path = setting_path(override.partition("=")[0], read)
         if path[0] == "method" and len(path) > 2 and path[1].partition("-")[0] in METHODS and path[1] not in read:
             raise ValueError(
                 f"expected a setting of the methods that run ({', '.join(running)}), got {override!r}; choose "

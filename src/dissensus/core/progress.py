@@ -1,8 +1,12 @@
-"""Progress of a long job: a bar on a terminal, one line per epoch otherwise, nothing when not wanted."""
+"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted."""
 
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
+
+SECONDS = 10.0  # without a line, after which an epoch that still runs gets one
 
 
 class Progress:
@@ -14,6 +18,11 @@ class Progress:
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
         self.lines = bool(show) and not sys.stderr.isatty()
+        self.done, self.steps, self.told = (
+            0,
+            0,
+            time.monotonic(),
+        )  # epochs, steps of this one, when the last line was printed
         self.bar: Any = None
         self.task: Any = None
         if show and sys.stderr.isatty():
@@ -29,7 +38,7 @@ class Progress:
             )
             self.bar = Bar(*columns, console=Console(stderr=True), transient=False)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         if self.bar is not None:
             self.bar.start()
             total = self.epochs * self.steps_per_epoch if self.steps_per_epoch else self.epochs
@@ -39,17 +48,46 @@ class Progress:
     def step(self) -> None:
         if self.bar is not None and self.steps_per_epoch:
             self.bar.advance(self.task)
+        self.steps += 1
+        if self.lines and time.monotonic() - self.told > SECONDS:
+            of_all = f"/{self.steps_per_epoch}" if self.steps_per_epoch else ""
+            self._tell(f"epoch {self.done + 1}/{self.epochs}  batch {self.steps}{of_all}")
 
     def epoch(self, number: int, text: str) -> None:
         """To be told after epoch `number` (from 0)."""
         if self.bar is not None:
             done = (number + 1) * (self.steps_per_epoch or 1)
             self.bar.update(self.task, completed=done, text=text)
+        self.done, self.steps = number + 1, 0
         if self.lines:
-            print(f"{self.title}  epoch {number + 1}/{self.epochs}  {text}", file=sys.stderr, flush=True)
+            self._tell(f"epoch {number + 1}/{self.epochs}  {text}")
+
+    def _tell(self, text: str) -> None:
+        print(f"{self.title}  {text}", file=sys.stderr, flush=True)
+        self.told = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+class LoaderProgress(Progress):
+    """Progress over several loaders by name: a bar on a terminal; otherwise a line where one takes long."""
+
+    def __init__(self, loaders: int, *, title: str, show: bool | str) -> None:
+        super().__init__(loaders, None, title=title, show=show)
+
+    def over(self, loader: Iterable[Any], name: str, count: int | None) -> Iterator[Any]:
+        """The batches of a loader of so many."""
+        of_all = "" if count is None else f"/{count}"
+        for number, batch in enumerate(loader, start=1):
+            yield batch
+            text = f"{name}  batch {number}{of_all}"
+            if self.bar is not None:
+                self.bar.update(self.task, text=text)
+            elif self.lines and time.monotonic() - self.told > SECONDS:
+                self._tell(text)
+        if self.bar is not None:
+            self.bar.advance(self.task)

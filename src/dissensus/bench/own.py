@@ -1,0 +1,128 @@
+"""The user's own code in a task: methods, networks and data named as package.module:name.
+
+Importing runs code: a name is looked up where something is built, and by nothing that only reads settings or makes a report.
+"""
+
+import ast
+import hashlib
+import importlib
+import os
+import sys
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_added: list[str] = []  # folders at the end of sys.path that are there for tasks
+_read: WeakKeyDictionary[ModuleType, bytes] = WeakKeyDictionary()  # module -> its file as it was when it was imported
+
+
+def imported(name: str) -> bool:
+    """Whether a name says where to import something from."""
+    return ":" in name
+
+
+def own_object(name: str, what: str, beside: str = "") -> Any:
+    """What the name stands for. Modules are looked for where Python looks, then in `beside`, then in the current folder."""
+    module, _, attributes = name.partition(":")
+    try:
+        return reduce(getattr, attributes.split("."), _module(module, beside))
+    except Exception as error:  # an import may raise anything
+        if str(error).startswith("expected"):
+            raise
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        remedy = "install its package, or put its file beside the task or into the current folder"
+        raise ValueError(
+            f"expected {what} that can be imported, as package.module:name, got {name!r} ({type(error).__name__}: {error}); "
+            f"{remedy if missing else 'correct the name, or the file'}"
+        ) from error
+
+
+def code_digest(name: str, beside: str = "") -> str:
+    """Twelve digits that change with the code behind a name: its definition and all it reaches in the user's own files.
+
+    Nothing ("") for an installed package.
+    """
+    module, _, attributes = name.partition(":")
+    file = getattr(_module(module, beside), "__file__", None)
+    if file is None or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return ""
+    top = Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
+    code = _reached(Path(file), {attributes.partition(".")[0]}, top, set())
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
+
+
+def _module(name: str, beside: str) -> ModuleType:
+    """The module, which is the one in the user's folders where one of them has it."""
+    places = [str(Path(folder).absolute()) for folder in (beside, os.getcwd()) if folder]
+    # Last: no file of the user's may stand in for an installed module. Those of this task before those of another.
+    others = [each for each in sys.path if each not in _added]
+    _added[:] = [each for each in dict.fromkeys([*places, *_added]) if each not in others]
+    sys.path[:] = [*others, *_added]
+    importlib.invalidate_caches()  # a file may have been written a moment ago
+    found = importlib.import_module(name)
+    top = name.partition(".")[0]
+    for folder in map(Path, places):
+        if wanted := [path for path in (folder / f"{top}.py", folder / top / "__init__.py") if path.is_file()]:
+            got = getattr(sys.modules[top], "__file__", None) or "a built-in module"
+            if not any(os.path.samefile(path, got) for path in wanted if os.path.exists(got)):
+                raise ValueError(
+                    f"expected the module {top!r} of {wanted[0]}, got {got}, which Python finds first; rename your file"
+                )
+            break
+    path = getattr(found, "__file__", None)
+    if path is not None and os.path.exists(path):
+        now = Path(path).read_bytes()
+        if _read.setdefault(found, now) != now:
+            raise ValueError(f"expected {path} as it was imported, got one that was changed since; start Python again")
+    return found
+
+
+def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]) -> list[str]:
+    """The statements of a file that define the names, those that they use, and what has no name; of its imports, too.
+
+    `top`: the folder that imports start from; what lies elsewhere is installed, and is not followed.
+    """
+    body = ast.parse(file.read_bytes()).body
+    statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    waiting, kept = set(names), set[int]()
+    while True:
+        new = [i for i, node in enumerate(statements) if i not in kept and (not _bound(node) or _bound(node) & waiting)]
+        if not new:
+            break
+        kept.update(new)
+        waiting |= {
+            each.id for i in new for each in ast.walk(statements[i]) if isinstance(each, ast.Name)
+        }  # in bodies, decorators, bases and annotations
+    code = [ast.unparse(statements[i]) for i in sorted(kept)]
+    for node in (each for i in sorted(kept) for each in ast.walk(statements[i])):
+        if isinstance(node, ast.ImportFrom):
+            start = top if node.level == 0 else file.parents[node.level - 1]
+            base = start.joinpath(*(node.module or "").split("."))
+            wanted = {alias.name for alias in node.names}
+            targets = [(base, None if "*" in wanted else wanted), *((base / alias, None) for alias in sorted(wanted))]
+        elif isinstance(node, ast.Import):
+            targets = [(top.joinpath(*alias.name.split(".")), None) for alias in node.names]
+        else:
+            continue
+        for base, wanted_names in targets:
+            for path in (base.with_suffix(".py"), base / "__init__.py"):
+                key = (path, ",".join(sorted(wanted_names or ["*"])))
+                if path.is_file() and key not in seen:
+                    seen.add(key)
+                    everything = set().union(*(_bound(each) for each in ast.parse(path.read_bytes()).body))
+                    code += _reached(path, wanted_names or everything, top, seen)
+    return code
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines; none where it does something else, which always counts."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return set()

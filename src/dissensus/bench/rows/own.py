@@ -1,0 +1,225 @@
+"""Data of the user's own: a function that makes them, folders of images, tables and arrays in files."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dissensus.bench.fitting import fitting
+from dissensus.bench.own import own_object
+from dissensus.bench.rows.arrays import HINT, Learner
+from dissensus.bench.rows.learned import Asked, LearnedRows, TaskRows
+from dissensus.data import split_indices
+from dissensus.data.class_folders import image_folder, image_stack
+from dissensus.data.npy import npz_arrays
+from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.randomness import same_random_state
+
+MADE = ("train", "test", "validation", "ood", "shift", "classes")  # what a function may return
+ARRAYS = (("images", "labels"), ("x", "y"))  # names in an .npz file
+
+
+def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
+    """What the user's function of that name returns: a dict with train and test, each (x, y), and more of MADE."""
+    make = own_object(name, "a function that makes data", asked.beside)
+    with fitting(f"the data of {name}"), _seeded(asked.seed):
+        found = make(**options)
+    if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
+        raise ValueError(
+            f'expected a dict with "train" and "test", each (x, y), from {name}, got {type(found).__name__}'
+            f"{f' with {sorted(map(str, found))}' if isinstance(found, Mapping) else ''}; return these"
+        )
+    for key in found:
+        one_of(f"a key of what {name} returns", key, MADE)
+    learn = Learner(asked.kind, found["train"], f"train of {name}", found.get("classes"))
+    elsewhere: dict[str, dict[str, TaskRows]] = {"ood": {}, "shift": {}}
+    for key, sets in elsewhere.items():
+        for each, rows in dict(found.get(key, {})).items():
+            sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
+    validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
+    return LearnedRows(
+        learn.train,
+        learn.rows(found["test"], f"test of {name}"),
+        learn.classes,
+        validation,
+        ood=elsewhere["ood"],
+        shift=elsewhere["shift"],
+        sorted=True,
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Global generators start from the seed, so that processes and later days find the same rows; they are put back."""
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with same_random_state(torch.device("cpu")):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+
+
+def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
+    """Arrays x, y (or images, labels) in .npz files. classes: their number, where training rows lack the last of them."""
+    names = None if classes is None else [*map(str, range(classes))]
+    learn = Learner(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
+    read = partial(_read_npz, asked, learn)
+    return LearnedRows(learn.train, read(test_file, True), learn.classes, read=read, sorted=True)
+
+
+def _read_npz(asked: Asked, learn: Learner, name: str, labelled: bool) -> TaskRows:
+    return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
+
+
+def npz_pair(path: Path, *, labelled: bool = True) -> tuple[Any, Any]:
+    """(x, y) of an .npz file; y None where there is none and none is needed."""
+    arrays = npz_arrays(path)
+    for inputs, targets in ARRAYS:
+        if inputs in arrays and (targets in arrays or not labelled):
+            return arrays[inputs], arrays.get(targets)
+    raise ValueError(
+        f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
+    )
+
+
+def folder_rows(
+    asked: Asked, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
+) -> LearnedRows:
+    """Images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS where
+    they are there."""
+    root = asked.path(path)
+    read = partial(image_folder, size=size, channels=channels)
+    train = read(root / "train")
+    classes = train.classes
+
+    def labelled(folder: Path) -> TaskRows:
+        images = read(folder, classes=classes)
+        return TaskRows(images.images, images.labels)
+
+    def foreign(folder: Path) -> TaskRows:
+        images, _ = image_stack(folder, size=size, channels=channels)
+        return TaskRows(images, torch.zeros(len(images), dtype=torch.int64))
+
+    held = root / "validation"
+    return LearnedRows(
+        TaskRows(train.images, train.labels),
+        labelled(root / "test"),
+        classes,
+        labelled(held) if held.is_dir() else None,
+        ood={each.name: foreign(each) for each in _folders(root / "ood")},
+        shift={each.name: labelled(each) for each in _folders(root / "shift")},
+        sorted=True,
+    )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+
+
+def table_rows(
+    asked: Asked,
+    file: str,
+    target: str,
+    test_file: str | None = None,
+    test_share: float = 0.2,
+    drop: Sequence[str] = (),
+    categories: Sequence[str] = (),
+) -> LearnedRows:
+    """Rows of a CSV or Parquet file; `test_share` of them are held out by data.seed where there is no test_file."""
+    from dissensus.data.frames import TableEncoder
+
+    def split_off(frame: Any, name: str) -> Any:
+        """The columns to learn from, and the target, None where it is not there."""
+        unknown = [column for column in drop if column not in frame.columns and name == file]
+        for column in unknown:
+            one_of("a column to drop", column, frame.columns)
+        return frame.drop(columns=[target, *drop], errors="ignore"), frame.get(target)
+
+    def targets(name: str, column: Any) -> np.ndarray:
+        if column is None:
+            one_of(f"the target, a column of {name}", target, columns)
+        if missing := int(column.isna().sum()):
+            raise ValueError(
+                f"expected a target in every row of {name}, got {missing} without {target}; drop these rows"
+            )
+        values = column.to_numpy()
+        if asked.kind == "regression":
+            return np.asarray(values, dtype=np.float64)
+        if values.dtype.kind == "f":
+            raise ValueError(f"expected classes in {target} of {name}, got {values.dtype} numbers; {HINT}")
+        return np.array([str(value) for value in values])
+
+    whole = read_table(asked.path(file))
+    columns = list(whole.columns)
+    inputs, column = split_off(whole, file)
+    y = targets(file, column)
+    held_inputs, held_y, held_name = inputs, y, file
+    if test_file is None:
+        labels = None if asked.kind == "regression" else torch.from_numpy(np.unique(y, return_inverse=True)[1])
+        rest, held = split_indices(len(y), validation=float(test_share), seed=asked.seed, labels=labels)
+        held_inputs, held_y = inputs.iloc[held.numpy()], y[held.numpy()]
+        inputs, y = inputs.iloc[rest.numpy()], y[rest.numpy()]
+    else:
+        held_inputs, held_column = split_off(read_table(asked.path(test_file)), test_file)
+        held_y, held_name = targets(test_file, held_column), test_file
+    encoder = TableEncoder.of(inputs, categories=categories)
+    encode = partial(encoder, dtype=torch.float64)
+    learn = Learner(asked.kind, (encode(inputs), y), f"the training rows of {file}", None)
+
+    def read(name: str, labelled: bool) -> TaskRows:
+        rows, column = split_off(read_table(asked.path(name)), name)
+        return learn.rows((encode(rows), targets(name, column) if labelled else None), name, labelled=labelled)
+
+    test = learn.rows((encode(held_inputs), held_y), f"the test rows of {held_name}")
+    return LearnedRows(learn.train, test, learn.classes, read=read, sorted=True)
+
+
+def read_table(path: Path) -> Any:
+    """The DataFrame in a CSV or Parquet file, without a column that only numbers its rows."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ValueError(
+            f"expected pandas to read {path}, got none; install it: pip install 'dissensus[sklearn]'"
+        ) from error
+    readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
+    one_of("a table's file, by its suffix,", path.suffix, readers)
+    with fitting(f"{path}", wanted="a table in", remedy="save it again"):
+        frame = readers[path.suffix](path)
+    return frame.loc[:, [not str(name).startswith("Unnamed: ") for name in frame.columns]]  # an index that was saved
+
+
+def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
+    """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
+
+    inner: a share of the training rows takes the place of the test rows, which are left alone: to choose recipes by.
+    """
+    if set in REGRESSION_SETS:
+        found = uci_regression(set, split, folder=asked.folder, dtype=torch.float64)
+    else:
+        arrays = read_uci_folder(_uci_folder(asked, set), split)
+        found = regression_split(*map(torch.from_numpy, arrays), dtype=torch.float64)
+    train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
+    if inner:
+        rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
+        return LearnedRows(train.at(rest), train.at(held), ())
+    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
+    return LearnedRows(train, test, ())
+
+
+def _uci_folder(asked: Asked, name: str) -> Path:
+    for place in (f"UCI_Datasets/{name}/data", f"{name}/data", name):
+        with suppress(FileNotFoundError):
+            return asked.path(f"{place}/data.txt").parent
+    one_of("data.set (or a folder with data.txt, index_*.txt and n_splits.txt)", name, REGRESSION_SETS)
+    raise AssertionError  # not reached: the name is none of them

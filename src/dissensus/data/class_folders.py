@@ -1,0 +1,104 @@
+"""Images in folders, one for each class, as they come from a camera or a download."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.data.images import ImageSet
+from dissensus.data.segmentation import SUFFIXES
+from dissensus.numerics.checks import one_of, whole
+from dissensus.numerics.damage import reading
+
+log = logging.getLogger("dissensus")
+
+MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}  # of PIL, eight bits a channel
+
+
+def image_folder(
+    folder: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    size: int | Sequence[int] | None = None,
+    channels: int = 3,
+) -> ImageSet:
+    """ImageSet of FOLDER/CLASS/*.png (or .jpg, .bmp, .tif; subfolders too), one class after the other: shuffle to train.
+
+    Args:
+        classes: names of the classes in the order of the labels, those of a training set for its test set: a folder of another
+            name is an error. None: all folders, in alphabetical order.
+        size: side, or (height, width), to resize to by antialiased bilinear interpolation. None leaves images as they are,
+            and is an error where they differ in size.
+        channels: 3 for colour, 1 for grey.
+    """
+    root = Path(folder)
+    found = sorted(each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
+    if not found:
+        raise FileNotFoundError(
+            f"expected a folder for each class in {root}, got none; put images into {root / 'CLASS'}"
+        )
+    names = tuple(found if classes is None else classes)
+    if strange := [name for name in found if name not in names]:
+        raise ValueError(
+            f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; give training images of it, or move "
+            "its folder away"
+        )
+    parts = {name: _files(root / name) for name in names if name in found}
+    if empty := [name for name, files in parts.items() if not files]:
+        raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {root / empty[0]}, got none; add some")
+    files = [path for several in parts.values() for path in several]
+    labels = [names.index(name) for name, several in parts.items() for _ in several]
+    return ImageSet(_stack(files, size, channels), torch.tensor(labels), root.name, names)
+
+
+def image_stack(
+    folder: str | Path, *, size: int | Sequence[int] | None = None, channels: int = 3
+) -> tuple[Tensor, tuple[str, ...]]:
+    """(images (N, C, H, W) uint8, their files) of all images in a folder and its subfolders; arguments as in `image_folder`."""
+    files = _files(Path(folder))
+    if not files:
+        raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {folder}, got none; name another folder")
+    return _stack(files, size, channels), tuple(path.relative_to(folder).as_posix() for path in files)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: int) -> Tensor:
+    from PIL import Image
+
+    one_of("channels", channels, (1, 3))
+    given = (size, size) if isinstance(size, int) else size
+    shape = None if given is None else (whole("size", given[0]), whole("size", given[1]))
+    images, resized = torch.empty(0), 0
+    for row, path in enumerate(files):
+        with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+            if opened.mode not in MODES:  # PIL would cut 16 bits off at 255
+                raise ValueError(
+                    f"expected 8 bits a channel in {path}, got the mode {opened.mode}; convert it to 8 bits"
+                )
+            image = opened.convert("L" if channels == 1 else "RGB")
+        if shape is not None and image.size != shape[::-1]:
+            image, resized = image.resize(shape[::-1], Image.Resampling.BILINEAR), resized + 1
+        found = np.asarray(image).reshape(*image.size[::-1], channels).transpose(2, 0, 1)
+        if row == 0:
+            images = torch.empty(len(files), *found.shape, dtype=torch.uint8)
+        if found.shape != images.shape[1:]:
+            raise ValueError(
+                f"expected images of one size, got {_by(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in "
+                f"{path}; resize them by size = {int(images.shape[2])}"
+            )
+        images[row] = torch.from_numpy(np.array(found))
+    if resized:
+        log.info("%d of %d images in %s were resized to %s", resized, len(files), files[0].parents[1], _by(images))
+    return images
+
+
+def _by(images: Tensor) -> str:
+    return "×".join(map(str, images.shape[2:]))

@@ -1,0 +1,283 @@
+"""Data of the user's own in a task: folders of images, arrays in files, tables, folders in the layout of the UCI sets."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dissensus.bench.rows.sets import task_data
+from dissensus.bench.run.jobs import bench
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import load_task, run_config
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+OWN = """
+methods = ["map"]
+{likelihood}
+[data]
+{data}
+[network]
+name = "MLP"
+hidden = [6]
+[training]
+epochs = 1
+batch_size = 16
+"""
+
+
+def own_task(folder: Path, data: str, likelihood: str = "") -> str:
+    (folder / "own.toml").write_text(OWN.format(data=data, likelihood=likelihood))
+    return str(folder / "own.toml")
+
+
+def rows_of(path: str, **load):
+    return Run(Path("unused"), run_config(load_task(path, **load), "map", 0)).data
+
+
+def write_images(folder: Path, count: int = 6, size=(8, 8), colour=(200, 30, 30), mode: str = "RGB") -> None:
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(len(str(folder)))
+    for i in range(count):
+        noise = generator.integers(0, 50, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(noise + np.array(colour, dtype=np.uint8)).convert(mode).save(folder / f"{i}.png")
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    for split in ("train", "test"):
+        write_images(tmp_path / "animals" / split / "cat", 12)
+        write_images(tmp_path / "animals" / split / "dog", 12, colour=(30, 200, 30))
+    return tmp_path / "animals"
+
+
+def test_a_folder_of_images_is_a_task(animals, tmp_path):
+    write_images(animals / "ood" / "birds", colour=(0, 0, 200))
+    write_images(animals / "shift" / "night" / "dog", colour=(10, 100, 10))
+    path = own_task(tmp_path, 'name = "folder"\npath = "animals"\nvalidation = 4')
+    data = rows_of(path)
+    assert data.classes == ("cat", "dog")
+    assert (data.train.x.shape, data.train.x.dtype, data.train.y.bincount().tolist()) == (
+        (20, 3, 8, 8),
+        torch.uint8,
+        [10, 10],
+    )
+    assert (data.train.y.diff() != 0).sum() > 3
+    assert (data.train.x[data.train.y == 1, 1] >= 200).all()  # labels stayed with their images
+    assert data.shift["night"].y.tolist() == [1] * 6
+    results, _ = bench(load_task(path, overrides=["training.epochs=5"]), out=tmp_path / "runs")
+    metrics = results.methods["map"][0].metrics
+    assert metrics["accuracy"] > 0.9
+    assert {"ood/birds/auroc", "shift/night/accuracy"} <= metrics.keys()
+
+
+def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, caplog):
+    write_images(animals / "train" / "horse", 3, size=(12, 10))
+    path = own_task(tmp_path, 'name = "folder"\npath = "animals"\nsize = 6\nchannels = 1')
+    with caplog.at_level("INFO", "dissensus"):
+        assert rows_of(path).train.x.shape[1:] == (1, 6, 6)
+    assert "27 of 27 images in" in caplog.text
+    assert "resized to 6×6" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"images of one size, got 8×8 in .* and 10×12 in .*horse.*; resize them by size = 8"
+    ):
+        rows_of(own_task(tmp_path, 'name = "folder"\npath = "animals"'))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda root: write_images(root / "test" / "horse"),
+            "expected the classes cat, dog in .*test, got 'horse' too; give",
+        ),
+        (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
+        (
+            lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
+            "expected 8 bits a channel in .*I;16",
+        ),
+        (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
+        (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
+    ],
+)
+def test_folders_that_do_not_fit_are_one_error(animals, tmp_path, change, message):
+    change(animals)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        rows_of(own_task(tmp_path, 'name = "folder"\npath = "animals"'))
+
+
+def test_arrays_of_numbers_in_files_are_classes_or_values(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(3.0, 2.0, (50, 4)).astype(np.float32)
+    np.savez(tmp_path / "train.npz", x=x, y=np.sort(rng.integers(0, 3, 50)))
+    np.savez(tmp_path / "test.npz", x=x[:20], y=rng.integers(0, 3, 20))
+    np.savez(tmp_path / "far.npz", x=x + 100)
+    files = 'name = "npz"\ntrain_file = "train.npz"\ntest_file = "test.npz"\n'
+    data = rows_of(own_task(tmp_path, files + 'ood = ["far.npz"]'))
+    assert (data.kind, data.classes) == ("classification", ("0", "1", "2"))
+    assert torch.allclose(data.standardiser(data.train.x).std(0, correction=0), torch.ones(4), atol=1e-6)
+    assert data.ood["far"].x.mean() > 50
+    values = rows_of(own_task(tmp_path, files, 'likelihood = "regression"'))  # whole numbers may be values
+    assert (values.kind, values.train.y.dtype, values.train.y.shape[1:]) == ("regression", torch.float64, (1,))
+    assert torch.allclose(values.targets(values.train.y).mean(), torch.zeros((), dtype=torch.float64), atol=1e-12)
+    np.savez(tmp_path / "train.npz", x=rng.normal(size=(30, 2, 6, 6)), y=rng.integers(0, 3, 30))
+    np.savez(tmp_path / "test.npz", x=rng.normal(size=(30, 2, 6, 6)), y=rng.integers(0, 3, 30))
+    images = rows_of(own_task(tmp_path, files))
+    seen = images.standardiser(images.train.x)
+    assert torch.allclose(seen.mean((0, 2, 3)), torch.zeros(2, dtype=seen.dtype), atol=1e-9)
+    assert torch.allclose(seen.std((0, 2, 3), correction=0), torch.ones(2, dtype=seen.dtype))
+    np.savez(tmp_path / "test.npz", x=rng.integers(0, 256, (5, 3, 6, 6), dtype=np.uint8), y=[0] * 5)
+    np.savez(tmp_path / "train.npz", x=rng.normal(size=(30, 3, 6, 6)), y=rng.integers(0, 3, 30))
+    with pytest.raises(
+        ValueError, match=r"of the kind of the training set's, torch.float64, in 'test.npz', got torch.uint8"
+    ):
+        rows_of(own_task(tmp_path, files))  # they would be divided by 255
+
+
+def test_a_regression_on_own_arrays_is_measured_in_its_own_units(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (200, 1))
+    for name, rows in (("train", slice(0, 150)), ("test", slice(150, 200))):
+        np.savez(tmp_path / f"{name}.npz", x=x[rows], y=1e5 + 2e4 * x[rows, 0])
+    files = 'name = "npz"\ntrain_file = "train.npz"\ntest_file = "test.npz"\n'
+    task = load_task(
+        own_task(tmp_path, files, 'likelihood = "regression"'), overrides=["training.epochs=60", "training.lr=0.02"]
+    )
+    results, _ = bench(task, out=tmp_path / "runs")
+    metrics = results.methods["map"][0].metrics
+    assert metrics["rmse"] < 2000  # the targets' deviation is 12,000
+    assert metrics["coverage90"] > 0.7
+
+
+def test_any_folder_in_the_layout_of_the_uci_sets_is_read(tmp_path):
+    folder = tmp_path / "mine" / "data"
+    folder.mkdir(parents=True)
+    rows = np.random.default_rng(0).normal(size=(20, 3))
+    texts = {"data": rows, "index_features": [0, 2], "index_target": [1], "n_splits": [1]}
+    texts |= {"index_train_0": range(15), "index_test_0": range(15, 20)}
+    for name, values in texts.items():
+        np.savetxt(folder / f"{name}.txt", np.array(values), fmt="%.18g")
+    data = rows_of(
+        own_task(tmp_path, 'name = "uci_regression"\nset = "mine"\nvalidation = 3', 'likelihood = "regression"')
+    )
+    assert (len(data.train.y), len(data.test.y)) == (12, 5)
+    assert torch.allclose(data.test.x, torch.from_numpy(rows[15:, [0, 2]]), atol=1e-9)
+    with pytest.raises(
+        ValueError, match=r"data.set \(or a folder with data.txt.* of bostonHousing.*got 'bostonHosing'; did you"
+    ):
+        task_data({"name": "uci_regression", "set": "bostonHosing"}, str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def houses(rows: int = 120, seed: int = 0):
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(seed)
+    area, town = rng.uniform(40, 200, rows), rng.choice(["Bath", "York"], rows)
+    price = 1000 * area + 50_000 * (town == "Bath") + rng.normal(0, 2000, rows)
+    area[::10] = np.nan
+    kind = np.where(price > np.median(price), "dear", "cheap")
+    return pandas.DataFrame({"area": area, "town": town, "price": price, "kind": kind})
+
+
+def test_a_table_is_a_task_in_its_own_units(tmp_path):
+    houses().to_csv(tmp_path / "houses.csv")  # with pandas' index as a first column
+    houses(30, seed=1).to_parquet(tmp_path / "later.parquet")
+    lines = 'name = "table"\nfile = "houses.csv"\ntarget = "price"\ndrop = ["kind"]\nshift = ["later.parquet"]'
+    path = own_task(tmp_path, lines, 'likelihood = "regression"')
+    data = rows_of(path)
+    assert data.kind == "regression"
+    assert data.train.x.shape[1] == 4  # area, whether it is missing, and two towns; no index
+    assert data.train.y.mean() > 50_000
+    sets = ["training.epochs=60", "training.lr=0.02"]
+    results, _ = bench(load_task(path, overrides=sets), out=tmp_path / "runs")
+    metrics = results.methods["map"][0].metrics
+    assert metrics["rmse"] < 35_000  # the price's deviation is 50,000, and a tenth of the areas is missing
+    assert "shift/later/rmse" in metrics
+
+
+def test_nothing_of_the_test_rows_of_a_table_is_measured(tmp_path):
+    frame = houses()
+    lines = 'name = "table"\nfile = "houses.csv"\ntarget = "price"\ndrop = ["kind"]\nvalidation = 0'
+    path = own_task(tmp_path, lines, 'likelihood = "regression"')
+    with_test = own_task  # the same file is written again below
+    frame.to_csv(tmp_path / "houses.csv", index=False)
+    data = rows_of(path, overrides=["training.keep_best=false"])
+    assert (len(data.train.y), len(data.test.y)) == (96, 24)
+    # Standardised by the training rows: their mean is 0, that of all rows is not.
+    assert abs(data.train.x[:, 0].mean()) < 1e-9
+    assert abs(data.test.x[:, 0].mean()) > 1e-3
+    assert torch.allclose(data.targets.mean, data.train.y.mean(0))
+    # The rows held out may be anything: what is trained on stays as it is.
+    frame.head(96).to_csv(tmp_path / "first.csv", index=False)
+    files = lines.replace("houses.csv", "first.csv") + '\ntest_file = "last.csv"'
+    found = []
+    for factor in (1, 1000):
+        frame.tail(24).assign(area=frame["area"].tail(24) * factor, town="Ely").to_csv(
+            tmp_path / "last.csv", index=False
+        )
+        path = with_test(tmp_path, files, 'likelihood = "regression"')
+        found.append(rows_of(path, overrides=["training.keep_best=false"]))
+    first, second = found
+    assert torch.equal(first.train.x, second.train.x)
+    assert second.test.x[:, 0].max() > 100
+    assert (second.test.x[:, 2:] == 0).all()  # a town that no training row has
+
+
+def test_classes_of_a_table_are_its_words_or_numbers(tmp_path):
+    frame = houses()
+    frame.to_parquet(tmp_path / "houses.parquet")
+    lines = 'name = "table"\nfile = "houses.parquet"\ntarget = "kind"\ndrop = ["price"]'
+    data = rows_of(own_task(tmp_path, lines))
+    assert (data.kind, data.classes) == ("classification", ("cheap", "dear"))
+    assert data.train.y.dtype == torch.int64
+    frame.assign(kind=np.where(frame["kind"] == "dear", 7, 3)).to_parquet(tmp_path / "houses.parquet")
+    assert rows_of(own_task(tmp_path, lines)).classes == ("3", "7")
+
+
+@pytest.mark.parametrize(
+    ("change", "lines", "message"),
+    [
+        (
+            {},
+            'target = "prise"',
+            r"expected the target, a column of houses.csv of area, town, price, kind, got 'prise'; did you",
+        ),
+        (
+            {},
+            'target = "price"',
+            'expected classes in price of houses.csv, got float64 numbers; write likelihood = "regression"',
+        ),
+        (
+            {"kind": [None, *"ab" * 59, "a"]},
+            'target = "kind"',
+            "expected a target in every row of houses.csv, got 1 without",
+        ),
+        (
+            {"kind": [*"ab" * 59, "c", "d"]},
+            'target = "kind"\ntest_file = "test.csv"',
+            r"classes of the training rows \(a, b, c, d\)",
+        ),
+        ({}, 'target = "kind"\ndrop = ["prices"]', "expected a column to drop of .*got 'prices'; did you mean 'price'"),
+        ({}, 'target = "kind"\ntest_file = "none.csv"', "expected 'none.csv' at"),
+        ({}, 'target = "kind"\ntest_file = "own.toml"', "expected a table's file, by its suffix, of .csv, .parquet"),
+    ],
+)
+def test_tables_that_do_not_fit_are_one_error(tmp_path, change, lines, message):
+    houses().assign(**change).to_csv(tmp_path / "houses.csv", index=False)
+    houses().to_csv(tmp_path / "test.csv", index=False)  # classes cheap and dear
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        rows_of(own_task(tmp_path, f'name = "table"\nfile = "houses.csv"\n{lines}'))
+
+
+def test_without_pandas_a_table_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(
+        ValueError, match=r"expected pandas to read .*t.csv, got none; install it: pip install 'dissensus\[sklearn\]'"
+    ):
+        rows_of(own_task(tmp_path, 'name = "table"\nfile = "t.csv"\ntarget = "b"'))

@@ -1,0 +1,314 @@
+"""Methods, networks and data of the user's own in a task, as somebody new would write them."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dissensus as ds
+from dissensus.bench.cli import list_command
+from dissensus.bench.own import code_digest
+from dissensus.bench.run.jobs import bench, report_runs
+from dissensus.bench.run.run import Run
+from dissensus.bench.task.config import load_task, run_config
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+MINE = '''
+import torch
+import dissensus as ds
+
+
+class DeepEnsemble(ds.DeepEnsemble):
+    """Members pulled towards zero."""
+
+    def __init__(self, modules, *, strength=0.1, **keywords):
+        super().__init__(modules, **keywords)
+        self.strength = strength
+
+    def member_loss(self, params, buffers, batch):
+        loss, z, buffers = super().member_loss(params, buffers, batch)
+        return loss + self.strength * sum(p.square().sum() for p in params.values()), z, buffers
+
+    def config(self):
+        return {**super().config(), "strength": self.strength}
+
+
+def make_data(rows=60, far=5.0):
+    x = torch.randn(2 * rows, 2, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    order = y[:rows].argsort()  # sorted by class
+    return {
+        "train": (x[:rows][order], y[:rows][order]),
+        "test": (x[rows:], y[rows:]),
+        "ood": {"far": x[:20] + far},
+        "shift": {"moved": (x[rows:] + 0.1, y[rows:])},
+    }
+'''
+
+TASK = """
+methods = ["deep_ensemble", "{0}:DeepEnsemble"]
+[data]
+name = "{0}:make_data"
+far = 4.0
+validation = 10
+[network]
+name = "MLP"
+hidden = [6]
+[method."{0}:DeepEnsemble"]
+members = 2
+strength = 0.5
+[method.deep_ensemble]
+members = 2
+[training]
+epochs = 1
+batch_size = 20
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module beside a task, task.toml; the current folder is another one."""
+    name = f"mine_{re.sub('[^a-z0-9]', '_', tmp_path.name)}"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / f"{name}.py").write_text(MINE)
+    (tmp_path / "task.toml").write_text(TASK.format(name))
+    return name
+
+
+def edited(module: str, path: Path, old: str, new: str) -> None:
+    """The file with one text in place of another, as a new process would import it."""
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    sys.modules.pop(module)
+
+
+def test_an_own_method_and_own_data_are_benched_beside_the_librarys(mine, tmp_path):
+    results, _ = bench(load_task(str(tmp_path / "task.toml")), out=tmp_path / "runs")
+    ours = f"{mine}:DeepEnsemble"  # no column of its own for a name that the library has, too
+    assert list(results.methods) == ["deep_ensemble", ours]
+    metrics = results.methods[ours][0].metrics
+    assert {"accuracy", "ood/far/auroc", "shift/moved/accuracy"} <= metrics.keys()
+    assert metrics["nll"] != results.methods["deep_ensemble"][0].metrics["nll"]
+    folder = tmp_path / "runs" / f"{mine}.DeepEnsemble-seed0"
+    posterior = Run.open(folder).posterior()  # from another folder than the task's
+    assert (type(posterior).__name__, posterior.strength, posterior.particles.members) == ("DeepEnsemble", 0.5, 2)
+    assert type(posterior) is not ds.DeepEnsemble
+    sys.modules.pop(mine)
+    again, _ = report_runs([str(tmp_path / "runs")], tmp_path / "page")
+    assert again.methods.keys() == results.methods.keys()
+    assert mine not in sys.modules  # a report runs nobody's code
+
+
+def test_own_tasks_in_the_current_folder_are_listed_and_nothing_is_imported(mine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    (tmp_path / "broken.toml").write_text("methods = [")
+    list_command()
+    said = capsys.readouterr().out
+    assert "task.toml" in said
+    assert re.search(rf"{mine}:DeepEnsemble\s+│ your own, named in task.toml", said)
+    assert re.search(rf"{mine}:make_data\s+│ your own function", said)
+    assert "pyproject" not in said
+    assert "broken" not in said
+    assert mine not in sys.modules
+
+
+@pytest.mark.slow
+def test_processes_find_own_modules_too(mine, tmp_path):
+    task = load_task(str(tmp_path / "task.toml"))
+    apart, _ = bench(task, out=tmp_path / "a", jobs=2)
+    here, _ = bench(task, out=tmp_path / "b")
+    for name, (evaluation,) in here.methods.items():
+        assert evaluation.metrics["nll"] == pytest.approx(apart.methods[name][0].metrics["nll"], abs=1e-6)
+
+
+def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mine, tmp_path):
+    config = run_config(load_task(str(tmp_path / "task.toml")), "deep_ensemble", 0)
+    data = Run(tmp_path / "run", config).data
+    assert (len(data.train.y), len(data.validation.y), len(data.test.y)) == (50, 10, 60)
+    assert (data.train.y.diff() != 0).sum() > 15  # in the order of the classes there would be one change
+    assert torch.allclose(data.standardiser(data.train.x).mean(0), torch.zeros(2), atol=1e-6)
+    assert torch.allclose(data.standardiser.mean, data.train.x.double().mean(0))
+    assert data.ood["far"].x.mean() > 3
+    assert data.classes == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"train":',
+            '"training":',
+            r'expected a dict with "train" and "test", each \(x, y\), from .*make_data, got dict with',
+        ),
+        ('"ood":', '"odd":', r"expected a key of what .*make_data returns of train, .*got 'odd'; did you mean 'ood'"),
+        ("(x[rows:], y[rows:])", "(x[rows:], y[rows:] + 5)", "expected labels from 0 to 1 in 'the test rows of .*got"),
+        (".long()", ".float()", 'expected class labels .*float32.*; write likelihood = "regression" in the task'),
+        ("x[:20] + far", "x[:20, :1]", r"expected inputs of shape \(2,\) in 'far', as in the training set"),
+        ("far=5.0", "near=5.0", "expected settings that fit the data of .*unexpected keyword argument 'far'"),
+        ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected a target for each of 60 rows in test of"),
+        ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
+        ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
+        (
+            "class DeepEnsemble(ds.DeepEnsemble):",
+            "class DeepEnsemble:",
+            "expected a class derived from dissensus.Posterior",
+        ),
+        ("import torch\n", "import torch, no_such_thing\n", "can be imported.*No module named 'no_such_thing'"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_before_anything_is_trained(mine, tmp_path, old, new, message):
+    path = tmp_path / f"{mine}.py"
+    assert old in MINE
+    path.write_text(MINE.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        bench(load_task(str(tmp_path / "task.toml")), out=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_of_own_methods_are_set_by_name_and_for_all(mine, tmp_path):
+    path, ours = str(tmp_path / "task.toml"), f"{mine}:DeepEnsemble"
+    sets = ["method.members=3", f"method.{ours}.strength=0.7", f"method.{ours}.training.lr=0.5"]
+    task = load_task(path, overrides=sets)
+    config = run_config(task, ours, 0)
+    assert config.settings == {"members": 3, "strength": 0.7}
+    assert config.training["lr"] == 0.5
+    assert run_config(task, "deep_ensemble", 0).settings == {"members": 3}
+    only = load_task(path, overrides=["method.strength=0.9"])  # what the library's one does not have
+    assert run_config(only, ours, 0).settings["strength"] == 0.9
+    assert run_config(only, "deep_ensemble", 0).settings == {"members": 2}
+    with pytest.raises(
+        ValueError, match=r"expected a setting of the methods that run .*got 'strenght'; did you mean 'strength'"
+    ):
+        load_task(path, overrides=["method.strenght=1"])
+    variant = load_task(path, overrides=[f"method.{ours}-wide.members=4"])
+    assert run_config(variant, f"{ours}-wide", 0).settings == {"members": 4, "strength": 0.5}
+
+
+def test_own_methods_run_in_tasks_of_the_library(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sets = ["training.epochs=1", "data.count=40"]
+    results, _ = bench(load_task("moons", size="smoke", overrides=sets), methods=[f"{mine}:DeepEnsemble"], out="runs")
+    assert list(results.methods) == [f"{mine}:DeepEnsemble"]
+
+
+def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
+    with pytest.raises(ValueError, match="got 'something_else'; name one of them"):
+        load_task("moons", overrides=["methods=something_else"])
+    with pytest.raises(ValueError, match="got 'deep_ensembel'; did you mean 'deep_ensemble'"):
+        load_task("moons", overrides=["methods=deep_ensembel"])
+
+
+def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
+    from dissensus.bench.run.together import shares
+
+    path = tmp_path / f"{mine}.py"
+    path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)").replace("modules", "module"))
+    sets = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
+    task = load_task(str(tmp_path / "task.toml"), overrides=sets)
+    assert shares(run_config(task, "map", 0))
+    assert not shares(run_config(task, f"{mine}:DeepEnsemble", 0))  # its pull would be lost without a word
+
+
+# ------------------------------------------------------------------------------------------- code that changes
+
+
+def test_a_run_is_of_the_code_as_it_was(mine, tmp_path, caplog):
+    task, ours = load_task(str(tmp_path / "task.toml")), [f"{mine}:DeepEnsemble"]
+    path, folder = tmp_path / f"{mine}.py", tmp_path / "runs" / f"{mine}.DeepEnsemble-seed0"
+    bench(task, methods=ours, out=tmp_path / "runs")
+    # More code in the same file, and comments, change nothing.
+    edited(mine, path, "import torch\n", "import torch  # of course\n\n\ndef another():\n    return 3\n\n\n")
+    bench(task, methods=ours, out=tmp_path / "runs")
+    assert not caplog.records
+    edited(mine, path, "self.strength * sum", "2 * self.strength * sum")
+    bench(task, methods=ours, out=tmp_path / "runs")  # done already: it is said
+    assert "got one before a change of" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"got one before a change of mine.*DeepEnsemble .*; delete the folder to run it"
+    ):
+        Run.open(folder).posterior()  # what would be computed now is not what was trained
+    for name in ("metrics.json", "training.json"):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"got one before a change of .*; delete the folder to run it again, or undo"):
+        bench(task, methods=ours, out=tmp_path / "runs")  # training would go on with other code
+
+
+def test_rows_that_are_other_ones_now_are_noticed_and_random_ones_are_the_same_again(mine, tmp_path):
+    path = tmp_path / f"{mine}.py"
+    path.write_text(MINE.replace(", generator=torch.Generator().manual_seed(0)", ""))  # torch's own stream
+    config = run_config(load_task(str(tmp_path / "task.toml")), "deep_ensemble", 0)
+    state = torch.get_rng_state()
+    first, second = (Run(tmp_path / "run", config).data for _ in range(2))
+    assert first.digest == second.digest
+    assert torch.equal(torch.get_rng_state(), state)
+    bench(load_task(str(tmp_path / "task.toml")), methods=["deep_ensemble"], out=tmp_path / "runs")
+    folder = tmp_path / "runs" / "deep_ensemble-seed0"
+    (folder / "predictions" / "test.safetensors").unlink()
+    edited(mine, path, "> 0)", "> 0.1)")
+    with pytest.raises(
+        ValueError, match=r"change of .*make_data .*, rows .*; delete"
+    ):  # test rows may have been trained on
+        Run.open(folder).evaluate()
+
+
+def test_a_digest_follows_what_is_used_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("dissensus.bench.own._added", [])
+    name = f"used_{re.sub('[^a-z0-9]', '_', tmp_path.name)}"
+    top, helper = tmp_path / f"{name}.py", tmp_path / f"{name}_helper.py"
+
+    def digest(first: str, second: str) -> str:
+        top.write_text(first)
+        helper.write_text(second)
+        for each in (name, f"{name}_helper"):
+            sys.modules.pop(each, None)
+        return code_digest(f"{name}:f", str(tmp_path))
+
+    first = f"from {name}_helper import g\nA = 1\nB = 2\n\ndef f():\n    return g() + A\n"
+    second = "def g():\n    return h()\n\ndef h():\n    return 1\n\ndef k():\n    return 2\n"
+    whole = digest(first, second)
+    assert whole == digest(first.replace("B = 2", "B = 3"), second.replace("return 2", "return 3"))
+    changes = [(first.replace("A = 1", "A = 3"), second), (first, second.replace("return 1", "return 3"))]
+    changes.append((first + "\nprint('once')\n", second))
+    assert len({whole, *(digest(*each) for each in changes)}) == 4
+    assert code_digest("torch.nn:Linear") == ""  # installed: its version counts
+
+
+def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(mine, tmp_path):
+    config = run_config(load_task(str(tmp_path / "task.toml")), "deep_ensemble", 0)
+    assert len(Run(tmp_path / "run", config).data.train.y) == 50
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in (f"{mine}.py", "task.toml"):
+        (other / name).write_text((tmp_path / name).read_text())
+    second = run_config(load_task(str(other / "task.toml")), "deep_ensemble", 0)
+    with pytest.raises(ValueError, match="which Python finds first; rename your file"):
+        _ = Run(tmp_path / "run", second).data
+    path = tmp_path / f"{mine}.py"
+    path.write_text(path.read_text().replace("rows=60", "rows=30"))
+    with pytest.raises(ValueError, match="as it was imported, got one that was changed since; start Python again"):
+        _ = Run(tmp_path / "run", config).data
+
+
+# ------------------------------------------------------------------------------------------- networks and their settings
+
+
+def test_another_network_has_none_of_the_settings_of_the_one_before():
+    task = load_task("cifar10", overrides=["network.width=32", "network.name=ConvNet"])  # in any order
+    assert task.settings["network"] == {"name": "ConvNet", "width": 32}
+    assert load_task("cifar10", overrides=["network.name=ResNet"]).settings["network"] == {
+        "name": "ResNet",
+        "depth": 20,
+    }
+    with pytest.raises(ValueError, match=r"expected a key of \[network\]"):
+        load_task("cifar10", overrides=["network.name=ConvNet", "network.depth=8"])
+    moons = load_task("moons", overrides=["data.name=five_blobs", "data.ood=[]"]).settings["data"]
+    assert moons["name"] == "five_blobs"
+    assert "count" not in moons
+    assert {"validation"} <= moons.keys()  # which every set has
