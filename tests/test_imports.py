@@ -33,9 +33,9 @@ ROOMS = {
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks",
     "reporting": "numerics core metrics evaluation storage",
-    "train": "numerics core surgery engine training",
-    "predict": "numerics core engine storage",
-    "temperature": "core predict",
+    "train": "numerics core data surgery engine training",
+    "predict": "numerics core data engine storage",
+    "temperature": "core data predict",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "

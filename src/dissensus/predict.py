@@ -39,7 +39,7 @@ def predict(
     of inputs N: see `summarise` and `predict_batches` for less.
 
     Args:
-        loader: batches (x, y) or (x, y, weight); weights are not read.
+        loader: batches (x, y) or (x, y, weight); weights are not read. Or data (x, y) themselves, of N rows.
         precision: "bf16" runs the network in mixed precision.
         compiled: compiles the drawn functions first (torch.compile); falls back where a network cannot be compiled.
 
@@ -49,6 +49,7 @@ def predict(
     Raises:
         Diverged: a member predicts NaN.
     """
+    loader = _as_loader(loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
     for predictive, y in predict_batches(posterior, loader, precision=precision, compiled=compiled):
@@ -83,6 +84,7 @@ def summarise(
     Returns:
         A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
     """
+    loader = _as_loader(loader)
     if not isinstance(posterior, Posterior):
         from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
 
@@ -112,6 +114,7 @@ def predict_batches(
     Yields:
         A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
     """
+    loader = _as_loader(loader)
     for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, together=True):
         (predictive,) = parts
         yield predictive, y
@@ -247,6 +250,13 @@ def _predicted_in_parts(
     finally:
         for particles, how in zip(stored, ways, strict=True):
             particles.how = how
+
+
+def _as_loader(given: Any) -> Iterable[Any]:
+    from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
+
+    loader: Iterable[Any] = as_loader(given)
+    return loader
 
 
 def _note_uncompiled(name: str, reason: str, *args: object) -> None:

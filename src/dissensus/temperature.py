@@ -14,6 +14,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import Predictive
+from dissensus.data.batches import as_loader
 from dissensus.predict import predict
 
 log = logging.getLogger("dissensus")
@@ -35,6 +36,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     Returns:
         The temperature, between 1/50 and 50; above 1 softens predictions, below 1 sharpens them.
     """
+    loader = as_loader(loader)
     check_loader(loader)
     view = copy.copy(posterior)  # at temperature 1: other threads may predict meanwhile with the one it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}

@@ -19,6 +19,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
 from dissensus.core.turns import training
+from dissensus.data.batches import as_loader
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
@@ -63,9 +64,10 @@ def fit(
     Args:
         posterior: a method wrapped around a network or networks.
         loader: any iterable of (x, y) or (x, y, weight), gone through once per epoch. x: a tensor, a tuple or a dict of
-            tensors (B, ...); y: targets (B, ...); weight: (B,), how often each example counts.
+            tensors (B, ...); y: targets (B, ...); weight: (B,), how often each example counts. Or data (x, y) or
+            (x, y, weight) themselves, tensors, arrays or DataFrames of N rows: batches of 32, shuffled anew every epoch.
         epochs: passes over the loader in all, those of a resumed checkpoint included.
-        validation: another loader. After each epoch the mixture's negative log-likelihood on it decides which state is
+        validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which state is
             kept. TRADI is judged at up to ten epochs, by what it would sample; for methods that collect a trajectory
             (SWAG, SWA, snapshots) nothing is restored.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None takes the method's
@@ -98,6 +100,7 @@ def fit(
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
     with training(expect_posterior(posterior).particles.template.network):
+        loader, validation = as_loader(loader, shuffle=True), as_loader(validation)
         check_loader(loader, validation)
         posterior.ranks = ranks or posterior.ranks
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)

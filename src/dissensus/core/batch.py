@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dissensus.numerics.arrays import as_tensor
+
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
@@ -26,7 +28,7 @@ class Batch(NamedTuple):
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        x, y, weight = batch = cls(*given)
+        x, y, weight = batch = cls(inputs_of(given[0]), *map(as_tensor, given[1:]))
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
@@ -84,6 +86,14 @@ def logits(outputs: Any) -> Tensor:
             "wrap it in a module whose forward returns the logits or means"
         )
     return found
+
+
+def inputs_of(x: Any) -> Inputs:
+    """x with arrays and DataFrames as tensors."""
+    if isinstance(x, Mapping):
+        return {name: as_tensor(value) for name, value in x.items()}
+    given: Inputs = tuple(map(as_tensor, x)) if isinstance(x, tuple | list) else as_tensor(x)
+    return given
 
 
 def tensors(x: Inputs) -> list[Tensor]:

@@ -176,7 +176,7 @@ class Posterior(TrainingRules, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
-        outputs: Tensor = self.draw()(x)
+        outputs: Tensor = self.draw()(batches.inputs_of(x))
         return outputs
 
     @final
@@ -186,7 +186,8 @@ class Posterior(TrainingRules, ABC):
         Modes and torch's random streams are left as found.
 
         Args:
-            x: one batch (B, ...), a tensor, a tuple or a dict of tensors; moved to the posterior's device.
+            x: one batch (B, ...), a tensor, a tuple or a dict of tensors, or arrays or a DataFrame of numbers; moved to
+                the posterior's device.
 
         Returns:
             A `Predictive` of B inputs with every member, at the posterior's temperature.
@@ -194,7 +195,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x)  # an error where x has no tensor
+        batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):

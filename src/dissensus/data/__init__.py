@@ -14,6 +14,7 @@ from dissensus.data.splits import split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
 if TYPE_CHECKING:
+    from dissensus.data.frames import TableEncoder as TableEncoder
     from dissensus.data.images import *
     from dissensus.data.segmentation import *
     from dissensus.data.shipped import *
@@ -32,6 +33,7 @@ __all__ = [
     "SegmentationAugmentation",
     "SegmentationSet",
     "Standardiser",
+    "TableEncoder",
     "TabularSet",
     "bdd_anomaly",
     "camvid",
@@ -70,7 +72,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ("images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
+        for file in ("frames", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dissensus.numerics.arrays import as_tensor, is_array
 from dissensus.numerics.checks import whole
 
 BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -17,8 +18,9 @@ class Batches:
     Batches lie where x and y lie; unshuffled ones are views of them. Put small image sets on the GPU as a whole.
 
     Args:
-        x: a tensor (N, ...), or a tuple or dict of such tensors, one row per example.
-        y: targets (N, ...).
+        x: a tensor (N, ...), or a tuple or dict of such tensors, one row per example. Arrays, Series and DataFrames of
+            numbers become tensors, real numbers of torch's default type.
+        y: targets (N, ...). A Series beside a DataFrame has the same index.
         batch_size: B.
         weight: (N,), how often each example counts.
         shuffle: a new order every epoch.
@@ -41,6 +43,8 @@ class Batches:
         drop_last: bool = False,
         augment: Callable[..., Any] | None = None,
     ) -> None:
+        _check_index(x, y, weight)
+        x, y, weight = _tensors_of(x), as_tensor(y), as_tensor(weight)
         lengths = {len(tensor) for tensor in _input_tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
@@ -102,6 +106,37 @@ class Batches:
                 x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
             batch = (x, y)
             yield batch if self.weight is None else (*batch, _taken_rows(self.weight, rows))
+
+
+def as_loader(given: Any, *, shuffle: bool = False) -> Any:
+    """What was given where it is a loader; of data (x, y) or (x, y, weight) their `Batches`, of 32 where they are shuffled.
+
+    Data are told by their second entry, an array: entries of a list of batches are tuples.
+    """
+    if isinstance(given, tuple | list) and len(given) in (2, 3) and is_array(given[1]):
+        x, y, *weight = given
+        return Batches(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
+    if is_array(given):
+        raise TypeError(
+            f"expected a loader or data (x, y), got {type(given).__name__}; pass (x, y), or use posterior.predict(x)"
+        )
+    return given
+
+
+def _check_index(*given: Any) -> None:
+    """Raises where frames and series have other indices: their rows would be paired by position, without a word."""
+    held = [each for each in given if hasattr(each, "index") and hasattr(each, "iloc")]
+    if any(not held[0].index.equals(each.index) for each in held[1:]):
+        raise ValueError(
+            "expected inputs and targets with the same index, got others; pass y.loc[x.index], or y.to_numpy() to pair "
+            "rows by position"
+        )
+
+
+def _tensors_of(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {name: as_tensor(value) for name, value in x.items()}
+    return tuple(as_tensor(value) for value in x) if isinstance(x, tuple | list) else as_tensor(x)
 
 
 def _input_tensors(x: BatchInputs) -> list[Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dissensus.numerics.arrays import as_tensor
 from dissensus.numerics.lengthscales import check_finite_rows
 
 
@@ -23,8 +25,12 @@ class Standardiser:
     std: Tensor  # like mean
 
     @staticmethod
-    def of_rows(x: Tensor) -> Standardiser:
-        """Standardiser of the columns of x (N, D), with the population standard deviation (divisor N)."""
+    def of_rows(x: Any) -> Standardiser:
+        """Standardiser of the columns of x (N, D), with the population standard deviation (divisor N).
+
+        x: a tensor, an array or a DataFrame of numbers; for other columns and missing values see `TableEncoder`.
+        """
+        x = as_tensor(x, torch.float64)
         if x.ndim != 2 or len(x) == 0:
             raise ValueError(f"expected rows of shape (N, D), got {tuple(x.shape)}; reshape to a matrix first")
         values = _float(x, torch.float64)
@@ -51,10 +57,14 @@ class Standardiser:
         std = torch.where((counts > 0).sum(1) > 1, variance.sqrt(), 1.0)
         return Standardiser(mean[:, None, None], std[:, None, None])
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Standardised x, same shape; float32 from pixels and integers, else the dtype of x."""
-        values = _float(x, torch.float32)
-        return (values - self.mean.to(values)) / self.std.to(values)
+    def __call__(self, x: Any) -> Tensor:
+        """Standardised x, same shape; the dtype of a tensor of real numbers, else float32."""
+        given = isinstance(x, Tensor) and x.is_floating_point()
+        x = as_tensor(x, torch.float64)
+        # whole numbers, and those of frames, may be larger than float32 can tell apart
+        values = _float(x, torch.float32 if given or x.dtype == torch.uint8 else torch.float64)
+        z = (values - self.mean.to(values)) / self.std.to(values)
+        return z if given else z.float()
 
     def inverse(self, z: Tensor) -> Tensor:
         """x = z · std + mean, same shape and dtype as z, in the units of the training data."""

@@ -12,6 +12,7 @@ from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.data.batches import as_loader
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
@@ -63,7 +64,8 @@ def evaluate(
             raise TypeError(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
-    ood, shift = dict(ood or {}), dict(shift or {})
+    ood, shift = ({name: as_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
+    loader = as_loader(loader)
     check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:

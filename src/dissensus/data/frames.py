@@ -1,0 +1,302 @@
+"""Tables as tensors: DataFrames, dicts of columns and arrays with numbers, dates, categories and missing values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.numerics.checks import whole
+
+log = logging.getLogger("dissensus")
+
+Name = str | int
+Level = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class NumberColumn:
+    """A column of numbers or dates (in seconds): z = (x − mean) / std, missing ones 0."""
+
+    name: Name
+    mean: float
+    std: float  # population deviation; 0 where training rows never vary: z is then 0 whatever comes
+    missing: bool  # whether training rows miss some: a second feature then says which rows do
+
+    @staticmethod
+    def of(name: Name, values: np.ndarray) -> NumberColumn:
+        known = values[~np.isnan(values)]
+        if len(known) == 0:
+            return NumberColumn(name, 0.0, 0.0, missing=True)
+        centred = known - known[0]  # years, ids and timestamps lose digits otherwise
+        size = float(np.abs(centred).max()) or 1.0  # squares would overflow
+        deviation = float((centred / size).std() * size) if known.max() > known.min() else 0.0
+        return NumberColumn(name, float(known[0] + (centred / size).mean() * size), deviation, len(known) < len(values))
+
+    @property
+    def features(self) -> list[str]:
+        return [str(self.name), *([f"{self.name} missing"] if self.missing else [])]
+
+    def encode(self, column: Any) -> tuple[np.ndarray, str]:
+        """(N, features), and a remark on what training rows did not have."""
+        values = _numbers(self.name, column)
+        unknown = np.isnan(values)
+        scaled = (values - self.mean) / self.std if self.std else np.zeros(len(values))
+        scaled[unknown] = 0.0
+        seen = self.missing or not unknown.any()
+        parts = [scaled, unknown] if self.missing else [scaled]
+        return np.stack(parts, 1), "" if seen else f"{unknown.sum()} missing, taken as the mean {self.mean:g}"
+
+
+@dataclass(frozen=True)
+class CategoryColumn:
+    """A column of categories: one feature for each level, levels that training rows do not have 0 in all of them."""
+
+    name: Name
+    levels: tuple[Level, ...]
+    other: bool  # whether rare levels share a feature, which unknown ones then have too
+    missing: bool  # whether training rows miss some: a level of its own
+
+    @staticmethod
+    def of(name: Name, column: Any, most: int) -> CategoryColumn:
+        values = _levels(column)
+        known = [value for value in values if value is not None]
+        counts: dict[Level, int] = {}
+        for value in known:
+            counts[value] = counts.get(value, 0) + 1
+        kept = sorted(counts, key=lambda level: -counts[level])[:most]
+        levels = tuple(sorted(kept, key=lambda level: (isinstance(level, str), level)))
+        return CategoryColumn(name, levels, len(counts) > len(levels), len(known) < len(values))
+
+    @property
+    def features(self) -> list[str]:
+        extra = [word for word, there in (("other", self.other), ("missing", self.missing)) if there]
+        return [*(f"{self.name}={level}" for level in self.levels), *(f"{self.name} {word}" for word in extra)]
+
+    def encode(self, column: Any) -> tuple[np.ndarray, str]:
+        """(N, features), and a remark on what training rows did not have."""
+        place = {level: index for index, level in enumerate(self.levels)}
+        nowhere = len(self.features)
+        other = len(place) if self.other else nowhere
+        missing = nowhere - 1 if self.missing else other
+        values = _levels(column)
+        where = np.array([missing if v is None else place.get(v, other) for v in values], dtype=np.int64)
+        new = [value for value, at in zip(values, where, strict=True) if at == nowhere]
+        hot = np.eye(nowhere + 1)[where, :nowhere]  # the last row of the matrix, all 0, is for nowhere
+        shown = ", ".join(dict.fromkeys("missing" if value is None else repr(value) for value in new[:3]))
+        return hot, f"{len(new)} of levels that training rows do not have ({shown})" if new else ""
+
+
+@dataclass(frozen=True)
+class TableEncoder:
+    """Rows of a table as a tensor, by what was measured on training rows alone.
+
+    Numbers are standardised in float64 and rounded once; a missing one becomes the mean, and a second feature says which
+    rows miss it. Dates count seconds. Categories (text, pandas categories, and the columns named as such) have one
+    feature per level; missing is a level of its own. Constant columns become 0. Made by `TableEncoder.of(table)`;
+    `encoder(table)` encodes, `.config()` is plain JSON that `TableEncoder.of_config` reads.
+    """
+
+    columns: tuple[NumberColumn | CategoryColumn, ...]
+    named: bool  # columns are found by name; of arrays, which have none, by position
+
+    @staticmethod
+    def of(table: Any, *, categories: Iterable[Name] = (), most_levels: int = 64) -> TableEncoder:
+        """The encoder of training rows.
+
+        Args:
+            table: a DataFrame, a dict of columns, or an array (N, D).
+            categories: columns whose numbers are codes of categories, by name, or by position in an array.
+            most_levels: levels of a category that have a feature of their own, the most frequent; the others share one.
+        """
+        whole("most_levels", most_levels)
+        names, columns = table_columns(table)
+        named, declared = names is not None, set(categories)
+        given = dict(zip(names or range(len(columns)), columns, strict=True))
+        if unknown := declared - set(given):
+            raise ValueError(
+                f"expected categories among the columns {_some(given)}, got {_some(unknown)}; correct the names"
+            )
+        made: list[NumberColumn | CategoryColumn] = []
+        for name, column in given.items():
+            if name in declared or _is_category(column):
+                made.append(CategoryColumn.of(name, column, most_levels))
+            else:
+                made.append(NumberColumn.of(name, _numbers(name, column)))
+        if not made or not len(columns[0]):
+            raise ValueError(f"expected rows and columns to measure, got {_shape(columns)}; pass the training rows")
+        return TableEncoder(tuple(made), named)
+
+    @property
+    def features(self) -> list[str]:
+        """What each column of the tensor is."""
+        return [feature for column in self.columns for feature in column.features]
+
+    def __call__(self, table: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(N, features) the rows; what training rows did not have, missing values or levels, is logged."""
+        names, columns = table_columns(table)
+        if self.named and names is None:
+            raise ValueError(
+                f"expected the columns {_some(column.name for column in self.columns)} by name, got an array; pass a "
+                "DataFrame or a dict of columns"
+            )
+        if not self.named and len(columns) != len(self.columns):
+            raise ValueError(
+                f"expected {len(self.columns)} columns, got {len(columns)}; pass those of the training rows"
+            )
+        given = dict(zip(names if self.named and names else range(len(columns)), columns, strict=True))
+        if absent := [column.name for column in self.columns if column.name not in given]:
+            raise ValueError(
+                f"expected the columns {_some(absent)}, got {_some(given)}; pass those of the training rows"
+            )
+        parts, remarks = [], []
+        for column in self.columns:
+            part, remark = column.encode(given[column.name])
+            parts.append(part)
+            remarks += [f"{column.name}: {remark}"] if remark else []
+        if remarks:
+            log.warning("the table has what its training rows did not: %s", "; ".join(remarks))
+        encoded = torch.from_numpy(np.concatenate(parts, 1)).to(dtype)
+        if not encoded.isfinite().all():
+            at = int((~encoded.isfinite()).any(0).nonzero()[0])
+            raise ValueError(
+                f"expected numbers that {dtype} can hold, got larger ones in {self.features[at]}; correct them"
+            )
+        return encoded
+
+    def config(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        kinds = {NumberColumn: "number", CategoryColumn: "category"}
+        columns = [{"kind": kinds[type(column)], **asdict(column)} for column in self.columns]
+        return {"named": self.named, "columns": [{k: _listed(v) for k, v in each.items()} for each in columns]}
+
+    @staticmethod
+    def of_config(config: Mapping[str, Any]) -> TableEncoder:
+        """The encoder that `config` describes."""
+        kinds = {"number": NumberColumn, "category": CategoryColumn}
+        columns = [dict(each) for each in config["columns"]]
+        made = [kinds[each.pop("kind")](**{k: _tupled(v) for k, v in each.items()}) for each in columns]
+        return TableEncoder(tuple(made), bool(config["named"]))
+
+
+def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
+    """(names, None of an array; columns of one length) of a DataFrame, a dict of columns or an array (N, D)."""
+    names: list[Name] | None
+    if isinstance(table, Mapping) or hasattr(table, "columns"):
+        names = list(table if isinstance(table, Mapping) else table.columns)
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected every column name once, got {_some(names)}; rename the columns")
+        columns = [table[name] for name in names]
+        columns = [column if hasattr(column, "dtype") else _listed_column(column) for column in columns]
+        names = [name if isinstance(name, str | int) else str(name) for name in names]
+    else:
+        if hasattr(table, "toarray"):
+            raise TypeError("expected a dense table, got a sparse matrix; pass x.toarray()")
+        matrix = _array(table)
+        if matrix.ndim != 2:
+            raise ValueError(
+                f"expected a table of shape (N, D), got {type(table).__name__} of shape {matrix.shape}; pass one row as "
+                "table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
+            )
+        names, columns = None, list(matrix.T)
+    if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
+        raise ValueError(f"expected columns of one length, got {_shape(columns)}; pass one value per row")
+    return names, columns
+
+
+def _listed_column(values: Any) -> np.ndarray:
+    """A column given as a list. Objects stay what they are: NumPy would make text of the numbers beside text."""
+    column = np.asarray(values, dtype=object)
+    known = [None if _missing(value) else value for value in column.flat]
+    dates = any(known) and all(value is None or isinstance(value, date) for value in known)
+    return np.array(known, dtype="datetime64[ns]") if dates else column
+
+
+def _array(values: Any) -> np.ndarray:
+    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+
+
+def _kind(column: Any) -> str:
+    """numpy's letter for the kind of a column; O for text and pandas categories."""
+    if isinstance(column, Tensor) or not hasattr(column.dtype, "kind"):  # of polars, for one
+        column = _array(column)
+    return "O" if column.dtype.kind in "SUTO" else str(column.dtype.kind)
+
+
+def _is_category(column: Any) -> bool:
+    """Whether a column is text or of pandas' categories; objects that are all numbers are not."""
+    if _kind(column) != "O":
+        return False
+    known = [value for value in np.asarray(column, dtype=object) if not _missing(value)]
+    return str(column.dtype) == "category" or not all(isinstance(v, Number) for v in known) or not known
+
+
+def _numbers(name: Name, column: Any) -> np.ndarray:
+    """(N,) float64, missing ones NaN; dates and durations in seconds."""
+    kind = _kind(column)
+    if kind in "Mm":
+        unit = "datetime64[ns]" if kind == "M" else "timedelta64[ns]"
+        dates = np.asarray(column.to_numpy(dtype=unit) if hasattr(column, "to_numpy") else column).astype(unit)
+        return np.where(np.isnat(dates), np.nan, dates.astype(np.int64) / 1e9)
+    if kind == "O":
+        objects = np.asarray(column, dtype=object)
+        found = [np.nan if _missing(value) else value for value in objects]
+        if text := [value for value in found if not isinstance(value, Number) or isinstance(value, complex)]:
+            raise ValueError(
+                f"expected numbers in column {name!r}, got {text[0]!r}; convert it, or train with the column as a category"
+            )
+        values = np.array([float(value) for value in found])
+    elif kind == "c":
+        raise ValueError(f"expected real numbers in column {name!r}, got complex ones; pass two columns")
+    elif hasattr(column, "to_numpy") and not hasattr(column.dtype, "itemsize"):
+        values = np.asarray(column.to_numpy(), dtype=np.float64)
+    elif hasattr(column, "to_numpy"):
+        values = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    else:
+        values = _array(column).astype(np.float64)
+    if np.isinf(values).any():
+        at = int(np.isinf(values).argmax())
+        raise ValueError(f"expected finite or missing numbers in column {name!r}, got infinity in row {at}; correct it")
+    return values
+
+
+def _levels(column: Any) -> list[Level | None]:
+    """Values as JSON knows them, so that 1 and 1.0 are the same and "1" is not; None where missing."""
+    objects = np.asarray(column.detach().cpu() if isinstance(column, Tensor) else column, dtype=object)
+    return [None if _missing(value) else _level(value) for value in objects]
+
+
+def _level(value: Any) -> Level:
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def _missing(value: Any) -> bool:
+    # pandas' NA is equal to nothing and refuses to be asked
+    return (
+        value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Number) and value != value)
+    )
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _some(names: Iterable[Any]) -> str:
+    found = [str(name) for name in names]
+    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+
+def _shape(columns: list[Any]) -> str:
+    return f"{len(columns)} columns of lengths {sorted({len(column) for column in columns})}"

@@ -1,0 +1,64 @@
+"""Arrays, Series and DataFrames as tensors; pandas is not imported, its objects are known by what they can do."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CODES = "expected numbers, got {}; encode the table with ds.data.TableEncoder, or train with ds.sklearn"
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is a tensor, an array, a Series or a DataFrame."""
+    return isinstance(value, Tensor) or hasattr(value, "__array__")
+
+
+def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
+    """An array, Series or DataFrame as a tensor on the host; anything else as it is.
+
+    Whole numbers keep their type, real ones and all of a DataFrame get torch's default one or `dtype`; an error where
+    rounding to it would wipe out how they differ, as of years in seconds.
+    """
+    if isinstance(values, Tensor) or not is_array(values):
+        return values
+    table = hasattr(values, "columns")
+    array = values.to_numpy() if hasattr(values, "to_numpy") else values.__array__()
+    if array.dtype.kind == "O":  # columns of several types, or pandas' numbers with missing ones
+        found = [math.nan if value is None or type(value).__name__ == "NAType" else value for value in array.flat]
+        if kinds := {type(value).__name__ for value in found if not hasattr(value, "__float__")}:
+            raise TypeError(_CODES.format(f"{', '.join(sorted(kinds))} in {_place(values)}"))
+        array = np.array([float(value) for value in found]).reshape(array.shape)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(_CODES.format(f"{array.dtype} in {_place(values)}"))
+    kept = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
+    if not (table or array.dtype.kind == "f"):
+        return kept
+    rounded = kept.to(dtype or torch.get_default_dtype())
+    _check_rounding(kept, rounded)
+    return rounded
+
+
+def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
+    """Raises where rounding moves a value by more than a thousandth of its column's range."""
+    if kept.dtype == rounded.dtype or not kept.numel() or not kept.ndim:
+        return
+    exact = kept.double().flatten(1) if kept.ndim > 1 else kept.double()[:, None]  # (N, D)
+    low, high = exact.amin(0), exact.amax(0)
+    moved = (rounded.double().reshape(exact.shape) - exact).abs().amax(0)
+    lost = (moved > 1e-3 * (high - low)) & (high > low)  # NaN is met where batches come in
+    if lost.any():
+        at = int(lost.nonzero()[0])
+        raise ValueError(
+            f"expected numbers that {rounded.dtype} can tell apart, got {float(low[at]):g} to {float(high[at]):g} in column {at}; "
+            "standardise them first, with ds.data.Standardiser or ds.data.TableEncoder"
+        )
+
+
+def _place(values: Any) -> str:
+    """What holds the values, with the first column of a DataFrame that is to blame."""
+    names = [
+        str(name) for name in getattr(values, "columns", ()) if getattr(values[name].dtype, "kind", "f") not in "biuf"
+    ]
+    return f"column '{names[0]}' of a {type(values).__name__}" if names else f"a {type(values).__name__}"

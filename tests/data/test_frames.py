@@ -1,0 +1,136 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from dissensus.data.frames import TableEncoder
+
+pd = pytest.importorskip("pandas")
+
+
+@pytest.fixture
+def frame():
+    return pd.DataFrame(
+        {
+            "size": [10.0, 20.0, np.nan, 40.0, 30.0],
+            "rooms": pd.array([1, None, 3, 4, 2], dtype="Int64"),
+            "city": ["Oslo", None, "Rome", "Oslo", "Rome"],
+            "zone": pd.Categorical([7, 9, 9, 7, 7]),
+            "sold": pd.to_datetime(["2020-01-01", "2020-01-02", None, "2020-01-04", "2020-01-03"]),
+            "new": [True, False, True, True, False],
+            "country": ["X"] * 5,
+            "floors": [2] * 5,
+        },
+        index=[4, 8, 15, 16, 23],
+    )
+
+
+def test_every_kind_of_column_becomes_numbers(frame):
+    encoder = TableEncoder.of(frame)
+    rows = dict(zip(encoder.features, encoder(frame, dtype=torch.float64).T.tolist(), strict=True))
+    z = (np.array([10, 20, 40, 30]) - 25) / np.std([10, 20, 40, 30])
+    assert rows["size"] == pytest.approx([z[0], z[1], 0, z[2], z[3]])
+    assert rows["size missing"] == [0, 0, 1, 0, 0]
+    assert rows["rooms missing"] == [0, 1, 0, 0, 0]
+    assert [rows["city=Oslo"], rows["city=Rome"], rows["city missing"]] == [
+        [1, 0, 0, 1, 0],
+        [0, 0, 1, 0, 1],
+        [0, 1, 0, 0, 0],
+    ]
+    assert rows["zone=7"] == [1, 0, 0, 1, 1]
+    assert rows["sold"] == pytest.approx(np.array([-1.5, -0.5, 0, 1.5, 0.5]) / np.std([1, 2, 4, 3]))
+    assert rows["new"] == pytest.approx((np.array([1, 0, 1, 1, 0]) - 0.6) / np.sqrt(0.24))
+    assert rows["country=X"] == [1] * 5
+    assert rows["floors"] == [0] * 5
+    assert len(rows) == 14
+
+
+def test_columns_are_found_by_name(frame):
+    encoder = TableEncoder.of(frame)
+    other_order = frame[frame.columns[::-1]].assign(price=1.0)
+    assert torch.equal(encoder(other_order), encoder(frame))
+    assert torch.equal(encoder({name: list(frame[name]) for name in frame}), encoder(frame))
+    with pytest.raises(ValueError, match="expected the columns city, got size"):
+        encoder(frame.drop(columns="city"))
+    with pytest.raises(ValueError, match="by name, got an array"):
+        encoder(frame.to_numpy())
+
+
+def test_rows_do_not_depend_on_their_neighbours(frame):
+    encoder = TableEncoder.of(frame)
+    for i in range(len(frame)):
+        assert torch.equal(encoder(frame.iloc[[i]]), encoder(frame)[i : i + 1])
+
+
+def test_a_config_in_json_is_the_whole_encoder(frame):
+    encoder = TableEncoder.of(frame, categories=["floors"])
+    assert TableEncoder.of_config(json.loads(json.dumps(encoder.config()))) == encoder
+    assert "floors=2" in encoder.features
+
+
+def test_what_training_rows_did_not_have_is_logged(frame, caplog):
+    encoder = TableEncoder.of(frame)
+    with caplog.at_level(logging.WARNING, "dissensus"):
+        encoder(frame)
+        assert not caplog.records
+        new = encoder(frame.assign(city="Bern", zone="7", floors=np.nan))
+    assert new[:, [encoder.features.index(each) for each in ("city=Oslo", "city missing", "zone=7")]].sum() == 0
+    assert "city: 5 of levels" in caplog.text
+    assert "'7'" in caplog.text  # text is not the number 7
+    assert "floors: 5 missing" in caplog.text
+
+
+def test_codes_that_turn_to_floats_beside_a_missing_one_stay_the_same_levels():
+    encoder = TableEncoder.of(pd.DataFrame({"code": [1, 2, 3]}), categories=["code"])
+    assert encoder(pd.DataFrame({"code": [2.0, np.nan]})).tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+def test_rare_levels_share_a_feature_with_unknown_ones():
+    encoder = TableEncoder.of({"id": list("aaabbcd")}, most_levels=2)
+    assert encoder.features == ["id=a", "id=b", "id other"]
+    assert encoder({"id": ["a", "d", "z", None]}).tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+
+
+def test_large_numbers_keep_their_differences():
+    """In float32 all of them are one number."""
+    stamps = 1.7e9 + np.arange(100.0)
+    z = TableEncoder.of({"t": stamps})({"t": stamps}).flatten()
+    expected = torch.from_numpy((np.arange(100) - 49.5) / np.std(np.arange(100)))
+    assert torch.allclose(z.double(), expected, atol=1e-6)
+    assert TableEncoder.of({"t": [1e300, -1e300]})({"t": [1e300, 0.0]}).tolist() == [[1], [0]]
+
+
+def test_arrays_have_columns_by_position():
+    x = torch.tensor([[0.0, 5.0], [2.0, 6.0]])
+    encoder = TableEncoder.of(x, categories=[1])
+    assert encoder(x.numpy()).tolist() == [[-1, 1, 0], [1, 0, 1]]
+    assert torch.equal(encoder(x.numpy().astype(object)), encoder(x))
+    assert torch.equal(encoder(pd.DataFrame(x.numpy(), columns=["a", "b"])), encoder(x))
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        (np.zeros(3), r"shape \(N, D\), got ndarray of shape \(3,\); pass one row"),
+        ({}, "got 0 columns"),
+        (np.zeros((0, 2)), "pass the training rows"),
+        ({"a": [1, 2], "b": [1]}, "columns of one length"),
+        ({"a": [1.0, np.inf]}, "column 'a', got infinity in row 1"),
+        ({"a": np.array([1j, 2])}, "real numbers in column 'a'"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "every column name once"),
+        (pd.Series([1.0, 2.0]), r"got Series of shape \(2,\).*to_frame"),
+    ],
+)
+def test_tables_that_are_none_are_refused_in_words(table, error):
+    with pytest.raises(ValueError, match=error):
+        TableEncoder.of(table)
+
+
+def test_text_in_a_column_of_numbers_is_refused():
+    encoder = TableEncoder.of({"a": [1.0, 2.0]})
+    with pytest.raises(ValueError, match="numbers in column 'a', got 'three'"):
+        encoder({"a": [1.0, "three"]})
+    with pytest.raises(ValueError, match="expected categories among the columns a, got b"):
+        TableEncoder.of({"a": [1.0]}, categories=["b"])

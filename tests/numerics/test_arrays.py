@@ -1,0 +1,137 @@
+"""Arrays, Series and DataFrames are taken where tensors are, and what they would lose is said."""
+
+import numpy as np
+import pytest
+import torch
+
+import dissensus as ds
+from dissensus.numerics.arrays import as_tensor
+
+pd = pytest.importorskip("pandas")
+
+
+def test_numbers_keep_their_values():
+    frame = pd.DataFrame({"a": [1, 2], "b": [0.5, 1.5], "c": [True, False], "d": pd.array([3, None], dtype="Int64")})
+    assert as_tensor(frame).dtype == torch.float32
+    assert as_tensor(frame)[:, :3].tolist() == [[1, 0.5, 1], [2, 1.5, 0]]
+    assert as_tensor(frame)[:, 3].isnan().tolist() == [False, True]
+    assert as_tensor(pd.Series([2, 0])).tolist() == [2, 0]
+    assert as_tensor(pd.Series([2, 0])).dtype == torch.int64
+    assert as_tensor(np.zeros((2, 3), np.uint8)).dtype == torch.uint8
+    assert as_tensor(np.arange(3, dtype=">f8")).tolist() == [0, 1, 2]
+    assert as_tensor([1]) == [1]
+
+
+def test_a_tensor_does_not_share_the_memory_of_an_array():
+    array = np.zeros(3, np.float32)
+    tensor = as_tensor(array)
+    array += 1
+    assert tensor.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        (pd.DataFrame({"a": [1.0], "city": ["Oslo"]}), "got str in column 'city' of a DataFrame; encode the table"),
+        (pd.DataFrame({"day": pd.to_datetime(["2020-01-01"])}), "in column 'day' of a DataFrame"),
+        (pd.Series(["a", "b"]), "got str in a Series"),
+        (np.array(["a"]), "got <U1 in a ndarray"),
+    ],
+)
+def test_other_values_are_refused_in_words(values, error):
+    with pytest.raises(TypeError, match=error):
+        as_tensor(values)
+
+
+def test_numbers_that_float32_cannot_tell_apart_are_refused():
+    stamps = 1.7e9 + np.arange(50.0)
+    with pytest.raises(ValueError, match=r"can tell apart, got 1.7e\+09 to 1.7e\+09 in column 1; standardise"):
+        as_tensor(np.stack([np.arange(50.0), stamps], 1))
+    with pytest.raises(ValueError, match="can tell apart"):
+        as_tensor(pd.DataFrame({"id": [2**40, 2**40 + 1]}))
+    assert as_tensor(stamps[:1]).shape == (1,)
+    assert as_tensor(np.full(5, 0.1)).dtype == torch.float32
+    frame = pd.DataFrame({"t": stamps.astype(np.int64)})
+    z = ds.data.Standardiser.of_rows(frame)(frame)
+    assert z.dtype == torch.float32
+    assert torch.allclose(z.flatten(), torch.linspace(-1.6974, 1.6974, 50), atol=1e-3)
+    whole = torch.from_numpy(stamps.astype(np.int64))[:, None]
+    assert torch.equal(ds.data.Standardiser.of_rows(whole)(whole), z)
+
+
+def test_pixels_are_pixels_in_arrays_too():
+    images = torch.randint(0, 256, (4, 3, 2, 2), dtype=torch.uint8)
+    standardiser = ds.data.Standardiser.of_channels(images)
+    assert torch.equal(standardiser(images.numpy()), standardiser(images))
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(70, 3, generator=generator)
+    return x, (x[:, 0] > 0).long()
+
+
+def frames(x, y):
+    index = torch.arange(len(x)).flip(0).tolist()
+    return pd.DataFrame(x.double().numpy(), columns=list("abc"), index=index), pd.Series(y.numpy(), index=index)
+
+
+def ensemble():
+    torch.manual_seed(1)
+    return ds.DeepEnsemble([ds.nets.MLP(3, 2, hidden=(8,)) for _ in range(2)])
+
+
+def fitted(data, **keywords):
+    posterior = ensemble()
+    torch.manual_seed(2)
+    ds.fit(posterior, data, epochs=2, progress=False, **keywords)
+    return posterior
+
+
+def test_data_in_the_place_of_a_loader_are_batches_of_32_shuffled(rows):
+    x, y = rows
+    expected = fitted(ds.data.Batches(x, y, batch_size=32, shuffle=True)).predict(x).members
+    assert torch.equal(fitted((x, y)).predict(x).members, expected)
+    assert torch.equal(fitted((x.numpy(), y.numpy())).predict(x.numpy()).members, expected)
+    frame, labels = frames(x, y)
+    posterior = fitted((frame, labels), validation=(frame, labels))
+    assert torch.equal(fitted((frame, labels)).predict(frame).members, expected)
+    assert torch.allclose(posterior(frame), posterior(x))
+    predictive, targets = ds.predict(posterior, (frame, labels))
+    assert torch.equal(targets, y)
+    assert torch.allclose(predictive.members, posterior.predict(x).members)
+    found = ds.evaluate(posterior, (frame, labels), ood={"far": (10 * frame, labels)}).metrics
+    assert found["nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-6)
+    ds.temperature_scale(posterior, (frame, labels))
+
+
+def test_a_list_of_batches_stays_one(rows):
+    x, y = rows
+    seen = []
+    posterior = ensemble()
+    posterior.before_step = lambda batch: seen.append(batch.size)
+    for loader in ([(x, y)], ((x, y),), [(x[:3], y[:3]), (x, y)], ((x[:3], y[:3]), (x, y))):
+        ds.fit(posterior, loader, epochs=1, progress=False)
+    assert seen == [70, 70, 3, 70, 3, 70]
+    seen.clear()
+    ds.fit(posterior, (x, y, torch.ones(70)), epochs=1, progress=False)
+    ds.fit(posterior, [{"x": x}["x"], y], epochs=1, progress=False)
+    assert seen == [32, 32, 6] * 2
+
+
+def test_rows_of_frames_are_paired_by_index_or_not_at_all(rows):
+    frame, labels = frames(*rows)
+    with pytest.raises(ValueError, match=r"with the same index, got others; pass y.loc\[x.index\]"):
+        ds.data.Batches(frame, labels.sort_index(), batch_size=8)
+    with pytest.raises(ValueError, match="the same index"):
+        fitted((frame, labels.reset_index(drop=True)))
+    assert len(ds.data.Batches(frame, labels.sort_index().loc[frame.index], batch_size=8)) == 9
+
+
+def test_inputs_without_targets_are_no_data(rows):
+    frame, _ = frames(*rows)
+    with pytest.raises(TypeError, match=r"or data \(x, y\), got DataFrame; pass \(x, y\)"):
+        ds.predict(ensemble(), frame)
+    with pytest.raises(TypeError, match="got Tensor"):
+        ds.fit(ensemble(), rows[0], epochs=1)
