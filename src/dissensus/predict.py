@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from dissensus.core.errors import Diverged
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.core.running import Ways
+from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
@@ -90,15 +91,16 @@ def summarise(
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
+    lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for pieces, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled):
+    for pieces, y in _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=compiled):
         running = RunningSummary()
         for predictive in pieces:
             if not parts and not running.count:
                 _state_memory(predictive, loader, keep_members=False)
             running.add(predictive)
-        parts.append(running.summary())
+        parts.append(cast(SummaryPredictive, lens.mixture(running.summary())))
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -114,10 +116,10 @@ def predict_batches(
     Yields:
         A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
     """
-    loader = _as_loader(loader)
-    for parts, y in _predicted_in_parts(posterior, loader, precision=precision, compiled=compiled, together=True):
+    loader, lens = _as_loader(loader), expect_posterior(posterior).lens()
+    for parts, y in _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=compiled, together=True):
         (predictive,) = parts
-        yield predictive, y
+        yield lens.mixture(predictive), y
 
 
 class ImagePrediction(NamedTuple):
@@ -157,12 +159,13 @@ def predict_image(
         for (row, _), (column, _) in places
     ]
     found: tuple[Tensor, ...] = ()
-    parts = _predicted_in_parts(posterior, loader, precision=precision, compiled=False, one_at_a_time=True)
+    lens = expect_posterior(posterior).lens()
+    parts = _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
     for ((row, kept_rows), (column, kept_columns)), (pieces, _) in zip(places, parts, strict=True):
         running = RunningSummary()
         for predictive in pieces:
             running.add(predictive)
-        summary = running.summary()
+        summary = lens.mixture(running.summary())
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             raise ValueError(
@@ -197,13 +200,17 @@ def _within(kept: range, tile: range) -> slice:
 def _predicted_in_parts(
     posterior: Posterior,
     loader: Iterable[Any],
+    lens: Lens,
     *,
     precision: PredictionPrecision,
     compiled: bool,
     together: bool = False,
     one_at_a_time: bool = False,
 ) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
-    """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted."""
+    """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted.
+
+    Members are seen through the lens; whoever puts the parts together sees the mixture through it.
+    """
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -224,7 +231,7 @@ def _predicted_in_parts(
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
             described = describe(x)
-        yield posterior.checked(drawn.likelihood.predictive(*described))
+        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens)
 
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
         pieces, seen = drawn.predict_parts(x), 0
@@ -233,7 +240,7 @@ def _predicted_in_parts(
                 piece = next(pieces, None)
             if piece is None:
                 return
-            yield posterior.checked(piece, first=seen)
+            yield posterior.checked_members(piece, lens, first=seen)
             seen += len(piece.described()[0])
 
     stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
@@ -268,10 +275,13 @@ def _summarise_stored(
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
+    lens = None
     for index, member in enumerate(members):
-        seen = 0
+        seen, lens = 0, member.lens()
         try:
-            for predictive, y in predict_batches(member, loader, precision=precision):
+            for (predictive,), y in _predicted_in_parts(
+                member, loader, lens, precision=precision, compiled=False, together=True
+            ):
                 if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)
@@ -287,7 +297,8 @@ def _summarise_stored(
                 "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
                 "again"
             )
-    return SummaryPredictive.cat([each.summary() for each in running]), torch.cat(targets)
+    seen_whole = [lens.mixture(each.summary()) for each in running] if lens is not None else []
+    return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 
 
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:

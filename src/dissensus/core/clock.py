@@ -1,6 +1,5 @@
 """Clock: how long a training run is, and how many steps of it are done. Schedules, recorders and watchers go by it."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any, Literal, final
 
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 
 from dissensus.core.optimisation import has_stepped
 from dissensus.core.recorder import Recorder
+from dissensus.core.standing import Ground
 from dissensus.numerics.checks import one_of
-
-log = logging.getLogger("dissensus")
 
 
 class Watchers(nn.ModuleList):
@@ -27,14 +25,13 @@ class Watchers(nn.ModuleList):
         return super().__iter__()
 
 
-class Clock(nn.Module):
+class Clock(Ground):
     """Base class of `TrainingRules`. `fit`, or a loop of your own, calls `begin` once and `observe` after every step.
 
     Both are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
     """
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
-    temperature: Tensor  # () by which predictions are softened; saved with the state
     watchers: Watchers  # posteriors that watch this one train (`ds.track`)
 
     def __init__(self) -> None:
@@ -71,7 +68,7 @@ class Clock(nn.Module):
 
     @final
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        """Sets the length of the whole run, for schedules and recorders; resets the temperature to 1.
+        """Sets the length of the whole run, for schedules and recorders; drops what stands on the predictions.
 
         Only a loop of your own calls this: `fit` does by itself.
 
@@ -82,7 +79,7 @@ class Clock(nn.Module):
         """
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
         self.began = int(self.steps) - done
-        self.reset_temperature("training")
+        self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin(steps_per_epoch, epochs, done=done)
         for recorder in self.recorders:
@@ -94,20 +91,11 @@ class Clock(nn.Module):
         if self.began != int(self.steps):  # the length known so far is another run's
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
-        self.reset_temperature("training")
+        self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin_unmeasured(epochs)
         for recorder in self.recorders if self.steps_per_epoch is None else ():
             recorder.begin_unmeasured(epochs)
-
-    @final
-    def reset_temperature(self, change: str) -> None:
-        """Sets the temperature to 1, with a warning where it was another: it was fitted to predictions that now change."""
-        if (before := float(self.temperature)) != 1.0:
-            log.warning(
-                "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
-            )
-            self.temperature.fill_(1.0)
 
     @final
     @torch.no_grad()
@@ -126,6 +114,8 @@ class Clock(nn.Module):
             watcher.observe(optimizer)
         stepped = has_stepped(self, optimizer)
         self.steps.add_(stepped)
+        if stepped and (self.calibration is not None or self.promises):  # a loop of one's own that did not `begin`
+            self.uncalibrate("training")
         for recorder in recorders if stepped else ():
             recorder.observe(optimizer)
         return stepped

@@ -14,6 +14,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.predictive import Predictive
+from dissensus.core.standing import Lens
 
 
 class DrawnFunctions(nn.Module, ABC):
@@ -45,7 +46,7 @@ class DrawnFunctions(nn.Module, ABC):
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
-        """The `Predictive` of the functions' mixture at inputs x (B, ...), without the posterior's temperature."""
+        """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
         with batches.unchanged(x):
             return self.likelihood.predictive(*self.describe(x))
 
@@ -124,15 +125,16 @@ def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
 
 
 class Predictor(nn.Module):
-    """x -> {mean, total, aleatoric, epistemic} of a `Predictive` at a temperature, by copies of drawn functions.
+    """x -> {mean, total, aleatoric, epistemic} of a `Predictive`, calibrated, by copies of drawn functions.
 
     Always in eval mode; parameters are frozen, gradients reach x. Plain tensors in, plain tensors out: `torch.export` takes it.
     """
 
-    def __init__(self, drawn: DrawnFunctions, temperature: float) -> None:
+    def __init__(self, drawn: DrawnFunctions, lens: Lens) -> None:
         super().__init__()
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
-        self.temperature = temperature
+        self.temperature = lens.temperature
+        self.calibration = copy.deepcopy(lens.calibration)
         # Before 2.12 torch exports vmap, but cannot save what it exported: the graph then calls a function without a name.
         for particles in self.drawn.modules() if torch.__version__ < "2.12" else ():
             if isinstance(particles, Particles):
@@ -143,9 +145,8 @@ class Predictor(nn.Module):
         return super().train(False)
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
-        predictive = self.drawn.predict(x)
-        if self.temperature != 1.0:
-            predictive = predictive.tempered(self.temperature)
+        lens = Lens(self.temperature, self.calibration)
+        predictive = lens.mixture(lens.members(self.drawn.predict(x)))
         return {name: getattr(predictive, name) for name in ("mean", "total", "aleatoric", "epistemic")}
 
 

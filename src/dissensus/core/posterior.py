@@ -26,6 +26,7 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.standing import Lens
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
@@ -45,7 +46,8 @@ class Posterior(TrainingRules, ABC):
         data_size: N, the number of training examples, by which priors, KL terms and repulsions are divided.
 
     Public attributes: `particles` (the members' tensors), `likelihood`, `prior`, `data_size`, `temperature` () (1
-    unless `temperature_scale` set it), `steps` () (optimiser steps so far), `watchers` (what `track` added), `device`.
+    unless `temperature_scale` set it), `calibration` and `promises` (what stands on its predictions), `steps` ()
+    (optimiser steps so far), `watchers` (what `track` added), `device`.
     """
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
@@ -175,7 +177,7 @@ class Posterior(TrainingRules, ABC):
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
-        """(M, B, *out): draw()(x), the networks' own outputs. No temperature acts on them: see `predictor`."""
+        """(M, B, *out): draw()(x), the networks' own outputs. They are not calibrated: see `predictor`."""
         outputs: Tensor = self.draw()(batches.inputs_of(x))
         return outputs
 
@@ -190,7 +192,8 @@ class Posterior(TrainingRules, ABC):
                 the posterior's device.
 
         Returns:
-            A `Predictive` of B inputs with every member, at the posterior's temperature.
+            A `Predictive` of B inputs with every member, calibrated; a `SummaryPredictive` where a calibration acts on
+            their mean.
 
         Raises:
             Diverged: a member predicts NaN.
@@ -214,24 +217,29 @@ class Posterior(TrainingRules, ABC):
         )
 
     @final
-    def checked(self, predictive: Predictive, *, first: int = 0) -> Predictive:
-        """The predictive at this posterior's temperature; raises Diverged, naming members, where it holds NaN.
+    def checked_members(self, predictive: Predictive, lens: Lens, *, first: int = 0) -> Predictive:
+        """Some members as users see them through the lens; raises Diverged, naming members, where they hold NaN.
 
-        `first`: the index of its first member.
+        `first`: the index of the first of them.
         """
         if bad := diverged_members(predictive.described()):
             raise Diverged([first + i for i in bad], int(self.steps), "prediction")
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
-        temperature = float(self.temperature)
-        return predictive if temperature == 1.0 else predictive.tempered(temperature)
+        return lens.members(predictive)
+
+    @final
+    def checked(self, predictive: Predictive) -> Predictive:
+        """The networks' whole mixture as users see it: at this posterior's temperature and calibration, NaN refused."""
+        lens = self.lens()
+        return lens.mixture(self.checked_members(predictive, lens))
 
     @final
     def member(self, index: int) -> nn.Module:
         """One drawn function as an ordinary module (B, *in) -> (B, *out) that shares nothing with the posterior.
 
-        The posterior's temperature does not act on it.
+        The posterior's temperature and calibration do not act on it.
 
         Args:
             index: 0 to M − 1; negative ones count from the end.
@@ -240,12 +248,12 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def predictor(self) -> Predictor:
-        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, at the temperature: for `torch.export`.
+        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, calibrated: for `torch.export`.
 
         A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
         """
         with left_as_found(self):
-            return Predictor(self.draw(), float(self.temperature))
+            return Predictor(self.draw(), self.lens())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
         return copied(self, memo, self.particles.template.network)
@@ -302,10 +310,10 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
         loader: training batches (x, y), as the networks saw them.
     """
     inputs.check_loader(loader)
-    posterior.store_draw(loader)
-    for watcher in posterior.watchers:
-        if watcher.ready:
-            watcher.store_draw(loader)
+    for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
+        if type(each).store_draw is not Posterior.store_draw:
+            each.drop_promises("a new draw")
+        each.store_draw(loader)
 
 
 def expect_posterior(given: object) -> Posterior:

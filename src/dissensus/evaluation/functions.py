@@ -57,10 +57,11 @@ class Functions:
         if not self.logits:
             return Answer(self.predict(x), None)
         outputs, *described = self._said(self._everything, x)
-        predictive = self.posterior.checked(self.drawn.likelihood.predictive(*described))
-        # The energy of the logits at the posterior's temperature, member by member.
-        flat = energy_score(outputs.flatten(0, 1) / float(self.posterior.temperature))
-        return Answer(predictive, flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
+        lens = self.posterior.lens()
+        members = self.posterior.checked_members(self.drawn.likelihood.predictive(*described), lens)
+        # The energy of the logits as the members are seen: a calibration of their mean does not reach it.
+        flat = energy_score(lens.logits(outputs).flatten(0, 1))
+        return Answer(lens.mixture(members), flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
 
     def _said(self, function: CapturedFunction, x: Inputs) -> Any:
         x = batches.to(x, self.device)

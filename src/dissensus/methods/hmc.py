@@ -132,7 +132,7 @@ class HMC(SamplingPosterior):
         self.stored = self._families(
             {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
         )
-        self.reset_temperature("fit_posthoc")
+        self.uncalibrate("fit_posthoc")
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:

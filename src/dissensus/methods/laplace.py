@@ -117,7 +117,7 @@ class Laplace(SamplingPosterior):
         except BaseException:
             self.curvature = before
             raise
-        self.reset_temperature("fit_posthoc")
+        self.uncalibrate("fit_posthoc")
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
@@ -140,7 +140,7 @@ class Laplace(SamplingPosterior):
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
             families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
         self.stored = Families(families)
-        self.reset_temperature("another prior precision")
+        self.uncalibrate("another prior precision")
 
     @property
     def precision(self) -> float:

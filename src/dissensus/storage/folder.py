@@ -13,10 +13,12 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.nets import NETS
+from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
+from dissensus.standing import KINDS
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
 from dissensus.storage.skeletons import build, build_parts, class_fields, method_of, structure
@@ -54,6 +56,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": kept_as_is(posterior),
+        **standing_on(posterior),
     }
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
@@ -93,6 +96,7 @@ def load(
         strides = saved_strides(config, shapes)
         posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
         keep_as_was(posterior, config["kept"])
+        put_standing(posterior, config, tensors)
     if unique_tensors(posterior)[1] != config["tied"]:
         raise other_ties()
     lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
@@ -157,6 +161,29 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
     groups = {name: part for name, part in posterior.named_modules() if isinstance(part, Particles)}
     for name in saved["loop"]:
         groups[name].how = "loop"
+
+
+def standing_on(posterior: Posterior) -> dict[str, Any]:
+    """What a config says of what stands on the posterior; nothing where nothing does."""
+    promises = {name: promise.config() for name, promise in posterior.promises.items()}
+    calibration = posterior.calibration
+    return {
+        **({} if calibration is None else {"calibration": calibration.config()}),
+        **({"promises": promises} if promises else {}),
+    }
+
+
+def put_standing(posterior: Posterior, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Puts on the posterior what stood on the saved one."""
+
+    def revived(saved: Mapping[str, Any], prefix: str) -> Any:
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return KINDS[one_of("kind", saved["kind"], KINDS)](saved["facts"], own)
+
+    if (saved := config.get("calibration")) is not None:
+        posterior.calibration = revived(saved, "calibration.")
+    for name, saved in config.get("promises", {}).items():
+        posterior.stand(name, revived(saved, f"promises.{name}."))
 
 
 def other_ties() -> ValueError:

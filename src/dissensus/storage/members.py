@@ -13,7 +13,7 @@ from dissensus.methods import MAP
 from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import laid_out
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.folder import fill, load, other_ties, saved_strides, unique_tensors
+from dissensus.storage.folder import fill, load, other_ties, put_standing, saved_strides, unique_tensors
 from dissensus.storage.sealed import SAVE_AGAIN, TENSORS, opened
 from dissensus.storage.skeletons import build_parts
 
@@ -41,7 +41,9 @@ def read_members(
         strides = saved_strides(config, shapes)
         template, meaning = build_parts(config, shapes, network, likelihood)
     for index in range(config["arguments"]["members"]):
-        yield _member(MAP(template, likelihood=meaning), index, tensors, strides)
+        member = MAP(template, likelihood=meaning)
+        put_standing(member, {**config, "promises": {}}, tensors)
+        yield _member(member, index, tensors, strides)
 
 
 def _member(member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:

@@ -15,6 +15,7 @@ from dissensus.numerics.plain import plain
 
 log = logging.getLogger("dissensus")
 
+STANDING = re.compile(r"(watchers\.\d+\.)*(calibration|promises)\.")  # on predictions: training drops it
 STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
 HOW = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable", "maximize"}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
@@ -30,6 +31,11 @@ def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedul
         "parameters": [[_form(p) for p in group["params"]] for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
+
+
+def trained_state(posterior: Posterior) -> dict[str, Tensor]:
+    """The posterior's state without what stands on its predictions, which going on would drop."""
+    return {name: tensor for name, tensor in posterior.state_dict().items() if not STANDING.match(name)}
 
 
 def misfits(
@@ -97,7 +103,7 @@ def _differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
 
 
 def _tensor_misfits(saved: dict[str, Any], posterior: Posterior) -> Iterator[str]:
-    mine = posterior.state_dict()
+    mine = trained_state(posterior)
     for name in [name for name in {**mine, **saved} if not STORED.match(name)]:
         if name not in saved:
             yield f"without the tensor {name}"

@@ -16,7 +16,13 @@ from torch.utils import _pytree as pytree
 from dissensus.core.posterior import Posterior
 from dissensus.numerics.damage import reading
 from dissensus.storage.atomic import replacing
-from dissensus.training.belonging import description, misfits, warn_of_overruled, without_misfit_draws
+from dissensus.training.belonging import (
+    description,
+    misfits,
+    trained_state,
+    warn_of_overruled,
+    without_misfit_draws,
+)
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.loaderstate import loader_state, restore_loader
 
@@ -100,7 +106,7 @@ def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, sche
 def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Everything that training moves."""
     return {
-        "posterior": posterior.state_dict(),
+        "posterior": trained_state(posterior),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "random": torch.get_rng_state(),

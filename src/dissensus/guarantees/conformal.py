@@ -1,0 +1,160 @@
+"""conformal: sets of classes and intervals with a promised coverage, from held-out rows, on any posterior."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.guarantees.rows import CalibrationRows, calibration_rows
+from dissensus.numerics.checks import number, one_of, share, whole
+from dissensus.standing.conformal import Conformal, RowFunction
+from dissensus.standing.quantiles import cumulative, least_rows
+from dissensus.standing.scores import CLASS_SCORES, INTERVAL_SCORES, RANDOMISED, SETTINGS, interval_score
+
+log = logging.getLogger("dissensus")
+
+ConformalScore = Literal["lac", "aps", "raps", "disagreement", "cqr", "residual"]
+
+
+def conformal(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    level: float = 0.9,
+    score: ConformalScore | None = None,
+    by: Literal["class"] | RowFunction | None = None,
+    weight: RowFunction | None = None,
+    randomised: bool = False,
+    penalty: float | None = None,
+    free: int | None = None,
+    seed: int = 0,
+    name: str = "conformal",
+) -> Conformal:
+    """Sets or intervals that hold the truth with probability `level`; stands on the posterior, under `promises[name]`.
+
+    Split conformal prediction: the threshold is the ⌈(n + 1) · level⌉-th smallest score of n held-out rows. The coverage is
+    at least the level, and at most 1/(n + 1) more where scores do not tie, over new rows and calibration rows together. It
+    holds for new rows that are exchangeable with these: not under a shift (but see `weight`), and not if these rows were
+    trained, tuned or calibrated on.
+
+    Args:
+        loader: held-out batches (x, y) or (x, y, weight); ignored labels and rows of weight 0 do not count. Other weights are
+            density ratios: see `weight`.
+        level: 1 − α, below 1.
+        score: classes: "lac" (None; the smallest sets), "aps", "raps", "disagreement" (uses the members); regression, each
+            output by itself: "cqr" (None) or "residual". docs/guarantees.md compares them.
+        by: promises for every class by itself ("class"), or for every group, a function of inputs (B, ...) that gives whole
+            numbers (B,). A class or group with too few rows is in every set, or has infinite intervals.
+        weight: for a known shift of the inputs: a function of inputs (B, ...) that gives the density of new inputs over that
+            of calibration rows, (B,), up to a factor. Sets grow, to all classes at the worst, where new inputs are rare here.
+        randomised: "aps" and "raps" decide by a random number whether the class at the border is in, so that the coverage is
+            the level; otherwise it is in, and the coverage is at least the level.
+        penalty, free: of "raps" (0.01 for every rank above 5) and "disagreement" (1 deviation). Choose them on other rows.
+        seed: of the random numbers for the calibration rows of "aps" and "raps".
+
+    Raises:
+        ValueError: fewer rows than the level needs; the message says how many.
+    """
+    share("level", level, hint="pass for example 0.9")
+    if not (by is None or callable(by)):
+        one_of("by", by, ("class",), hint='pass "class" or a function of inputs')
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []  # scores (B, P), weights (B,), groups (B,)
+    generator = torch.Generator().manual_seed(seed)
+    facts: dict[str, Any] = {}
+    for rows in calibration_rows(posterior, loader):
+        facts = facts or _facts(rows.predictive, level, score, by, randomised, penalty, free)
+        w = rows.weight
+        if weight is not None:
+            w = w * weight(rows.x).to(w.device, torch.float64)
+        kept.append((_scores(rows, facts, generator).cpu(), w.cpu(), _groups(rows, by).cpu()))
+    found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
+    least = least_rows(level)
+    if len(found) < least:
+        raise ValueError(f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level")
+    number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
+    number("every weight", float(w.amax()), hint="a density ratio is finite")
+    facts["weighted"] = weight is not None or bool((w != w[0]).any())
+    w = w if facts["weighted"] else torch.ones_like(w)
+    promise = Conformal(facts, _tensors(found, w, groups, facts, least))
+    promise.weight_of, promise.group_of = weight, by if callable(by) else None
+    posterior.stand(name, promise)
+    return promise
+
+
+def _facts(
+    predictive: Predictive,
+    level: float,
+    score: str | None,
+    by: object,
+    randomised: bool,
+    penalty: float | None,
+    free: int | None,
+) -> dict[str, Any]:
+    classes = isinstance(predictive, CategoricalPredictive)
+    known = tuple(CLASS_SCORES) if classes else INTERVAL_SCORES
+    score = one_of("score", known[0] if score is None else score, known, hint=f"a {'classification' if classes else 'regression'} has these")
+    if by == "class" and not classes:
+        raise ValueError('expected a classification for by="class", got a regression; pass a function of inputs')
+    if randomised and score not in RANDOMISED:
+        raise ValueError(f"expected one of {', '.join(RANDOMISED)} to randomise, got {score}, which has no border class; pass randomised=False")
+    settings = dict(SETTINGS.get(score, {}))
+    for name, value in (("penalty", penalty), ("free", free)):
+        if value is not None:
+            one_of("a setting", name, settings, hint=f"{score} has these")
+            settings[name] = float(number(name, value, least=0)) if name == "penalty" else whole(name, value, least=0)
+    outputs = predictive.mean.shape[1:].numel()
+    named = "class" if by == "class" else None if by is None else "group"
+    return {
+        "level": float(level),
+        "score": score,
+        "settings": settings,
+        "randomised": bool(randomised),
+        "by": named,
+        "outputs": outputs,
+    }
+
+
+def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
+    """(B, P) of the true labels or values."""
+    predictive, y = rows.predictive, rows.y
+    if not isinstance(predictive, CategoricalPredictive):
+        return interval_score(predictive, y, facts["score"], facts["level"])
+    u = torch.rand(len(y), generator=generator, dtype=torch.float64).to(y.device)
+    return CLASS_SCORES[facts["score"]](predictive, u, facts["settings"]).gather(1, y.long()[:, None])
+
+
+def _groups(rows: CalibrationRows, by: object) -> Tensor:
+    """(B,) whole numbers."""
+    if by is None:
+        return torch.zeros(len(rows.y), dtype=torch.int64)
+    if by == "class":
+        return rows.y.long()
+    found: Tensor = by(rows.x)  # type: ignore[operator]
+    if found.shape != (len(rows.y),) or found.is_floating_point():
+        raise ValueError(f"expected whole numbers ({len(rows.y)},) from by, got {found.dtype} {tuple(found.shape)}; one group per row")
+    return found.long()
+
+
+def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, Any], least: int) -> dict[str, Tensor]:
+    """What `Conformal` holds: scores and summed weights, group after group."""
+    known = torch.arange(facts["outputs"]) if facts["by"] == "class" else groups.unique()
+    parts = [cumulative(scores[groups == group], weight[groups == group]) for group in known]
+    sizes = torch.tensor([len(part) for part, _ in parts])
+    if len(few := known[sizes < least]):
+        if len(few) == len(known):
+            raise ValueError(f"expected at least {least} rows of a {facts['by']} for a level of {facts['level']:g}, got at most {int(sizes.max())}; pass more rows")
+        effect = "each is in every set" if facts["by"] == "class" else "their sets hold all classes, their intervals are infinite"
+        log.warning(
+            "fewer than the %d rows that a level of %g needs of each %s, for %s: %s; pass more rows",
+            least, facts["level"], facts["by"], ", ".join(map(str, few.tolist()[:10])) + ("…" if len(few) > 10 else ""), effect,
+        )  # fmt: skip
+    return {
+        "scores": torch.cat([part for part, _ in parts]),
+        "mass": torch.cat([mass for _, mass in parts]),
+        "sizes": sizes,
+        "groups": known,
+    }

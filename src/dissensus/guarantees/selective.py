@@ -1,0 +1,157 @@
+"""selective and ood_gate: thresholds on how unsure a prediction is, with a promise about what is accepted or refused."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.guarantees.rows import CalibrationRows, calibration_rows
+from dissensus.guarantees.sequence import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
+from dissensus.numerics.checks import number, one_of, share
+from dissensus.standing.gate import Gate, uncertainty
+from dissensus.standing.quantiles import cumulative, least_rows, quantile
+from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
+
+log = logging.getLogger("dissensus")
+
+GateScore = Literal["max_probability", "entropy", "mutual_information", "variance", "epistemic"]
+
+
+def selective(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    risk: float = 0.01,
+    confidence: float = 0.95,
+    score: GateScore | None = None,
+    tolerance: float | None = None,
+    ordered: bool = True,
+    name: str = "selective",
+) -> Gate:
+    """A gate that accepts as many inputs as it can while at most `risk` of them are wrong, with this confidence.
+
+    P(error rate of accepted inputs ≤ risk) ≥ confidence, over draws of the calibration rows, for new rows from where these
+    came from. Exact binomial tests in a fixed sequence (Learn-then-Test), from the strictest threshold that can pass:
+    ⌈ln(1 − confidence) / ln(1 − risk)⌉ rows accepted, 299 for 1 % at 95 %. Where no threshold passes, nothing is accepted, with
+    a warning that says what these rows do show. Stands on the posterior, under `promises[name]`.
+
+    Args:
+        loader: held-out batches (x, y); rows that nothing was trained, tuned or calibrated on. Ignored labels and rows of
+            weight 0 do not count; other weights are refused.
+        score: what is thresholded: "max_probability" (None), "entropy", "mutual_information"; of a regression "variance"
+            (None) or "epistemic".
+        tolerance: of a regression: an output off by more is an error.
+        ordered: errors are taken to become more frequent with the score, so that the risk crosses the promised one once. False
+            needs nothing of the score, and accepts somewhat less.
+
+    Raises:
+        ValueError: fewer rows than any promise needs; the message says how many.
+    """
+    share("risk", risk, hint="pass for example 0.01")
+    share("confidence", confidence, hint="pass for example 0.95")
+    delta, least = 1 - confidence, errorless_rows(risk, 1 - confidence)
+    found: list[tuple[Tensor, Tensor]] = []
+    for rows in _equal_rows(posterior, loader):
+        known = _score(rows.predictive, score)
+        found.append((uncertainty(rows.predictive, known)(rows.predictive).cpu(), _errors(rows, tolerance).cpu()))
+    if (n := sum(len(each) for each, _ in found)) < least:
+        raise ValueError(
+            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, or a "
+            "higher risk"
+        )
+    scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
+    safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
+    if not safe.accepted:
+        _say_what_can_be(scores, errors, risk, confidence, ordered)
+    facts = {"risk": float(risk), "confidence": float(confidence), "ordered": bool(ordered), "tolerance": tolerance}
+    return _stand(posterior, name, known, safe, {**facts, "rows": n})
+
+
+def ood_gate(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    false_alarm: float = 0.05,
+    score: GateScore | None = None,
+    name: str = "ood_gate",
+) -> Gate:
+    """A gate that refuses an input like the loader's with probability at most `false_alarm`; labels are not used.
+
+    The threshold is the ⌈(n + 1)(1 − false_alarm)⌉-th smallest score of n held-out in-distribution rows: the probability, over
+    these rows and a new one, is exact up to 1/(n + 1) where scores do not tie. Nothing is promised of foreign inputs.
+    Stands on the posterior, under `promises[name]`.
+
+    Args:
+        loader, score: as in `selective`; y is not read.
+
+    Raises:
+        ValueError: fewer rows than 1/false_alarm − 1.
+    """
+    share("false_alarm", false_alarm, hint="pass for example 0.05")
+    found, least = [], least_rows(1 - false_alarm)
+    for rows in _equal_rows(posterior, loader, labelled=False):
+        known = _score(rows.predictive, score)
+        found.append(uncertainty(rows.predictive, known)(rows.predictive).cpu())
+    scores = torch.cat(found) if found else torch.empty(0)
+    if len(scores) < least:
+        raise ValueError(
+            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a higher rate"
+        )
+    one = torch.ones(1, dtype=torch.float64)
+    highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
+    # A gate accepts what is below its threshold: the next number above the highest score that is accepted.
+    above = torch.nextafter(highest, torch.tensor(torch.inf, dtype=torch.float64))
+    safe = Threshold(float(above), int((scores < above).sum()), 0)
+    return _stand(posterior, name, known, safe, {"false_alarm": float(false_alarm), "rows": len(scores)})
+
+
+def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True) -> Iterator[CalibrationRows]:
+    first: Tensor | None = None
+    for rows in calibration_rows(posterior, loader, labelled=labelled):
+        first = rows.weight[:1] if first is None or not len(first) else first
+        if (rows.weight != first).any():
+            raise ValueError("expected rows that count alike, got different weights: an error is counted once; leave the weights out")
+        yield rows
+
+
+def _score(predictive: Predictive, score: str | None) -> str:
+    classes = isinstance(predictive, CategoricalPredictive)
+    known = CLASS_UNCERTAINTY if classes else VALUE_UNCERTAINTY
+    kind = "classification" if classes else "regression"
+    return next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {kind} has these")
+
+
+def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
+    """(B,) boolean."""
+    predictive = rows.predictive
+    if isinstance(predictive, CategoricalPredictive):
+        if tolerance is not None:
+            raise ValueError("expected no tolerance for a classification, got one; a label is right or wrong")
+        return predictive.log_mean.argmax(1) != rows.y
+    if tolerance is None:
+        raise ValueError("expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off")
+    off = (predictive.mean - rows.y).abs() > number("tolerance", tolerance, least=0)
+    return off.reshape(len(off), -1).any(1)
+
+
+def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:
+    n, wrong = len(scores), int(errors.sum())
+    bound = binomial_bound(wrong, n, 1 - confidence)
+    least = least_risk(scores, errors, 1 - confidence, ordered=ordered)
+    log.warning(
+        "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d accepted "
+        "rows without an error, or more with some. Accepting all, %d were wrong: at most %.3g are, with that confidence.%s",
+        risk, confidence, n, errorless_rows(risk, 1 - confidence), wrong, bound,
+        "" if least is None else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
+    )  # fmt: skip
+
+
+def _stand(posterior: Posterior, name: str, score: str, safe: Threshold, facts: dict[str, Any]) -> Gate:
+    shown = {"threshold": repr(safe.threshold), "accepted": safe.accepted, "errors": safe.errors}
+    gate = Gate({**facts, "score": score, **shown}, {})
+    posterior.stand(name, gate)
+    return gate

@@ -1,0 +1,154 @@
+"""Conformal: sets of classes and intervals that hold the truth with a promised probability."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.core.batch import Inputs
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.standing import Promise
+from dissensus.standing.quantiles import quantile
+from dissensus.standing.scores import CLASS_SCORES, RANDOMISED, ends
+
+RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
+
+
+class Conformal(Promise):
+    """Sets (`.set`) or intervals (`.interval`) with coverage; made by `ds.conformal`, saved with the posterior.
+
+    P(truth in the set) ≥ level over a new row and the calibration rows together, where those are exchangeable; of one
+    calibration the coverage of new rows is a draw from about Beta(k, n + 1 − k), k = ⌈(n + 1) · level⌉.
+
+    Public attributes: `level`, `score`, `rows` (how many it was calibrated on), `facts` (all settings).
+    """
+
+    kind = "conformal"
+    scores: Tensor  # (n, P) of the calibration rows, group after group, each sorted
+    mass: Tensor  # (n, P) the rows' weights up to each of them, within the group
+    sizes: Tensor  # (G,) rows in each group
+    groups: Tensor  # (G,) the groups' numbers
+
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(facts, tensors)
+        self.level = float(facts["level"])
+        self.score = str(facts["score"])
+        self.rows = len(self.scores)
+        self.group_of: RowFunction | None = None  # no file holds a function: after loading, numbers are passed
+        self.weight_of: RowFunction | None = None
+
+    def set(
+        self,
+        x: Inputs | Predictive,
+        *,
+        weight: Tensor | None = None,
+        group: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """(B, K) boolean: the classes in each set. A set may be empty: no class fits the input as well as it should.
+
+        Args:
+            x: one batch of inputs, or the posterior's `Predictive` of one.
+            weight: (B,), density of the shifted inputs over that of the calibration rows at x, where those had weights.
+            group: (B,) whole numbers, where groups were calibrated; needed after loading, and with a `Predictive`.
+            generator: of the random numbers of a randomised score; None takes torch's own stream.
+        """
+        if self.score not in CLASS_SCORES:
+            raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
+        predictive, thresholds = self._asked(x, weight, group)
+        if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
+            self.facts["outputs"],
+        ):
+            raise ValueError(f"expected {self.facts['outputs']} classes per row, got {predictive!r}")
+        u = torch.zeros(len(predictive), dtype=torch.float64)  # the class at the border is in
+        if self.facts["randomised"]:
+            device = "cpu" if generator is None else generator.device
+            u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
+        u = u.to(predictive.log_mean.device)
+        return CLASS_SCORES[self.score](predictive, u, self.facts["settings"]) <= thresholds
+
+    def interval(
+        self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(lower, upper), each of the mean's shape: an interval for each output by itself; arguments as in `set`.
+
+        ∓∞ where the calibration rows are too few for one that is finite; both ends alike where it is empty.
+        """
+        if self.score in CLASS_SCORES:
+            raise TypeError(f"expected a regression for intervals, got the score {self.score!r}; call .set(x)")
+        predictive, thresholds = self._asked(x, weight, group)
+        lower, upper, unit = ends(predictive, self.score, self.level)  # (B, P)
+        if lower.shape[1] != self.facts["outputs"]:
+            raise ValueError(f"expected {self.facts['outputs']} outputs per row, got {predictive!r}")
+        lower, upper = lower - thresholds * unit, upper + thresholds * unit
+        middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
+        ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
+        mean = predictive.mean
+        return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
+
+    def _asked(
+        self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
+    ) -> tuple[Predictive, Tensor]:
+        """(predictive, (B or 1, P or K) thresholds)."""
+        posterior = self.posterior  # an error where it was dropped
+        predictive = x if isinstance(x, Predictive) else posterior.predict(x)
+        inputs = None if isinstance(x, Predictive) else x
+        one = torch.ones(1, dtype=torch.float64)
+        w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
+        g = self._of_rows("group", group, self.group_of, inputs, len(predictive)) if self.facts["by"] == "group" else None
+        device = predictive.described()[0].device
+        return predictive, self.thresholds(w.double(), g).to(device)
+
+    def _of_rows(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
+        found = given if given is not None or function is None or x is None else function(x)
+        if found is None or found.shape != (rows,) or bool((found < 0).any()):
+            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, least {found.min():g}"
+            raise ValueError(
+                f"expected the {name} of {rows} rows, at least 0, got {got}; the calibration rows have one: pass {name}=, a "
+                f"tensor of shape ({rows},)"
+            )
+        return found
+
+    def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
+        """(B, P), (B, K) by class: the largest score in the set, for rows of these weights (B,) and groups (B,)."""
+        weight = weight.to(self.scores.device)
+        parts = zip(self.scores.split(self.sizes.tolist()), self.mass.split(self.sizes.tolist()), strict=True)
+        each = torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])  # (G, B, P)
+        if self.facts["by"] == "class":
+            return each[..., 0].T
+        if group is None:
+            return each[0]
+        same = group.to(each.device)[:, None] == self.groups  # (B, G)
+        unseen = torch.full_like(each[:1], torch.inf)
+        index = torch.where(same.any(1), same.int().argmax(1), len(each))
+        rows = torch.arange(len(index), device=each.device)
+        return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
+
+    def describe(self) -> str:
+        """What is promised, in a sentence."""
+        by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
+        what = "sets" if self.score in CLASS_SCORES else "intervals"
+        exact = self.score not in RANDOMISED or self.facts["randomised"]
+        return f"{what} hold the truth with probability {'' if exact else 'at least '}{self.level:g}{by} ({self.rows} rows)"
+
+
+class Covered(NamedTuple):
+    """How a conformal predictor did on labelled rows."""
+
+    covered: Tensor  # (N,) share of outputs inside, 0 or 1 of a class
+    size: Tensor  # (N,) classes in the set, or mean width
+
+
+def covered(
+    conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
+) -> Covered:
+    """Covered of the predictions for rows with targets y; `rows`: weight and group, where they have them."""
+    if conformal.score in CLASS_SCORES:
+        found = conformal.set(predictive, generator=generator, **rows)
+        hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
+        return Covered(hit.double(), found.sum(1).double())
+    lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
+    inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
+    rows_first = (len(y), -1)
+    return Covered(inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1))

@@ -1,0 +1,57 @@
+"""Gate: which predictions are accepted, by a threshold on how unsure they are, and what is promised of those."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dissensus.core.batch import Inputs
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.standing import Promise
+from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY, Uncertainty
+
+
+class Gated(NamedTuple):
+    """What a gate says about B inputs."""
+
+    accept: Tensor  # (B,) boolean
+    score: Tensor  # (B,) float64, higher = less sure
+    predictive: Predictive
+
+
+class Gate(Promise):
+    """Accepts inputs whose score is below `threshold`; made by `ds.selective` and `ds.ood_gate`, saved with the posterior.
+
+    Public attributes: `threshold`, −∞ where nothing can be promised and nothing is accepted; `score`; `facts`, with `risk` and
+    `confidence`, or `false_alarm`, and what the calibration rows showed (`rows`, `accepted`, `errors`).
+    """
+
+    kind = "gate"
+
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(facts, tensors)
+        self.threshold = float(facts["threshold"])  # JSON has no infinity: written as text
+        self.score = str(facts["score"])
+
+    def forward(self, x: Inputs | Predictive) -> Gated:
+        """`gate(x)`: Gated of a batch of inputs, or of the posterior's `Predictive` of one."""
+        posterior = self.posterior  # an error where it was dropped
+        predictive = x if isinstance(x, Predictive) else posterior.predict(x)
+        score = uncertainty(predictive, self.score)(predictive)
+        return Gated(score < self.threshold, score, predictive)
+
+    def describe(self) -> str:
+        """What is promised, in a sentence."""
+        if "false_alarm" in self.facts:
+            share = self.facts["false_alarm"]
+            return f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
+        if self.threshold == float("-inf"):
+            return "nothing is accepted: no threshold promises this risk on these rows"
+        risk, confidence = self.facts["risk"], self.facts["confidence"]
+        return f"of accepted inputs at most {100 * risk:g} % are wrong, with confidence {confidence:g}"
+
+
+def uncertainty(predictive: Predictive, score: str) -> Uncertainty:
+    """The function that scores such predictives; an error where they have no such score."""
+    classes = isinstance(predictive, CategoricalPredictive)
+    return (CLASS_UNCERTAINTY if classes else VALUE_UNCERTAINTY)[score]

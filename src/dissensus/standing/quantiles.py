@@ -1,0 +1,35 @@
+"""The one order statistic behind every conformal promise, with weights (Vovk et al. 2005; Tibshirani et al., NeurIPS 2019)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+ROUNDING = 1e-12  # 0.55 · 20 is 11.000000000000002: the 11th of 19 scores is meant, not the 12th
+
+
+def least_rows(level: float) -> int:
+    """The fewest rows from which a finite threshold follows: ⌈(n + 1) · level⌉ ≤ n, so n ≥ level / (1 − level)."""
+    return math.ceil(level / (1 - level) * (1 - 1e-9))
+
+
+def cumulative(scores: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(sorted scores, summed weights up to each), both (n, P), of scores (n, P) and weights (n,): what `quantile` takes."""
+    ordered, order = scores.sort(0)
+    return ordered, weight[order].cumsum(0)
+
+
+def quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tensor:
+    """(B, P) thresholds for B new rows of these weights (B,), ∞ where the rows are too few.
+
+    The smallest score s with Σ_{s_i ≤ s} w_i ≥ level · (Σ w_i + w), where w_i are the calibration rows' weights and w that of
+    the new row, whose own score counts as ∞. Without weights it is the ⌈(n + 1) · level⌉-th smallest.
+
+    Args:
+        scores, mass: of `cumulative`.
+    """
+    total = mass[-1:].sum(0) + weight[:, None]  # (B, P); of no rows, the new one's alone
+    wanted = (level * total * (1 - ROUNDING)).T.contiguous()  # (P, B)
+    index = torch.searchsorted(mass.T.contiguous(), wanted).T  # (B, P) the first with that much
+    last = torch.full_like(scores[:1], math.inf) if len(scores) else scores.new_full((1, scores.shape[1]), math.inf)
+    return torch.cat([scores, last]).gather(0, index)

@@ -1,0 +1,113 @@
+"""Scores: how badly a label, or a value, fits a prediction; and how unsure a prediction is. Float64, higher = worse.
+
+Any score keeps a conformal promise; a better one gives smaller sets. Classes:
+
+- `lac`: −log p̄_k, which orders as 1 − p̄_k does (Sadinle, Lei & Wasserman 2019): the smallest sets on average;
+- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): sets that grow with difficulty;
+- `raps`: the same plus penalty · max(0, rank_k − free) (Angelopoulos et al., ICLR 2021): fewer very large sets;
+- `disagreement`: −log(p̄_k + penalty · σ_k), σ_k the deviation of p_k over members: a class counts as likely where some
+  members believe in it, so sets grow where members disagree. With one member it is `lac`.
+
+Values of a regression, each output by itself:
+
+- `cqr`: max(l − y, y − h), l and h the mixture's quantiles around the level (Romano, Patterson & Candès, NeurIPS 2019);
+- `residual`: |y − mean| / deviation of the predictive.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+
+
+def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    log_mean = predictive.log_mean
+    # Where the largest probability rounds to 1, its distance from 1 is read off the others: confident rows do not tie.
+    return (-log_mean.double()).scatter(1, log_mean.argmax(1, keepdim=True), max_probability(predictive)[:, None])
+
+
+def aps(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    ordered, order = predictive.log_mean.double().exp().sort(dim=1, descending=True, stable=True)
+    mass = ordered.cumsum(1) - ordered + u[:, None] * ordered
+    if settings:  # of raps
+        rank = torch.arange(1, mass.shape[1] + 1, device=mass.device)
+        mass = mass + settings["penalty"] * (rank - settings["free"]).clamp(min=0)
+    return torch.empty_like(mass).scatter(1, order, mass)
+
+
+def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    members = predictive.members.double().exp()  # (M, B, K)
+    return -(members.mean(0) + settings["penalty"] * members.std(0, correction=0)).log()
+
+
+# name -> (B, K) of a predictive, of u (B,) in [0, 1] and of the settings
+CLASS_SCORES: dict[str, Callable[[CategoricalPredictive, Tensor, Mapping[str, Any]], Tensor]] = {
+    "lac": lac,
+    "aps": aps,
+    "raps": aps,
+    "disagreement": disagreement,
+}
+# what their settings are unless given
+SETTINGS: dict[str, dict[str, float]] = {"raps": {"penalty": 0.01, "free": 5}, "disagreement": {"penalty": 1.0}}
+RANDOMISED = ("aps", "raps")  # that u has a part in
+INTERVAL_SCORES = ("cqr", "residual")
+
+
+def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(lower, upper, unit), each (B, P): an interval at threshold q is from lower − q · unit to upper + q · unit."""
+    mean = _flat(predictive.mean)
+    if score == "residual":
+        return mean, mean, _flat(predictive.total).sqrt()
+    lower, upper = (_flat(end) for end in predictive.interval(level))
+    return lower, upper, torch.ones_like(mean)
+
+
+def interval_score(predictive: Predictive, y: Tensor, score: str, level: float) -> Tensor:
+    """(B, P) the threshold at which the interval just holds y."""
+    lower, upper, unit = ends(predictive, score, level)
+    return torch.maximum(lower - _flat(y), _flat(y) - upper) / unit
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.double().reshape(len(values), -1)
+
+
+def max_probability(predictive: Predictive) -> Tensor:
+    return metrics.max_probability_score(_categorical(predictive).log_mean)
+
+
+def entropy(predictive: Predictive) -> Tensor:
+    return metrics.entropy_score(_categorical(predictive).log_mean)
+
+
+def mutual_information(predictive: Predictive) -> Tensor:
+    if isinstance(predictive, ClassificationPredictive):
+        return metrics.mutual_information_score(predictive.members)
+    return _categorical(predictive).epistemic.double()  # a summary's
+
+
+def variance(predictive: Predictive) -> Tensor:
+    return _flat(predictive.total).sum(1)
+
+
+def epistemic(predictive: Predictive) -> Tensor:
+    return _flat(predictive.epistemic).sum(1)
+
+
+Uncertainty = Callable[[Predictive], Tensor]
+# name -> (B,) how unsure a predictive is: as `evaluate` ranks by
+CLASS_UNCERTAINTY: dict[str, Uncertainty] = {
+    "max_probability": max_probability,
+    "entropy": entropy,
+    "mutual_information": mutual_information,
+}
+VALUE_UNCERTAINTY: dict[str, Uncertainty] = {"variance": variance, "epistemic": epistemic}
+
+
+def _categorical(predictive: Predictive) -> CategoricalPredictive:
+    assert isinstance(predictive, CategoricalPredictive)
+    return predictive
