@@ -113,7 +113,9 @@ def _folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return predispatch._add_batch_dim(result, 0, level)
 
 
-def _convolution(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
+def _convolution(
+    function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
+) -> Tensor:
     if _member_axis(weight):
         raise ValueError("members have kernels of their own: they run one after the other")
     outputs = _folded(lambda x: function(x, weight, None, *args, **kw), input)

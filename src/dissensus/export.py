@@ -1,0 +1,337 @@
+"""export: a posterior as one file for servers without this library: ONNX, or torch's own .pt2."""
+
+import copy
+import io
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.functions import MOMENTS, Predictor
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.running import first_line
+from dissensus.engine.tracing import random_operations, trace
+from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.sizes import readable
+from dissensus.standing.conformal import Conformal
+from dissensus.standing.gate import Gate
+from dissensus.storage.atomic import write_whole
+from dissensus.surgery.factored import Factored
+from dissensus.version import __version__
+
+log = logging.getLogger("dissensus")
+
+CLOSE = 1e-5  # between the file's numbers and those of `predict`, times the largest of them where that is above 1
+RANDOM = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+)
+
+
+def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
+    """Writes what `predict` computes into one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
+
+    Inputs are as `predict` takes them, the first axis (the batch) of any size. Outputs, by name: mean, total, aleatoric
+    and epistemic, as in a `Predictive`; and, for every promise that stands on the posterior, `NAME` (B, C) for conformal
+    sets, `NAME_lower` and `NAME_upper` for intervals, `NAME` (B,) for what a gate accepts. Temperature and calibration
+    are inside. The file is compared with `predict` on the example before it is written, whole or not at all.
+
+    Args:
+        posterior: sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
+        path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs torch alone).
+        example: inputs for `predict`, of any batch size.
+
+    Raises:
+        ValueError: predictions differ from call to call, or the network cannot be traced.
+    """
+    path = Path(path)
+    write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
+    if path.suffix == ".onnx":
+        _require_onnx()
+    x = _two_or_more(batches.to(batches.inputs_of(example), expect_posterior(posterior).device))
+    wanted = {rows: _predicted(posterior, _rows(x, rows)) for rows in (batches.size(x), 1)}
+    module = ExportedPosterior(posterior)
+    _state_size(path, module.predictor)
+    with _on_host(posterior, module, x) as (module, x):
+        failed = []
+        for prepare in (_members_at_once, _members_in_turn):
+            prepare(module.predictor)
+            try:
+                module(x)  # masks and the like, which depend on the shape of x, are made outside of the graph
+                program = trace(module, x)
+                _check_drawn(random_operations(program))
+                for rows, numbers in wanted.items():
+                    _check_same(program.module()(*batches.tensors(_rows(x, rows))), numbers, path)
+                content = write(program, module.facts(x), x, wanted)
+                break
+            except (_Refused, ImportError):
+                raise
+            except Exception as error:
+                failed.append(first_line(error))
+        else:
+            raise ValueError(f"expected a network that torch.export can trace, got: {failed[-1]}; simplify its forward")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole({path: content})
+
+
+class ExportedPosterior(nn.Module):
+    """x -> tensors by name: what the file computes."""
+
+    def __init__(self, posterior: Posterior) -> None:
+        super().__init__()
+        self.predictor = posterior.predictor()
+        self.method = posterior.name
+        self.promises: dict[str, Callable[[Predictive], dict[str, Tensor]]] = {}
+        self.said: dict[str, str] = {}
+        for name, promise in posterior.promises.items():
+            if (told := _outputs_of(name, promise)) is not None:
+                self.promises[name], self.said[name] = told, promise.describe()
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        predictive = self.predictor.predictive(x)
+        found = {name: getattr(predictive, name) for name in MOMENTS}
+        for promised in self.promises.values():
+            found |= promised(predictive)
+        return found
+
+    def facts(self, x: Inputs) -> dict[str, Any]:
+        """JSON that the file carries."""
+        predictive = self.predictor.predictive(x)
+        return {
+            "dissensus": __version__,
+            "method": self.method,
+            "functions": self.predictor.drawn.members,
+            "mean": "probabilities" if isinstance(predictive, CategoricalPredictive) else "means",
+            "promises": self.said,
+        }
+
+
+class _Refused(ValueError):
+    """An error that another way of tracing would not mend."""
+
+
+def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[str, Tensor]] | None:
+    """What a promise says of a predictive, by pure operations; None, with a warning, where it needs more than that."""
+    if isinstance(promise, Gate):
+        gate = promise
+        return lambda predictive: {name: gate(predictive).accept}
+    if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
+        promise.facts["by"] == "group"
+    ):  # fmt: skip
+        log.warning("%s is not in the file: it needs weights, groups or random numbers beside the inputs", name)
+        return None
+    fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
+    fixed._asked = lambda predictive, *_: (predictive, thresholds)  # type: ignore[method-assign,assignment,return-value]
+    if "lower" in _ends(fixed):
+        return lambda predictive: dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
+    return lambda predictive: {name: fixed.set(predictive)}
+
+
+def _ends(promise: Conformal) -> tuple[str, ...]:
+    from dissensus.standing.scores import INTERVAL_SCORES
+
+    return ("lower", "upper") if promise.score in INTERVAL_SCORES else ()
+
+
+def _rows(x: Inputs, rows: int) -> Inputs:
+    return batches.apply(x, lambda tensor: tensor[:rows])
+
+
+def _two_or_more(x: Inputs) -> Inputs:
+    """x with at least two rows: torch takes an axis of length one for a fixed one."""
+    return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
+
+
+def _predicted(posterior: Posterior, x: Inputs) -> dict[str, Tensor]:
+    """What `predict` says, by name; an error where it says something else the next time."""
+    with same_random_state(posterior.device):
+        first = posterior.predict(x)
+        torch.rand(1)  # another state of torch's stream: what is drawn from it is now another draw
+        again = posterior.predict(x)
+    if not all(torch.equal(a, b) for a, b in zip(first.described(), again.described(), strict=True)):
+        raise ValueError(
+            f"expected functions that stay the same, got {type(posterior).__name__} that predicts something else every time: "
+            "the file could not be compared with anything; call ds.refresh(posterior, training_loader) first (a network that "
+            "draws random numbers in eval mode cannot be exported)"
+        )
+    found = {name: getattr(first, name) for name in MOMENTS}
+    for name, promise in posterior.promises.items():
+        if (told := _outputs_of(name, promise)) is not None:
+            found |= told(first)
+    return found
+
+
+@contextmanager
+def _on_host(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> Iterator[tuple[ExportedPosterior, Inputs]]:
+    """The module and x on the host, where files are traced; no other thread runs the network meanwhile."""
+    host = torch.device("cpu")
+    with posterior.particles.turn(), torch.no_grad():
+        yield module.to(host), batches.to(x, host)
+
+
+def _members_at_once(predictor: Predictor) -> None:
+    """All members in one pass wherever they share their kernels: the file then has those, and the graph, once."""
+    for part in predictor.modules():
+        if isinstance(part, NodeFunctions):
+            part.unfold()
+        if isinstance(part, Particles) and len(part.templates) == 1 and not _own_kernels(part):
+            part.how = "vectorised"
+            for layer in part.template.modules():
+                if isinstance(layer, Factored):
+                    vars(layer)["members_at_once"] = True
+
+
+def _members_in_turn(predictor: Predictor) -> None:
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            part.how = "loop"
+
+
+def _own_kernels(particles: Particles) -> bool:
+    """Whether members have convolutions of their own, which are faster one after the other."""
+    layers = {
+        f"{name}.weight"
+        for name, part in particles.template.named_modules()
+        if isinstance(part, nn.modules.conv._ConvNd)
+    }
+    return not layers.isdisjoint({**particles.own_parameters(), **particles.own_buffers()})
+
+
+def _check_drawn(found: list[str]) -> None:
+    if found:
+        raise _Refused(
+            f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
+            "eval mode, or make them depend on self.training"
+        )
+
+
+def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
+    for name, number in wanted.items():
+        made, number = torch.as_tensor(found[name]).cpu(), number.cpu()
+        if made.shape != number.shape:
+            raise ValueError(f"expected {name} of shape {tuple(number.shape)} in {path}, got {tuple(made.shape)}")
+        if made.dtype == torch.bool:
+            off, limit = float((made != number).sum()), 0.0
+        else:
+            off = float((made - number).abs().nan_to_num(0.0).max()) if number.numel() else 0.0
+            limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()) if number.numel() else 1.0)
+        if not off <= limit:
+            raise ValueError(f"expected {name} as in predict, got numbers up to {off:.2g} away in {path}")
+
+
+def _state_size(path: Path, predictor: Predictor) -> None:
+    """Logs what the file will take: with weights of their own for every function that may be much."""
+    own = shared = 0
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
+            shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
+    log.info(
+        "%s will take about %s: %d functions with %s of their own, and %s for all",
+        path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
+    )  # fmt: skip
+
+
+def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files={"dissensus.json": json.dumps(facts)})
+    return file.getvalue()
+
+
+def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
+    """The file's content, compared with what was wanted where onnxruntime is installed."""
+    names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
+    outputs = list(wanted[1])
+    with _quiet():
+        made = torch.onnx.export(
+            program, dynamo=True, input_names=names, output_names=outputs, verbose=False, optimize=True
+        )
+    model: Any = made.model_proto  # type: ignore[union-attr]
+    _strip(model)
+    for name, value in facts.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+    _check_drawn(sorted({node.op_type for node in _nodes(model)} & {*RANDOM}))
+    content: bytes = model.SerializeToString()
+    _check_runs(content, names, x, wanted)
+    return content
+
+
+def _check_runs(content: bytes, names: list[str], x: Inputs, wanted: dict[int, dict[str, Tensor]]) -> None:
+    try:
+        import onnxruntime
+    except ImportError:
+        log.info("the ONNX file was not run: onnxruntime is not installed")
+        return
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    found = [output.name for output in session.get_outputs()]
+    for rows, numbers in wanted.items():
+        given = {name: tensor.numpy() for name, tensor in zip(names, batches.tensors(_rows(x, rows)), strict=True)}
+        made = session.run(None, given)
+        _check_same(
+            {name: torch.from_numpy(value) for name, value in zip(found, made, strict=True)}, numbers, Path("ONNX")
+        )
+
+
+def _strip(model: Any) -> None:
+    """Takes out where in the sources operations came from, and shapes in between: a runtime finds those itself."""
+    for function in model.functions:
+        del function.metadata_props[:]
+    for node in _nodes(model):
+        del node.metadata_props[:]
+        node.doc_string = ""
+    graph = model.graph
+    del graph.value_info[:], graph.metadata_props[:], model.metadata_props[:]
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        del value.metadata_props[:]
+
+
+def _nodes(model: Any) -> Iterator[Any]:
+    """All nodes, those in branches and functions too."""
+    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting += graph.node
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch's ONNX exporter does not log what it has not got."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _require_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"expected onnx and onnxscript to write ONNX, got no {error.name}; install dissensus[export], or write .pt2"
+        ) from None
