@@ -29,7 +29,7 @@ ROOMS = {
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core",  # calibrations and promises as data, which files hold
-    "storage": "numerics core nets methods standing",
+    "storage": "numerics core data nets methods standing",
     "training": "numerics core surgery engine methods storage",
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks",
@@ -38,6 +38,7 @@ ROOMS = {
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core metrics standing predict",  # the verbs that fit what stands on a posterior
     "temperature": "core data predict guarantees",
+    "export": "numerics core surgery engine methods standing storage version",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
+    from dissensus.export import export
     from dissensus.methods import (
         HMC,
         LIT,
@@ -80,6 +81,7 @@ _HOMES = {
     "RecordingPosterior": "methods.parts.recording",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
+    "export": "export",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",
@@ -145,6 +147,7 @@ __all__ = [
     "convergence",
     "data",
     "evaluate",
+    "export",
     "fit",
     "landscape",
     "load",

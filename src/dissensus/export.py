@@ -66,9 +66,11 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
     if path.suffix == ".onnx":
         _require_onnx()
-    x = _two_or_more(batches.to(batches.inputs_of(example), expect_posterior(posterior).device))
-    wanted = {rows: _predicted(posterior, _rows(x, rows)) for rows in (batches.size(x), 1)}
-    module = ExportedPosterior(posterior)
+    module = ExportedPosterior(expect_posterior(posterior))
+    x = _two_or_more(batches.to(module.raw(example), posterior.device))
+    wanted = {rows: _predicted(posterior, module.ready(_rows(x, rows))) for rows in (batches.size(x), 1)}
+    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"].shape[1]):
+        raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _state_size(path, module.predictor)
     with _on_host(posterior, module, x) as (module, x):
         failed = []
@@ -98,15 +100,41 @@ class ExportedPosterior(nn.Module):
     def __init__(self, posterior: Posterior) -> None:
         super().__init__()
         self.predictor = posterior.predictor()
-        self.method = posterior.name
+        self.inputs, self.dtype = posterior.inputs, posterior.temperature.dtype
+        self.traced = getattr(self.inputs, "traceable", False)
+        if self.inputs is not None and not self.traced:
+            log.warning(
+                "the file takes encoded inputs, posterior.inputs(x): its transform has text, which tensors have not"
+            )
+        self.about = {
+            "dissensus": __version__,
+            "method": posterior.name,
+            "classes": None if posterior.classes is None else list(posterior.classes),
+            "unit": getattr(posterior.likelihood, "unit", None),
+            "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]
+        }
         self.promises: dict[str, Callable[[Predictive], dict[str, Tensor]]] = {}
         self.said: dict[str, str] = {}
         for name, promise in posterior.promises.items():
             if (told := _outputs_of(name, promise)) is not None:
                 self.promises[name], self.said[name] = told, promise.describe()
 
+    def raw(self, example: Any) -> Inputs:
+        """The example as tensors, as the file will be given inputs."""
+        if self.inputs is None:
+            return batches.inputs_of(example)
+        found: Inputs = self.inputs.raw(example)  # type: ignore[attr-defined]
+        return found
+
+    def ready(self, x: Inputs) -> Inputs:
+        """From what the file is given to what the network takes."""
+        if self.inputs is None:
+            return x
+        found: Tensor = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
+        return found.to(self.dtype)
+
     def forward(self, x: Inputs) -> dict[str, Tensor]:
-        predictive = self.predictor.predictive(x)
+        predictive = self.predictor.predictive(self.ready(x))
         found = {name: getattr(predictive, name) for name in MOMENTS}
         for promised in self.promises.values():
             found |= promised(predictive)
@@ -114,13 +142,10 @@ class ExportedPosterior(nn.Module):
 
     def facts(self, x: Inputs) -> dict[str, Any]:
         """JSON that the file carries."""
-        predictive = self.predictor.predictive(x)
-        return {
-            "dissensus": __version__,
-            "method": self.method,
-            "functions": self.predictor.drawn.members,
-            "mean": "probabilities" if isinstance(predictive, CategoricalPredictive) else "means",
-            "promises": self.said,
+        classes = isinstance(self.predictor.predictive(self.ready(x)), CategoricalPredictive)
+        told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
+        return {name: value for name, value in (self.about | told).items() if value is not None} | {
+            "promises": self.said
         }
 
 
@@ -161,11 +186,13 @@ def _two_or_more(x: Inputs) -> Inputs:
 
 
 def _predicted(posterior: Posterior, x: Inputs) -> dict[str, Tensor]:
-    """What `predict` says, by name; an error where it says something else the next time."""
+    """What `predict` says of inputs as the network takes them, by name; an error where it says something else the next time."""
+    view = copy.copy(posterior)
+    view.inputs = None
     with same_random_state(posterior.device):
-        first = posterior.predict(x)
+        first = view.predict(x)
         torch.rand(1)  # another state of torch's stream: what is drawn from it is now another draw
-        again = posterior.predict(x)
+        again = view.predict(x)
     if not all(torch.equal(a, b) for a, b in zip(first.described(), again.described(), strict=True)):
         raise ValueError(
             f"expected functions that stay the same, got {type(posterior).__name__} that predicts something else every time: "

@@ -246,10 +246,10 @@ class _Anchors:
         with left_as_found(expect_posterior(posterior)):
             drawn = posterior.draw()
             self.networks = [drawn.member(index).eval().requires_grad_(True) for index in members]
-            self.kept = [posterior.take(batch) for batch in batches.each(loader, anywhere=True)]
+            self.kept = [posterior.take(batch) for batch in posterior.read(loader, anywhere=True)]
         if not self.kept:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-        given = () if isinstance(statistics, str) else batches.each(statistics)
+        given = () if isinstance(statistics, str) else posterior.read(statistics)
         self.seen: list[Batch] | None = {"stored": None, "recomputed": self.kept}.get(str(statistics), list(given))
         # Learned noise is a member's own; functions of one network share its.
         particles, each = posterior.particles, drawn.members // drawn.networks

@@ -36,7 +36,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     Returns:
         The temperature, between 1/50 and 50; above 1 softens predictions, below 1 sharpens them.
     """
-    loader = as_loader(loader)
+    loader = as_loader(loader, raw=posterior.inputs is not None)
     check_loader(loader)
     view = copy.copy(posterior)  # at temperature 1: other threads may predict meanwhile with the one it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
@@ -101,7 +101,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
 
 def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
     """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
-    for batch in batches.each(loader, anywhere=True):
+    for batch in posterior.read(loader, anywhere=True):
         posterior.check_batch(batch)
         weights.append(batch.weight)
         yield batch

@@ -16,6 +16,7 @@ from dissensus.data.standardise import Standardiser
 if TYPE_CHECKING:
     from dissensus.data.frames import TableEncoder as TableEncoder
     from dissensus.data.images import *
+    from dissensus.data.inputs import ImageInputs as ImageInputs
     from dissensus.data.segmentation import *
     from dissensus.data.shipped import *
     from dissensus.data.street_scenes import *
@@ -28,6 +29,7 @@ __all__ = [
     "VOID",
     "Augmentation",
     "Batches",
+    "ImageInputs",
     "ImageSet",
     "RegressionSplit",
     "SegmentationAugmentation",
@@ -72,7 +74,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ("frames", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
+        for file in ("frames", "inputs", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

@@ -151,7 +151,7 @@ def corrupted_counts(
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
-    for x, y, _ in batches.each(loader, anywhere=True):
+    for x, y, _ in functions.posterior.read(loader, anywhere=True):
         if not is_image(x):
             raise ValueError(
                 f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "

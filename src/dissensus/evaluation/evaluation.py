@@ -7,7 +7,7 @@ from torch import Tensor
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
-ABOUT = ("classes",)  # notes on what was evaluated
+ABOUT = ("classes", "unit")  # notes on what was evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Evaluation:
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.
-        notes: names of classes, and warnings of the method about its numbers (`.cautions`).
+        notes: names of classes, the unit of targets, and warnings of the method about its numbers (`.cautions`).
     """
 
     kind: PredictionKind

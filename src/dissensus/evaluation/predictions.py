@@ -80,7 +80,7 @@ def predictions(
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
-    for batch in batches.each(loader, anywhere=True):
+    for batch in functions.posterior.read(loader, anywhere=True):
         x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))

@@ -38,7 +38,7 @@ def calibration_rows(
     waiting: deque[Batch] = deque()
 
     def checked() -> Iterator[Batch]:
-        for batch in batches.each(loader, anywhere=True):
+        for batch in posterior.read(loader, anywhere=True):
             if labelled:
                 posterior.check_batch(batch)
             waiting.append(batch)

@@ -202,7 +202,7 @@ class Laplace(SamplingPosterior):
         )
         gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen = 0.0
-        for given in batches.each(loader, anywhere=True):
+        for given in self.read(loader, anywhere=True):
             if given.size == 0:
                 continue
             batch = self.take(given)
