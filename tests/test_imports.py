@@ -39,6 +39,7 @@ ROOMS = {
     "guarantees": "numerics core metrics standing predict",  # the verbs that fit what stands on a posterior
     "temperature": "core data predict guarantees",
     "export": "numerics core surgery engine methods standing storage version",
+    "sklearn": "numerics core surgery methods nets data storage train",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "

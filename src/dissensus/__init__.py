@@ -19,7 +19,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, landscape, metrics, nets, theory
+    from dissensus import attacks, data, landscape, metrics, nets, sklearn, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.attacked import AttackCurves
     from dissensus.evaluation.convergence import Convergence, convergence
@@ -89,7 +89,7 @@ _HOMES = {
     "save": "storage",
     "temperature_scale": "temperature",
 }
-_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "theory")
+_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "sklearn", "theory")
 
 __all__ = [
     "HMC",
@@ -161,6 +161,7 @@ __all__ = [
     "refresh",
     "report",
     "save",
+    "sklearn",
     "summarise",
     "temperature_scale",
     "theory",

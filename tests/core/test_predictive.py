@@ -288,3 +288,26 @@ def test_a_regression_has_no_confidence():
 def test_batches_whose_outputs_differ_in_shape_do_not_join():
     with pytest.raises(ValueError, match=r"one shape in all batches, got \[\(4, 2\), \(4, 3\)\].*ds.predict_batches"):
         ds.Predictive.cat([categorical(5, 7, 4, 3), categorical(5, 7, 4, 2)])
+
+
+def test_levels_and_quantiles_are_one_number():
+    predictive = ds.RegressionPredictive(torch.zeros(2, 3, 1), torch.ones(2, 3, 1))
+    classes = ds.ClassificationPredictive(torch.zeros(2, 3, 1))
+    for wrong in ([0.5, 0.9], torch.tensor([0.5, 0.9]), np.array([0.5, 0.9]), None):
+        for ask in (predictive.interval, predictive.quantile, classes.interval, classes.credible_set):
+            with pytest.raises(TypeError, match=r"as a number, got .*; pass a float"):
+                ask(wrong)
+    for outside in (0.0, 1.0, 2.0):
+        with pytest.raises(ValueError, match="expected q above 0 and below 1"):
+            predictive.quantile(outside)
+    assert torch.equal(predictive.quantile(torch.tensor(0.25)), predictive.quantile(0.25))
+
+
+def test_targets_do_not_broadcast():
+    """(B,) beside means of (M, B, 1) would be (B, B), summed without a word."""
+    predictive = ds.RegressionPredictive(torch.zeros(2, 3, 1), torch.ones(2, 3, 1))
+    for ask in (predictive.log_prob, predictive.cdf):
+        with pytest.raises(ValueError, match=r"targets of shape \(3, 1\), got \(3,\)"):
+            ask(torch.zeros(3))
+    assert torch.equal(predictive.log_prob(np.zeros((3, 1))), predictive.log_prob(torch.zeros(3, 1)))
+    assert predictive.cdf(torch.tensor(0.0)).tolist() == [[0.5]] * 3

@@ -210,3 +210,21 @@ def test_a_single_module_is_refused(make):
 def test_things_that_are_no_modules_are_refused():
     with pytest.raises(TypeError, match=r"expected an nn\.Module, got type"):
         ds.DeepEnsemble([nn.Linear, nn.Linear])
+
+
+def test_a_function_that_makes_networks_makes_as_many_as_members():
+    torch.manual_seed(0)
+    made = ds.DeepEnsemble(tiny.mlp, members=3)
+    torch.manual_seed(0)
+    listed = ds.DeepEnsemble([tiny.mlp() for _ in range(3)])
+    assert tiny.largest_difference(tiny.state(made), tiny.state(listed)) == 0
+    assert ds.SVGD(tiny.mlp, members=2, data_size=8).particles.members == 2
+    for wrong in (
+        {"modules": tiny.mlp},
+        {"modules": [tiny.mlp()], "members": 3},
+        {"modules": tiny.mlp(), "members": 3},
+    ):
+        with pytest.raises(
+            ValueError, match=r"a function that makes one and members=.*DeepEnsemble\(make, members=3\)"
+        ):
+            ds.DeepEnsemble(**wrong)

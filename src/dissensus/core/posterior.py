@@ -181,7 +181,8 @@ class Posterior(TrainingRules, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. They are not calibrated: see `predictor`."""
-        outputs: Tensor = self.draw()(self.ready(x))
+        batches.size(x := self.ready(x))  # an error where x has no tensor
+        outputs: Tensor = self.draw()(x)
         return outputs
 
     @final

@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import number, share
+from dissensus.numerics.arrays import as_tensor
+from dissensus.numerics.checks import number, share, whole
 
 
 class Predictive(ABC):
@@ -115,6 +116,7 @@ class CategoricalPredictive(Predictive):
         return self.mean.amax(1)
 
     def log_prob(self, y: Tensor) -> Tensor:
+        y = as_tensor(y)
         soft = y.is_floating_point()
         expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
         if y.shape != expected:  # gather would take a shorter y
@@ -133,6 +135,7 @@ class CategoricalPredictive(Predictive):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, ...) class indices."""
         rows = self.mean.movedim(1, -1)  # (B, ..., C)
+        whole("n", n)
         flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
         return flat.T.reshape(n, *rows.shape[:-1])
 
@@ -214,17 +217,29 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density of the mixture, outputs of one member independent."""
-        each = -0.5 * ((y - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi))
+        each = -0.5 * (
+            (self._targets(y) - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi)
+        )
         each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
         return each.logsumexp(0) - math.log(len(each))
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), output by output."""
-        below: Tensor = torch.special.ndtr((y - self._means) / self.variances.sqrt())  # (M, B, D)
+        below: Tensor = torch.special.ndtr((self._targets(y) - self._means) / self.variances.sqrt())  # (M, B, D)
         return below.mean(0)
+
+    def _targets(self, y: Tensor) -> Tensor:
+        """y, an array too, of the mean's shape: (B,) beside (B, 1) would broadcast to (B, B). One number is for all."""
+        y = as_tensor(y)
+        if y.ndim and y.shape != self._means.shape[1:]:
+            raise ValueError(
+                f"expected targets of shape {tuple(self._means.shape[1:])}, got {tuple(y.shape)}; reshape them"
+            )
+        return y
 
     def quantile(self, q: float) -> Tensor:
         """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
+        q = float(share("q", q, hint="pass for example 0.9"))
         reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
         spread = self.variances.sqrt() * float(reach)
         # Every member's own quantile lies inside this bracket, so the mixture's does.
@@ -244,6 +259,7 @@ class RegressionPredictive(Predictive):
         """(n, B, D) draws, each from one member chosen at random per input."""
         members, inputs = self._means.shape[:2]
         device = self._means.device
+        whole("n", n)
         who = torch.randint(members, (n, inputs), generator=generator, device=device)
         rows = torch.arange(inputs, device=device)
         mean, std = self._means[who, rows], self.variances[who, rows].sqrt()  # (n, B, D)
@@ -266,4 +282,4 @@ def _between(ordered: Tensor, q: float) -> Tensor:
 
 def tail_probability(level: float) -> float:
     """Probability on either side of a central interval."""
-    return (1 - share("level", level, hint="pass for example 0.9")) / 2
+    return (1 - float(share("level", level, hint="pass for example 0.9"))) / 2

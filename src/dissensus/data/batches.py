@@ -43,7 +43,7 @@ class Batches:
         drop_last: bool = False,
         augment: Callable[..., Any] | None = None,
     ) -> None:
-        _check_index(x, y, weight)
+        check_index(x, y, weight)
         x, y, weight = _tensors_of(x), as_tensor(y), as_tensor(weight)
         lengths = {len(tensor) for tensor in _input_tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
@@ -146,7 +146,7 @@ def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
     return given
 
 
-def _check_index(*given: Any) -> None:
+def check_index(*given: Any) -> None:
     """Raises where frames and series have other indices: their rows would be paired by position, without a word."""
     held = [each for each in given if hasattr(each, "index") and hasattr(each, "iloc")]
     if any(not held[0].index.equals(each.index) for each in held[1:]):

@@ -32,7 +32,7 @@ class NumberColumn:
 
     @staticmethod
     def of(name: Name, values: np.ndarray) -> NumberColumn:
-        known = values[~np.isnan(values)]
+        known = np.sort(values[~np.isnan(values)])  # sums do not depend on the order of rows
         if len(known) == 0:
             return NumberColumn(name, 0.0, 0.0, missing=True)
         centred = known - known[0]  # years, ids and timestamps lose digits otherwise

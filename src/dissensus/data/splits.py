@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dissensus.numerics.arrays import as_tensor
 from dissensus.numerics.checks import number
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def split_indices(
         labels: (count,); every class then gives its proportional share, rounded by largest remainder so that the sum is
             exact.
     """
-    held = _held_out(count, validation)
+    held, labels = _held_out(count, validation), as_tensor(labels)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
     if labels is None:

@@ -45,6 +45,7 @@ class Standardiser:
 
         From the histogram of each channel: exact, and no floating-point copy of the images.
         """
+        images = as_tensor(images)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.numel() == 0:
             raise ValueError(
                 f"expected uint8 images (N, C, H, W), got {images.dtype} {tuple(images.shape)}; pass raw pixels"
@@ -68,6 +69,7 @@ class Standardiser:
 
     def inverse(self, z: Tensor) -> Tensor:
         """x = z · std + mean, same shape and dtype as z, in the units of the training data."""
+        z = as_tensor(z, torch.float64)
         return z * self.std.to(z) + self.mean.to(z)
 
 

@@ -8,7 +8,9 @@ class DeepEnsemble(StackedPosterior):
 
     Args:
         modules: M networks of one architecture, each built (initialised) separately, copied into a stack; the caller's
-            stay usable. Networks that differ in attributes, hooks or modes run one after the other, each with its own.
+            stay usable; or a function that makes one: `DeepEnsemble(make, members=5)`. Networks that differ in attributes,
+            hooks or modes run one after the other, each with its own.
+        members: M, with a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -50,8 +50,9 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
     lost = (moved > 1e-3 * (high - low)) & (high > low)  # NaN is met where batches come in
     if lost.any():
         at = int(lost.nonzero()[0])
+        got = f"{float(low[at]):g} to {float(high[at]):g} in column {at}"
         raise ValueError(
-            f"expected numbers that {rounded.dtype} can tell apart, got {float(low[at]):g} to {float(high[at]):g} in column {at}; "
+            f"expected numbers that {rounded.dtype} can tell apart, got {got}; "
             "standardise them first, with ds.data.Standardiser or ds.data.TableEncoder"
         )
 

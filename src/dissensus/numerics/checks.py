@@ -32,8 +32,10 @@ def number(
     hint: str = "",
 ) -> Value:
     """The value, a finite number within these bounds, as it was given: above < value < below, least ≤ value ≤ most."""
-    if not isinstance(value, SupportsFloat) or isinstance(value, (bool, str)):
-        raise TypeError(f"expected {name} as a number, got {value!r}; pass a float")
+    several = getattr(value, "ndim", 0)  # of a tensor, an array or a Series
+    if several or not isinstance(value, SupportsFloat) or isinstance(value, (bool, str)):
+        got = f"{type(value).__name__} of shape {tuple(value.shape)}" if several else repr(value)  # type: ignore[attr-defined]
+        raise TypeError(f"expected {name} as a number, got {got}; pass a float")
     found = float(value)
     if not (math.isfinite(found) and above < found < below and least <= found <= most):
         bounds = [

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import torch
@@ -14,6 +14,7 @@ from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
+from dissensus.numerics.checks import whole
 from dissensus.surgery.architecture import check_distinct_weights, check_same_architecture
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
@@ -57,6 +58,17 @@ class NetworksPosterior(Posterior):
             networks = Particles.stack(several, likelihood, own=lambda name: name not in once, frozen=frozen)
         settings = {key: value for key, value in config.items() if key not in ("networks", "once")}
         return cls(networks, likelihood=likelihood, **settings)
+
+
+def made_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
+    """The networks given, or as many as `members` says of those that a function makes."""
+    makes = callable(modules) and not isinstance(modules, nn.Module)
+    if makes != (members is not None):
+        raise ValueError(
+            f"expected a list of networks, or a function that makes one and members=, got members={members} with "
+            f"{type(modules).__name__}; pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
+        )
+    return [modules() for _ in range(whole("members", members))] if callable(modules) and makes else modules  # type: ignore[return-value]
 
 
 def stack_members(

@@ -1,6 +1,6 @@
 """What ensembles of whole networks have in common: M stacked members, each with weights of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.networks import own_settings, placeholders, stack_members
+from dissensus.methods.parts.networks import made_members, own_settings, placeholders, stack_members
 from dissensus.numerics.annealing import Annealing
 
 
@@ -17,14 +17,20 @@ class StackedPosterior(Posterior):
     """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        modules: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
+        members: M, with a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], *, likelihood: Likelihood | None = None, **prior: Unpack[PriorKeywords]
+        self,
+        modules: Sequence[nn.Module] | Callable[[], nn.Module],
+        *,
+        members: int | None = None,
+        likelihood: Likelihood | None = None,
+        **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(stack_members(modules, likelihood), **prior)
+        super().__init__(stack_members(made_members(modules, members), likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)

@@ -1,0 +1,79 @@
+"""Rows on their way into an estimator: checked, weighted, in an order of their own, and split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from dissensus.data.frames import TableEncoder
+from dissensus.data.splits import split_indices
+
+
+def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
+    """A DataFrame as it is, anything else as an array; names and number of columns are those of the training rows."""
+    if hasattr(x, "columns"):
+        validate_data(estimator, x, reset=reset, skip_check_array=True)
+        return x
+    if isinstance(x, list | tuple) and np.asarray(x).dtype.kind in "US":
+        x = np.array(x, dtype=object)  # numbers beside text stay numbers
+    array = validate_data(estimator, x, reset=reset, dtype=None, ensure_all_finite=False)
+    names = getattr(estimator, "feature_names_in_", None)
+    return array if reset or names is None else dict(zip(names, array.T, strict=True))
+
+
+def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows to train on, weights of those): weight 0 leaves a row out, small whole weights repeat it."""
+    rows = np.arange(len(y))
+    if sample_weight is None:
+        return rows, None
+    weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
+    if not weights.any():
+        raise ValueError("expected a sample weight above 0, got none; leave sample_weight out")
+    if (weights == weights.round()).all() and weights.sum() <= 10 * len(rows):
+        return rows.repeat(weights.astype(np.int64)), None
+    kept = weights > 0
+    return rows[kept], weights[kept] / weights[kept].mean()
+
+
+def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(places in `rows` sorted by what the rows say, number of the first equal row): training does not depend on their order."""
+    seen = TableEncoder.of(table)(table, dtype=torch.float64).numpy()[rows]
+    parts = np.ascontiguousarray(np.concatenate([seen, y.reshape(len(y), -1)[rows]], 1)) + 0.0  # −0 is 0
+    keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
+    order = np.argsort(keys, kind="stable")
+    return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
+
+
+def split_rows(
+    groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
+) -> list[np.ndarray]:
+    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
+
+    Equal rows stay together, so that none is trained on and judged by: unless most rows are equal to others, as in tables of
+    few categories.
+    """
+    count = int(groups.max()) + 1
+    if 2 * count < len(groups):
+        groups, count = np.arange(len(groups)), len(groups)
+    first = np.zeros(count, dtype=np.int64)
+    first[groups[::-1]] = np.arange(len(groups))[::-1]
+    left, parts = np.arange(count), []
+    for place, share in enumerate(shares):
+        held = round(share * count)
+        parts.append(left[:0])
+        if share and held >= least and held < len(left):
+            strata = None if labels is None else torch.from_numpy(labels[first[left]])
+            kept, taken = split_indices(len(left), validation=held, seed=seed + place, labels=strata)
+            left, parts[-1] = left[kept.numpy()], left[taken.numpy()]
+    return [np.flatnonzero(np.isin(groups, part)) for part in (left, *parts)]
+
+
+def taken(table: Any, rows: np.ndarray) -> Any:
+    """Rows of a DataFrame, a dict of columns or an array."""
+    if hasattr(table, "iloc"):
+        return table.iloc[rows]
+    return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
