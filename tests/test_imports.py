@@ -28,7 +28,7 @@ ROOMS = {
     "engine": "numerics core",
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
-    "standing": "numerics core",  # calibrations and promises as data, which files hold
+    "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
     "storage": "numerics core data nets methods standing",
     "training": "numerics core surgery engine methods storage",
     "attacks": "numerics core data",
@@ -36,14 +36,13 @@ ROOMS = {
     "reporting": "numerics core metrics evaluation storage",
     "train": "numerics core data surgery engine training",
     "predict": "numerics core data engine storage",
-    "guarantees": "numerics core metrics standing predict",  # the verbs that fit what stands on a posterior
-    "temperature": "core data predict guarantees",
+    "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
     "export": "numerics core surgery engine methods standing storage version",
     "sklearn": "numerics core surgery methods nets data storage train",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
-    "predict temperature guarantees standing version",
+    "predict guarantees standing version",
     "__main__": "bench",
 }
 HEAVY = {"scipy", "matplotlib", "typer", "jinja2", "rich", "torchmetrics"}

@@ -10,7 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.temperature import best_temperature, minimise
+from dissensus.guarantees.temperature import best_temperature, minimise
 
 F64 = torch.float64
 

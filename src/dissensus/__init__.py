@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.export import export
+    from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.methods import (
         HMC,
         LIT,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
     from dissensus.surgery.modulation import Modulation
-    from dissensus.temperature import temperature_scale
     from dissensus.train import fit
     from dissensus.training.history import Epoch, History
 
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
+    "Calibrated": "guarantees.calibrate",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
@@ -79,6 +80,7 @@ _HOMES = {
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "calibrate": "guarantees.calibrate",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "export": "export",
@@ -87,7 +89,7 @@ _HOMES = {
     "member_distances": "evaluation.distances",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
-    "temperature_scale": "temperature",
+    "temperature_scale": "guarantees.calibrate",
 }
 _ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "sklearn", "theory")
 
@@ -104,6 +106,7 @@ __all__ = [
     "Annealing",
     "AttackCurves",
     "BatchEnsemble",
+    "Calibrated",
     "Classification",
     "ClassificationPredictive",
     "Convergence",
@@ -144,6 +147,7 @@ __all__ = [
     "WeightRDE",
     "attacks",
     "branch",
+    "calibrate",
     "convergence",
     "data",
     "evaluate",

@@ -105,12 +105,14 @@ class Aim:
 
     def _mixture(self, drawn: DrawnFunctions, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log p̄ (B, C), direction (B, ...) of the gradient of −log p̄(y), its size over that of the gradient (B, 1...))."""
-        temperature = float(self.posterior.temperature)
+        lens = (
+            self.posterior.lens()
+        )  # a calibration of the mean has no useful gradient: the members' mixture is climbed
 
         def climbed(member: Member, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             def odds(at: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 (log_probs,) = member.likelihood.describe(call(member.network, at))
-                tempered = log_probs if temperature == 1.0 else log_probs / temperature  # odds need no normalisation
+                tempered = lens.logits(log_probs[None])[0]  # odds need no normalisation
                 found = odds_of(tempered, y)
                 return found.sum(), (log_probs, found)
 

@@ -16,7 +16,8 @@ from dissensus.core.predictive import (
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise`.
+    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise` and by
+    calibrations of the mean.
 
     Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
     classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
@@ -27,13 +28,13 @@ class SummaryPredictive(Predictive):
     """
 
     def __init__(self, centre: Tensor, aleatoric: Tensor, epistemic: Tensor) -> None:
-        self._described = (centre, aleatoric, epistemic)
+        self._described: tuple[Tensor, ...] = (centre, aleatoric, epistemic)
 
     @property
     def members(self) -> Tensor:
         raise TypeError(
-            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise (a "
-            "temperature is set before: ds.temperature_scale)"
+            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise, and a "
+            "calibration that acts on members (temperature, vector) instead of one of their mean (isotonic, histogram)"
         )
 
     @property

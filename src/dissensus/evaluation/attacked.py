@@ -1,5 +1,6 @@
 """Attacked inputs: what a posterior says about inputs made to mislead it, at several ε, and about noise made to fool it."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +13,8 @@ from dissensus.attacks.aim import Draw
 from dissensus.attacks.ball import Ball, Bounds, Norm
 from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.summary import SummaryPredictive
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import check_hard
@@ -116,7 +118,7 @@ def attacked_inputs(
 ) -> AttackedInputs:
     """AttackedInputs of a loader; `tell` is called with the inputs done so far after every batch."""
     posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
-    member.temperature.copy_(posterior.temperature)
+    member.recalibrate(*copy.deepcopy(posterior.lens()))
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
     rows, seen = [], 0
@@ -146,7 +148,9 @@ def attacked_inputs(
 
 def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
     """(5, B) VALUES of inputs x."""
-    predictive = cast(ClassificationPredictive, functions.predict(x).to("cpu"))
+    predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
+    summary = isinstance(predictive, SummaryPredictive)  # by a calibration of the mean; it keeps the members' own
+    information = predictive.epistemic.double() if summary else metrics.mutual_information_score(predictive.members)
     log_mean, y = predictive.log_mean, y.cpu()
     return torch.stack(
         [
@@ -154,7 +158,7 @@ def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
             metrics.nll_values(log_mean, y),
             predictive.confidence.double(),
             metrics.entropy_score(log_mean),
-            metrics.mutual_information_score(predictive.members),
+            information,
         ]
     )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.predictions import Numbers, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")
@@ -64,6 +65,8 @@ def class_scores(predictions: Predictions) -> dict[str, Tensor]:
     }
     if predictions.members > 1:
         found["mutual_information"] = metrics.mutual_information_score(predictive.members)
+    elif isinstance(predictive, SummaryPredictive) and (predictions.energy is None or len(predictions.energy) > 1):
+        found["mutual_information"] = predictive.epistemic.double()  # the members' own, which a summary keeps
     if predictions.energy is not None:
         found["energy"] = predictions.energy.mean(0)
     return found

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.posterior import Posterior, left_as_found
@@ -33,8 +34,10 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
         posterior: drawn functions come chain by chain, in the order of the chain, at least four of each.
         x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
     """
+    x = batches.to(x, posterior.device)
     with left_as_found(posterior):
         drawn: DrawnFunctions = posterior.draw()
-    said = posterior.predict(x).described()[0]  # (M · S, B, C)
+        posterior.check_inputs(x)
+        said = posterior.checked_members(drawn.predict(x), posterior.lens()).described()[0]  # (M · S, B, C)
     chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)
     return Convergence(split_rhat(chains), effective_sample_size(chains), len(said))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.predictive import CategoricalPredictive
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import check_hard, is_image
@@ -220,7 +220,7 @@ class _Outcome:
 
 def _outcome(functions: Functions, x: Tensor, y: Tensor) -> _Outcome:
     predictive = functions.predict(x)
-    if not isinstance(predictive, ClassificationPredictive):
+    if not isinstance(predictive, CategoricalPredictive):
         raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
     rows, labels = labelled(predictive.log_mean, y, functions.ignore_index, log=True)  # (n, C), (n,)
     example = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)

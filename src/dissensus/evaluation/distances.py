@@ -66,7 +66,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
 
     with left_as_found(posterior), batches.unchanged(x):
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
-        predictive = posterior.checked(posterior.current().predict(x))
+        predictive = posterior.checked_members(posterior.current().predict(x), posterior.lens())  # the members kept
     own = {
         name: tensor.detach()
         for name, tensor in particles.own_parameters().items()

@@ -10,7 +10,7 @@ import torch
 
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
-from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.data.batches import as_loader
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
@@ -156,7 +156,7 @@ def evaluation_of(
 
 def numbers_of(test: Predictions) -> Numbers:
     """What gives the numbers of such predictions."""
-    classes = isinstance(test.predictive, ClassificationPredictive)
+    classes = isinstance(test.predictive, CategoricalPredictive)
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 

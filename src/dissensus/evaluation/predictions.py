@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
@@ -37,7 +38,8 @@ class Predictions:
 
     @property
     def members(self) -> int:
-        return int(self.predictive.described()[0].shape[0])
+        """How many are kept: one where a calibration of their mean left a summary."""
+        return 1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.described()[0].shape[0])
 
     def network_metrics(self) -> dict[str, float]:
         """What networks are worth, each by the mixture of its own functions; nothing of one, or with one function each."""
@@ -97,7 +99,7 @@ def predictions(
             answer, index = chosen_rows(answer, counted), index[counted]
             x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y.cpu()[counted]
         shown_at = labelled and is_image(x) and len(shapes) == 1
-        if shown_at and isinstance(answer.predictive, ClassificationPredictive) and len(index):
+        if shown_at and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
             shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)

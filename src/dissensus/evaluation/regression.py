@@ -1,12 +1,13 @@
 """The numbers of a regression: errors, densities, interval coverage, members."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import RegressionPredictive
+from dissensus.core.recalibrated import RecalibratedRegression
 from dissensus.evaluation.predictions import Numbers, Predictions
 
 SCORES = ("variance", "epistemic")
@@ -16,13 +17,10 @@ LEVEL = 0.9
 def regression_metrics(predictions: Predictions) -> dict[str, float]:
     """rmse, nll of the mixture, gaussian_nll of its first two moments, crps, and coverage and width of 90 % intervals."""
     predictive, y = _gaussians(predictions), predictions.targets
-    means, variances = predictive.described()
     lower, upper = predictive.interval(LEVEL)
     return {
         "rmse": float(metrics.rmse(predictive.mean, y)),
-        "nll": float(metrics.mixture_nll(means, variances, y)),
-        "gaussian_nll": float(metrics.gaussian_nll(*metrics.moment_match(means, variances), y)),
-        "crps": float(metrics.crps_mixture(means, variances, y)),
+        **{name: float(values.mean()) for name, values in _values(predictive, y).items()},
         "coverage90": float(metrics.interval_coverage(lower, upper, y)),
         "width90": float(metrics.mean_interval_width(lower, upper)),
     }
@@ -31,7 +29,6 @@ def regression_metrics(predictions: Predictions) -> dict[str, float]:
 def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """One number per example (means over outputs), the probability integral transform and the risk–coverage curve."""
     predictive, y = _gaussians(predictions), predictions.targets
-    means, variances = predictive.described()
     squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
     curve = metrics.risk_coverage(-_flat(predictive.total), squared)
     return {
@@ -39,9 +36,7 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
         "test/mean": predictive.mean,
         "test/variance": predictive.total,
         "test/squared_error": squared,
-        "test/nll": metrics.mixture_nll_values(means, variances, y),
-        "test/gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),
-        "test/crps": _flat(metrics.crps_mixture_values(means, variances, y)),
+        **{f"test/{name}": _flat(values) for name, values in _values(predictive, y).items()},
         "test/covered90": _flat(metrics.interval_coverage_values(*predictive.interval(LEVEL), y)),
         # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
         "test/cumulative": predictive.cdf(y),
@@ -76,6 +71,35 @@ def regression_members(predictions: Predictions) -> dict[str, float]:
         "members/diversity": float(gain.diversity),
         "members/effective_members": float(metrics.effective_members_regression(means, y)),
     }
+
+
+def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
+    """nll and gaussian_nll (N,) and crps (N, D) of every example, in float64."""
+    if isinstance(predictive, RecalibratedRegression):
+        return {
+            "nll": -predictive.log_prob(y).double(),
+            "gaussian_nll": metrics.gaussian_nll_values(predictive.mean, predictive.total, y),
+            "crps": _crps_of_cdf(predictive, y),
+        }
+    means, variances = predictive.described()
+    return {
+        "nll": metrics.mixture_nll_values(means, variances, y),
+        "gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),
+        "crps": metrics.crps_mixture_values(means, variances, y),
+    }
+
+
+def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 200) -> Tensor:
+    """(N, D) ∫_{−∞}^y G² dt + ∫_y^∞ (1 − G)² dt of a cumulative distribution G, by Simpson's rule on both sides of y."""
+    means, variances = predictive.described()[:2]
+    reach = 8 * variances.sqrt()
+    found = torch.zeros_like(y, dtype=torch.float64)
+    for end, below in (((means - reach).amin(0).minimum(y), True), ((means + reach).amax(0).maximum(y), False)):
+        for i in range(points + 1):
+            g = predictive.cdf(torch.lerp(y, end, i / points)).double()
+            weight = (1 if i in (0, points) else 2 + 2 * (i % 2)) / (3 * points)
+            found += weight * (end - y).abs() * (g if below else 1 - g) ** 2
+    return found
 
 
 def _flat(values: Tensor) -> Tensor:

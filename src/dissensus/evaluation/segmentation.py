@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core import batch as batches
-from dissensus.core.predictive import ClassificationPredictive
+from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.functions import Answer, Functions
 from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, unweighted
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
@@ -42,10 +42,11 @@ class PixelSums:
     # Of every image with a labelled pixel. Not as tensors: small ones that stay keep memory between them from being given back.
     images: list[dict[str, Any]] = field(default_factory=list)
 
-    def update(self, predictive: ClassificationPredictive, y: Tensor, ignore_index: int | None) -> None:
-        """Adds one image: predictions (M, 1, C, ...) and labels (1, ...)."""
-        log_mean, members = predictive.log_mean, predictive.members
-        mean = predictive.mean
+    def update(self, predictive: Any, y: Tensor, ignore_index: int | None) -> None:
+        """Adds one image: a predictive of classes (1, C, ...) and labels (1, ...)."""
+        log_mean, mean = predictive.log_mean, predictive.mean
+        # A calibration of their mean leaves a summary without members, hence without their numbers.
+        members = log_mean[None] if isinstance(predictive, SummaryPredictive) else predictive.members
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
             self.bins = CalibrationBins.empty(device=mean.device)
@@ -187,15 +188,15 @@ def pixel_ood(
     for x, mask, _ in functions.posterior.read(loader, anywhere=True):
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
-        members = answer.predictive.members  # (M, B, C, ...)
-        expected = (members.shape[1], *members.shape[3:])
+        batch, classes, *place = answer.predictive.mean.shape
+        expected = (batch, *place)
         if mask.is_floating_point() or mask.shape != expected:
             raise ValueError(
                 f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
                 "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void ones"
             )
         voids |= set(torch.unique(mask).tolist()) - {0, 1}
-        if len(voids) > 1 or voids & (set(range(members.shape[2])) - {functions.ignore_index}):
+        if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
             raise ValueError(
                 f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
                 "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
@@ -233,6 +234,8 @@ def pixel_score(answer: Answer, score: str) -> Tensor:
     predictive: Any = answer.predictive
     if score == "energy" and answer.energy is not None:
         return answer.energy.mean(0)
+    if score == "mutual_information" and isinstance(predictive, SummaryPredictive):
+        return predictive.epistemic.double()
     if score == "mutual_information":
         return metrics.mutual_information_score(predictive.members)
     return {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}[score](

@@ -13,6 +13,7 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.data.batches import as_loader
 from dissensus.predict import predict_batches
 
 
@@ -29,8 +30,9 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
+    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
     check_loader(loader)
-    if getattr(expect_posterior(posterior), "stored", posterior) is None:
+    if getattr(posterior, "stored", posterior) is None:
         raise ValueError(
             f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: a "
             "promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.regression import RealTargets
+from dissensus.core.standing import Fitted
 from dissensus.data.inputs import KINDS as INPUT_KINDS
 from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
@@ -187,7 +188,7 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 def standing_on(posterior: Posterior) -> dict[str, Any]:
     """What a config says of what stands on the posterior; nothing where nothing does."""
-    promises = {name: promise.config() for name, promise in posterior.promises.items()}
+    promises = {name: cast(Fitted, promise).config() for name, promise in posterior.promises.items()}
     calibration = posterior.calibration
     return {
         **({} if calibration is None else {"calibration": calibration.config()}),

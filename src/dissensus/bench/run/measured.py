@@ -11,7 +11,7 @@ from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
-from dissensus.temperature import best_temperature
+from dissensus.guarantees.temperature import best_temperature
 
 TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/… that intervals are made of
 TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")

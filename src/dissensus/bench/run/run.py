@@ -50,10 +50,10 @@ from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.evaluation.predictions import Predictions
+from dissensus.guarantees.calibrate import temperature_scale
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
-from dissensus.temperature import temperature_scale
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 

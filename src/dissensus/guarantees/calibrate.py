@@ -1,0 +1,161 @@
+"""calibrate: held-out rows say how far predictions are from what happens, and later predictions are corrected for it."""
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.core.inputs import check_loader
+from dissensus.core.likelihood import spread
+from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.standing import Lens
+from dissensus.data.batches import as_loader
+from dissensus.guarantees.fits import Rows, best_lens
+from dissensus.guarantees.temperature import SUSPICIOUS, WIDEST
+from dissensus.metrics.calibration import confidence_ece
+from dissensus.predict import predict
+
+log = logging.getLogger("dissensus")
+
+CalibrationMethod = Literal["temperature", "vector", "isotonic", "histogram", "scale"]
+UNPLAUSIBLE = 100  # rows of which none is predicted wrong: networks say such things of rows they were trained on
+
+
+class Calibrated(NamedTuple):
+    """What `calibrate` did, in numbers of the calibration rows themselves: on new rows it will have done less."""
+
+    method: str
+    rows: int  # labels that count: of a segmentation, pixels
+    temperature: float  # 1 where the method has none
+    nll: float
+    nll_before: float
+    ece: float | None  # None without class indices
+    ece_before: float | None
+
+
+def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMethod = "temperature") -> Calibrated:
+    """Fits a calibration to held-out rows and keeps it with the posterior: every prediction from now on is calibrated.
+
+    It replaces the calibration that was there and drops promises that stood on it (`conformal`, `selective`); training drops
+    it. `predict`, `evaluate` and `predictor` apply it; `posterior(x)` and `member` do not. A folder of `save` holds it.
+
+    Args:
+        loader: held-out batches (x, y) or (x, y, weight), neither training nor test data; weights count as in training.
+        method: classes: "temperature" divides members' logits by one number; "vector" scales and shifts them class by class;
+            "isotonic" and "histogram" correct the mean probabilities, class by class: predictions are then summaries without
+            members. Regression: "temperature" multiplies the noise's deviation, "scale" the predictive deviation, "isotonic"
+            corrects the cumulative distribution, also a summary. The guide compares them.
+
+    Returns:
+        `Calibrated`: NLL and calibration error of these rows before and after.
+    """
+    rows = held_out(posterior, loader)
+    lens = best_lens(rows, method)
+    _warn(rows, lens, method)
+    before = Lens(1.0, None)
+    calibrated = Calibrated(
+        method,
+        int((rows.weight > 0).sum()),
+        lens.temperature,
+        *(rows.nll(at) for at in (lens, before)),
+        *(calibration_error(rows, at) for at in (lens, before)),
+    )
+    posterior.recalibrate(*lens)
+    return calibrated
+
+
+def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
+    """The temperature that minimises the mixture's negative log-likelihood on the loader; stored with the posterior.
+
+    Short for `calibrate(posterior, loader, "temperature")`. Classification divides every member's logits by it (Guo et al.,
+    ICML 2017), regression multiplies the noise's standard deviation by it. `predict` and `predictor` apply it;
+    `posterior(x)` and `member` do not. Further training resets it to 1.
+
+    Args:
+        loader: held-out batches (x, y) or (x, y, weight), neither training nor test data; weights count as in training.
+
+    Returns:
+        The temperature, between 1/50 and 50; above 1 softens predictions, below 1 sharpens them.
+    """
+    return calibrate(posterior, loader, "temperature").temperature
+
+
+def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
+    """What the posterior says of the loader's rows, uncalibrated."""
+    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
+    check_loader(loader)
+    view = copy.copy(posterior)  # uncalibrated: other threads may predict meanwhile with what it has
+    view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
+    view._modules = {**posterior._modules, "calibration": None}
+    weights: list[Tensor | None] = []
+    predictive, y = predict(view, _checked_batches(view, loader, weights))
+    counted = posterior.likelihood.counted(y)
+    y = y if counted is None else torch.where(counted, y, 0)
+    like = predictive.log_prob(y)
+    given = _joined_weights(weights, y)
+    weight = torch.ones_like(like, dtype=torch.float64) if given is None else spread(given, like).double()
+    if counted is not None:  # a label that does not count is an example without weight
+        weight = weight * counted
+    if not weight.any():
+        raise ValueError("expected an example that counts, got none; pass labels not ignored and weights above 0")
+    return Rows(predictive, y, weight)
+
+
+def calibration_error(rows: Rows, lens: Lens) -> float | None:
+    """The expected calibration error of rows that count, by weight; None for soft labels and regressions."""
+    seen = lens.mixture(lens.members(rows.predictive))
+    if not isinstance(seen, CategoricalPredictive) or rows.y.is_floating_point():
+        return None
+    confidence, prediction = seen.mean.max(1)
+    kept = rows.weight > 0
+    return float(confidence_ece(confidence[kept], (prediction == rows.y)[kept], weights=rows.weight[kept]))
+
+
+def _warn(rows: Rows, lens: Lens, method: str) -> None:
+    """Says what a calibration on these rows would get wrong."""
+    if method == "temperature" and lens.temperature < 0.99 * SUSPICIOUS:
+        log.warning(
+            "the temperature %.3g makes predictions more than twice as sure; has the network been trained on these data? fit "
+            "it on held-out ones, and on more of them if all are predicted right: no temperature is too low for those. If "
+            "these were held out, members are too unsure (for a regression: is its noise set too high?)",
+            lens.temperature,
+        )
+    elif method == "temperature" and lens.temperature > 0.99 * WIDEST:
+        log.warning("the temperature %.3g is the highest looked at: is the posterior trained at all?", lens.temperature)
+    predictive = rows.predictive
+    if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
+        return
+    kept, classes = rows.weight > 0, predictive.mean.shape[1]
+    if missing := sorted(set(range(classes)) - set(rows.y[kept].tolist())):
+        log.warning(
+            "class %s has no calibration row%s: %s makes it very unlikely; pass rows of every class, or use a temperature",
+            ", ".join(map(str, missing[:10])), "" if len(missing) == 1 else f" ({len(missing)} classes in all)", method,
+        )  # fmt: skip
+    if int(kept.sum()) >= UNPLAUSIBLE and bool((predictive.mean.argmax(1) == rows.y)[kept].all()):
+        log.warning(
+            "all %d calibration rows are predicted right; has the network been trained on them? Pass held-out rows: without "
+            "mistakes there is nothing to calibrate by",
+            int(kept.sum()),
+        )
+
+
+def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
+    """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
+    for batch in posterior.read(loader, anywhere=True):
+        posterior.check_batch(batch)
+        weights.append(batch.weight)
+        yield batch
+
+
+def _joined_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
+    """The weights of all batches in one; None where there are none."""
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return None
+    if len(given) < len(weights):
+        raise ValueError("expected weights in every batch or in none, got some without; give those the weight 1")
+    return torch.cat(given).to(y.device)

@@ -1,0 +1,72 @@
+"""The best temperature for predictions at hand, and the smallest value of a function of one number."""
+
+import logging
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dissensus.core.likelihood import spread
+from dissensus.core.predictive import Predictive
+
+log = logging.getLogger("dissensus")
+
+WIDEST = 50.0  # temperatures from 1/50 to 50 are looked at
+SUSPICIOUS = 0.5  # below it members would be more than twice as sure: held-out data hardly ever ask for that
+
+
+def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None) -> float:
+    """The temperature with the smallest negative log-likelihood of targets y.
+
+    `weight`: how often each example counts, (N,) or of the shape of the log-probabilities.
+    """
+
+    def losses(log_temperature: float) -> Tensor:
+        return -predictive.tempered(math.exp(log_temperature)).log_prob(y)
+
+    like = losses(0.0)
+    each = None if weight is None else spread(weight.to(like.device), like)
+
+    def mean(values: Tensor) -> float:
+        # Where no weight is, an infinite loss does not count either.
+        return float(values.mean() if each is None else (each * values.where(each > 0, 0.0)).sum() / each.sum())
+
+    best = minimise(lambda at: mean(losses(at)), -math.log(WIDEST), math.log(WIDEST))
+    if best >= math.log(SUSPICIOUS):
+        return math.exp(best)
+    # Sharpened without end, unsure members (Laplace by rows) become a vote: its NLL hardly changes on these rows, and has no
+    # bound on rows whose label gets no vote. So more sharpening than is plausible must pay: of the temperatures within one
+    # standard error of the smallest NLL the plainest is taken (Breiman et al. 1984), where they span a factor of two.
+    least = losses(best)
+    variance = mean((least - mean(least)).square()) / float(least.numel() if each is None else each.sum())
+    limit = mean(least) + math.sqrt(variance)
+    highest = minimise(lambda at: abs(mean(losses(at)) - limit), best, math.log(SUSPICIOUS))  # the NLL rises on the way
+    if highest - best < math.log(2):
+        return math.exp(best)
+    log.warning(
+        "temperatures from %.3g to %.3g are equally good within one standard error, and the highest is taken; pass more "
+        "held-out examples to tell them apart (members as unsure as those of Laplace by rows can be sharpened without end)",
+        math.exp(best),
+        math.exp(highest),
+    )
+    return math.exp(highest)
+
+
+def minimise(function: Callable[[float], float], low: float, high: float, *, tolerance: float = 1e-5) -> float:
+    """Where a function of one number is smallest: a coarse grid, then golden sections around its best point."""
+    grid = [low + (high - low) * i / 24 for i in range(25)]
+    best = min(range(25), key=lambda i: function(grid[i]))
+    a, b = grid[max(best - 1, 0)], grid[min(best + 1, 24)]
+    ratio = (math.sqrt(5) - 1) / 2
+    c, d = b - ratio * (b - a), a + ratio * (b - a)
+    at_c, at_d = function(c), function(d)
+    while b - a > tolerance:
+        if at_c < at_d:
+            b, d, at_d = d, c, at_c
+            c = b - ratio * (b - a)
+            at_c = function(c)
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + ratio * (b - a)
+            at_d = function(d)
+    return (a + b) / 2

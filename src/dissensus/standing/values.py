@@ -1,0 +1,48 @@
+"""Calibrations of a regression: of the predictive deviation, and of the cumulative distribution."""
+
+from typing import cast
+
+from torch import Tensor
+
+from dissensus.core.predictive import Predictive, RegressionPredictive
+from dissensus.core.recalibrated import RecalibratedRegression
+from dissensus.core.standing import Calibration
+from dissensus.core.summary import RegressionSummary
+
+
+class DeviationScaling(Calibration):
+    """The mixture stretched about its mean by a factor: members' deviations from the mean, and their noise's deviation.
+
+    The mean stays, the predictive deviation is multiplied, epistemic and aleatoric parts alike (a temperature multiplies
+    the noise's alone).
+    """
+
+    kind = "scale"
+    factor: Tensor  # ()
+
+    def mixture(self, predictive: Predictive) -> Predictive:
+        if isinstance(predictive, RegressionSummary):
+            mean, aleatoric, epistemic = predictive.described()
+            return RegressionSummary(mean, aleatoric * self.factor**2, epistemic * self.factor**2)
+        means, variances = predictive.described()
+        return RegressionPredictive(
+            predictive.mean + self.factor * (means - predictive.mean), variances * self.factor**2
+        )
+
+
+class CumulativeCalibration(Calibration):
+    """R(F(y)) in place of the mixture's P(Y ≤ y) = F(y), with an R for every output (Kuleshov et al., ICML 2018).
+
+    A summary counts as the Gaussian with the mixture's mean and variance.
+    """
+
+    kind = "cumulative"
+    at: Tensor  # (K, *outputs) knots, strictly rising from 0 to 1
+    value: Tensor  # (K, *outputs) of R, strictly rising from 0 to 1
+
+    def mixture(self, predictive: Predictive) -> Predictive:
+        if isinstance(predictive, RegressionSummary):
+            predictive = RegressionPredictive(predictive.mean[None], predictive.total[None])
+        means, variances = cast(RegressionPredictive, predictive).described()
+        knots = (each.to(means.dtype)[:, None].expand(-1, *means.shape[1:]) for each in (self.at, self.value))
+        return RecalibratedRegression(means, variances, *knots)
