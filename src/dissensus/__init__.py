@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.export import export
     from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
+    from dissensus.guarantees.conformal import conformal
+    from dissensus.guarantees.selective import ood_gate, selective
     from dissensus.methods import (
         HMC,
         LIT,
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from dissensus.methods.parts.recording import RecordingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+    from dissensus.standing.conformal import Conformal
+    from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
     from dissensus.surgery.modulation import Modulation
     from dissensus.train import fit
@@ -69,26 +73,31 @@ _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
     "Calibrated": "guarantees.calibrate",
+    "Conformal": "standing.conformal",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
     "EmpCov": "core.empcov",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
+    "Gate": "standing.gate",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
     "calibrate": "guarantees.calibrate",
+    "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "export": "export",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",
+    "ood_gate": "guarantees.selective",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
+    "selective": "guarantees.selective",
     "temperature_scale": "guarantees.calibrate",
 }
 _ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "sklearn", "theory")
@@ -109,6 +118,7 @@ __all__ = [
     "Calibrated",
     "Classification",
     "ClassificationPredictive",
+    "Conformal",
     "Convergence",
     "Corruptions",
     "DeepEnsemble",
@@ -121,6 +131,7 @@ __all__ = [
     "FeatureRDE",
     "FoRDE",
     "FunctionRDE",
+    "Gate",
     "GaussianPerturbation",
     "GaussianPrior",
     "HeteroscedasticRegression",
@@ -148,6 +159,7 @@ __all__ = [
     "attacks",
     "branch",
     "calibrate",
+    "conformal",
     "convergence",
     "data",
     "evaluate",
@@ -158,6 +170,7 @@ __all__ = [
     "member_distances",
     "metrics",
     "nets",
+    "ood_gate",
     "pca_lengthscales",
     "predict",
     "predict_batches",
@@ -165,6 +178,7 @@ __all__ = [
     "refresh",
     "report",
     "save",
+    "selective",
     "sklearn",
     "summarise",
     "temperature_scale",

@@ -94,8 +94,8 @@ class Promise(Fitted, ABC):
         """The `Posterior` that it stands on."""
         if self._of is None or not any(each is self for each in self._of[0].promises.values()):
             raise ValueError(
-                f"expected a {self.kind} that stands on a posterior, got one that was dropped (by training or another "
-                "calibration); fit it again"
+                f"expected a {self.kind} that stands on a posterior, got one that was dropped (by training, another "
+                "calibration or another of its name); fit it again"
             )
         return self._of[0]
 

@@ -5,8 +5,9 @@ pooled, and the severities are averaged (Hendrycks and Dietterich, ICLR 2019, as
 NeurIPS 2019): cA, cNLL and cECE.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.functions import Functions
 from dissensus.evaluation.predictions import check_hard, is_image
+from dissensus.evaluation.promised import CorruptedPromises
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
 from dissensus.metrics.checks import labelled
 
@@ -105,17 +107,21 @@ class CorruptedCounts:
     clean: Tensor  # (3,) accuracy, nll and ece of the same inputs undamaged: where the curves over severity start
     example_accuracy: Tensor  # (N,) mean over types and severities, for intervals and tests
     example_nll: Tensor  # (N,)
+    promised: dict[str, Tensor] = field(default_factory=dict)  # NAME/coverage, size, accepted, refused, risk (T, S)
 
     def metrics(self) -> dict[str, float]:
         """corrupt/accuracy, nll and ece; the same per type and per severity."""
-        found = {f"corrupt/{name}": float(values.mean()) for name, values in self.by_severity().items()}
-        for name, values in self.by_severity().items():
+        by_severity = self.by_severity() | {name: table.nanmean(0) for name, table in self.promised.items()}
+        found = {f"corrupt/{name}": float(values.nanmean()) for name, values in by_severity.items()}
+        for name, values in by_severity.items():
             for severity, value in zip(self.severities, values.tolist(), strict=True):
                 found[f"corrupt/severity{severity}/{name}"] = value
-        for name, table in self.each().items():
-            for kind, value in zip(self.types, table.mean(1).tolist(), strict=True):
+        for name, table in (self.each() | self.promised).items():
+            for kind, value in zip(self.types, table.nanmean(1).tolist(), strict=True):
                 found[f"corrupt/{kind}/{name}"] = value
-        return found
+        return {
+            key: value for key, value in found.items() if not math.isnan(value)
+        }  # the risk where nothing is accepted
 
     def by_severity(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (S,) of each severity, types pooled."""
@@ -151,6 +157,7 @@ def corrupted_counts(
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
+    promised = CorruptedPromises(functions.posterior.promises)
     for x, y, _ in functions.posterior.read(loader, anywhere=True):
         if not is_image(x):
             raise ValueError(
@@ -161,11 +168,14 @@ def corrupted_counts(
         images, y = x.to(functions.device), y.to(functions.device)  # type: ignore[union-attr]
         index = torch.arange(seen, seen + len(y), device=functions.device)
         seen += len(y)
-        clean += _outcome(functions, images, y).sums()
+        clean += _outcome(functions.predict(images), y, functions.ignore_index).sums()
         examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
         for t, name in enumerate(types):
             for s, severity in enumerate(severities):
-                outcome = _outcome(functions, spec.apply(images, name, severity, index), y)
+                damaged = spec.apply(images, name, severity, index)
+                predictive = functions.predict(damaged)
+                promised.add(t, s, predictive, damaged, y, functions.ignore_index)
+                outcome = _outcome(predictive, y, functions.ignore_index)
                 table[t, s] += outcome.sums()
                 examples += outcome.per_example(len(y))
         examples /= len(types) * len(severities)
@@ -190,6 +200,7 @@ def corrupted_counts(
         clean=torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)]),
         example_accuracy=torch.cat(example_accuracy),
         example_nll=torch.cat(example_nll),
+        promised=promised.tables(),
     )
 
 
@@ -218,14 +229,13 @@ class _Outcome:
         return torch.zeros(2, examples, dtype=torch.float64).index_add(1, self.example, values) / number
 
 
-def _outcome(functions: Functions, x: Tensor, y: Tensor) -> _Outcome:
-    predictive = functions.predict(x)
+def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> _Outcome:
     if not isinstance(predictive, CategoricalPredictive):
         raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
-    rows, labels = labelled(predictive.log_mean, y, functions.ignore_index, log=True)  # (n, C), (n,)
+    rows, labels = labelled(predictive.log_mean, y, ignore_index, log=True)  # (n, C), (n,)
     example = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
-    if functions.ignore_index is not None:
-        example = example[y != functions.ignore_index]
+    if ignore_index is not None:
+        example = example[y != ignore_index]
     largest, prediction = rows.max(1)
     nll = -rows.gather(1, labels.unsqueeze(1)).squeeze(1)
     return _Outcome(

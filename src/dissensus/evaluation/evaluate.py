@@ -18,6 +18,7 @@ from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corr
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Numbers, Predictions, predictions
+from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
 from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.checks import one_of
 
@@ -99,6 +100,7 @@ def evaluate(
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),
+                promises=posterior.promises,
             )
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
@@ -120,11 +122,12 @@ def evaluation_of(
     parameters: int,
     prevalence: float | None = None,
     temperature: float = 1.0,
+    promises: Promises | None = None,
 ) -> Evaluation:
     """The Evaluation of predictions already made: what `evaluate` computes once the networks have run.
 
     prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
-    predictions, stated where it is not 1.
+    predictions, stated where it is not 1. promises: those that `Predictions.promised` are the outcomes of.
     """
     part = numbers_of(test)
     classes = part is classification.CLASSIFICATION
@@ -139,6 +142,13 @@ def evaluation_of(
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
         found |= {f"shift/{name}/{key}": value for key, value in part.metrics(each).items()}
+    if promises:
+        details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
+        found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
+        for group, sets in (("ood", ood), ("shift", shift)):
+            for name, each in sets.items():
+                numbers = promise_metrics(promises, each.promised)
+                found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
+from dissensus.evaluation.promised import RowValues, joined_outcomes, outcomes
 from dissensus.metrics import disagreement, max_probability_score
 
 log = logging.getLogger("dissensus")
@@ -35,6 +36,7 @@ class Predictions:
     shapes: Shapes | None  # of one input; None where batches differ in it, as padded sequences do
     milliseconds: float  # per input, in the loader's batches
     networks: int = 1  # of which members are functions, network by network
+    promised: RowValues = field(default_factory=dict)  # what the posterior's promises say of each row
 
     @property
     def members(self) -> int:
@@ -82,6 +84,8 @@ def predictions(
     targets: list[Tensor] = []
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
+    promised: list[RowValues] = []
+    promises, generator = functions.posterior.promises, torch.Generator().manual_seed(0)
     for batch in functions.posterior.read(loader, anywhere=True):
         x, y, weight = batch
         said = unweighted(weight, name, said)
@@ -98,11 +102,15 @@ def predictions(
             counted = y.cpu() != functions.ignore_index
             answer, index = chosen_rows(answer, counted), index[counted]
             x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y.cpu()[counted]
+            weight = None if weight is None else weight.cpu()[counted]
         shown_at = labelled and is_image(x) and len(shapes) == 1
         if shown_at and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
             shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
+        if promises:
+            true = y.cpu() if labelled else None
+            promised.append(outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
         answers.append(answer)
         targets.append(y.cpu() if labelled else torch.empty(0))
     if not answers:
@@ -119,6 +127,7 @@ def predictions(
         shapes=shapes.pop() if len(shapes) == 1 else None,
         milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
         networks=functions.drawn.networks,
+        promised=joined_outcomes(promised),
     )
 
 

@@ -74,7 +74,9 @@ def conformal(
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
-        raise ValueError(f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level")
+        raise ValueError(
+            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level"
+        )
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
@@ -95,12 +97,12 @@ def _facts(
     free: int | None,
 ) -> dict[str, Any]:
     classes = isinstance(predictive, CategoricalPredictive)
-    known = tuple(CLASS_SCORES) if classes else INTERVAL_SCORES
-    score = one_of("score", known[0] if score is None else score, known, hint=f"a {'classification' if classes else 'regression'} has these")
+    known, kind = (tuple(CLASS_SCORES), "classification") if classes else (INTERVAL_SCORES, "regression")
+    score = one_of("score", known[0] if score is None else score, known, hint=f"a {kind} has these")
     if by == "class" and not classes:
         raise ValueError('expected a classification for by="class", got a regression; pass a function of inputs')
-    if randomised and score not in RANDOMISED:
-        raise ValueError(f"expected one of {', '.join(RANDOMISED)} to randomise, got {score}, which has no border class; pass randomised=False")
+    if randomised:
+        one_of("score", score, RANDOMISED, hint="only these have a class at the border; pass randomised=False")
     settings = dict(SETTINGS.get(score, {}))
     for name, value in (("penalty", penalty), ("free", free)):
         if value is not None:
@@ -134,8 +136,11 @@ def _groups(rows: CalibrationRows, by: object) -> Tensor:
     if by == "class":
         return rows.y.long()
     found: Tensor = by(rows.x)  # type: ignore[operator]
-    if found.shape != (len(rows.y),) or found.is_floating_point():
-        raise ValueError(f"expected whole numbers ({len(rows.y)},) from by, got {found.dtype} {tuple(found.shape)}; one group per row")
+    if found.shape != rows.weight.shape or found.is_floating_point():
+        raise ValueError(
+            f"expected whole numbers {tuple(rows.weight.shape)} from by, one group per row, got {found.dtype} of shape "
+            f"{tuple(found.shape)}; return .long()"
+        )
     return found.long()
 
 
@@ -145,13 +150,14 @@ def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, An
     parts = [cumulative(scores[groups == group], weight[groups == group]) for group in known]
     sizes = torch.tensor([len(part) for part, _ in parts])
     if len(few := known[sizes < least]):
+        needs = f"a level of {facts['level']:g} needs {least} rows of each {facts['by']}"
         if len(few) == len(known):
-            raise ValueError(f"expected at least {least} rows of a {facts['by']} for a level of {facts['level']:g}, got at most {int(sizes.max())}; pass more rows")
-        effect = "each is in every set" if facts["by"] == "class" else "their sets hold all classes, their intervals are infinite"
-        log.warning(
-            "fewer than the %d rows that a level of %g needs of each %s, for %s: %s; pass more rows",
-            least, facts["level"], facts["by"], ", ".join(map(str, few.tolist()[:10])) + ("…" if len(few) > 10 else ""), effect,
-        )  # fmt: skip
+            raise ValueError(
+                f"expected more rows: {needs}, got at most {int(sizes.max())}; pass more, or a lower level"
+            )
+        effect = "is in every set" if facts["by"] == "class" else "has sets of all classes, or infinite intervals"
+        named = ", ".join(map(str, few[:10].tolist())) + ("…" if len(few) > 10 else "")
+        log.warning("%s; with fewer it %s, here %s", needs, effect, named)
     return {
         "scores": torch.cat([part for part, _ in parts]),
         "mass": torch.cat([mass for _, mass in parts]),

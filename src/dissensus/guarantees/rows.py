@@ -11,9 +11,10 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.inputs import check_loader
-from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.batches import as_loader
+from dissensus.numerics.randomness import Watch
 from dissensus.predict import predict_batches
 
 
@@ -32,10 +33,12 @@ def calibration_rows(
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
     loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
     check_loader(loader)
-    if getattr(posterior, "stored", posterior) is None:
+    with left_as_found(posterior), Watch() as watch:
+        posterior.draw()
+    if watch.drew:
         raise ValueError(
-            f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: a "
-            "promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"
+            f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: "
+            "a promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"
         )
     waiting: deque[Batch] = deque()
 

@@ -12,7 +12,7 @@ from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.guarantees.rows import CalibrationRows, calibration_rows
 from dissensus.guarantees.sequence import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
 from dissensus.numerics.checks import number, one_of, share
-from dissensus.standing.gate import Gate, uncertainty
+from dissensus.standing.gate import Gate, uncertainty, wrong
 from dissensus.standing.quantiles import cumulative, least_rows, quantile
 from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
 
@@ -60,8 +60,8 @@ def selective(
         found.append((uncertainty(rows.predictive, known)(rows.predictive).cpu(), _errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
         raise ValueError(
-            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, or a "
-            "higher risk"
+            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, "
+            "or a higher risk"
         )
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
     safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
@@ -99,7 +99,8 @@ def ood_gate(
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
         raise ValueError(
-            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a higher rate"
+            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a "
+            "higher rate"
         )
     one = torch.ones(1, dtype=torch.float64)
     highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
@@ -114,7 +115,9 @@ def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool =
     for rows in calibration_rows(posterior, loader, labelled=labelled):
         first = rows.weight[:1] if first is None or not len(first) else first
         if (rows.weight != first).any():
-            raise ValueError("expected rows that count alike, got different weights: an error is counted once; leave the weights out")
+            raise ValueError(
+                "expected rows that count alike, got different weights: an error is counted once; leave the weights out"
+            )
         yield rows
 
 
@@ -127,15 +130,14 @@ def _score(predictive: Predictive, score: str | None) -> str:
 
 def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
     """(B,) boolean."""
-    predictive = rows.predictive
-    if isinstance(predictive, CategoricalPredictive):
+    if isinstance(rows.predictive, CategoricalPredictive):
         if tolerance is not None:
             raise ValueError("expected no tolerance for a classification, got one; a label is right or wrong")
-        return predictive.log_mean.argmax(1) != rows.y
-    if tolerance is None:
-        raise ValueError("expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off")
-    off = (predictive.mean - rows.y).abs() > number("tolerance", tolerance, least=0)
-    return off.reshape(len(off), -1).any(1)
+    elif tolerance is None:
+        raise ValueError(
+            "expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off"
+        )
+    return wrong(rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0))
 
 
 def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:
@@ -143,10 +145,11 @@ def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: fl
     bound = binomial_bound(wrong, n, 1 - confidence)
     least = least_risk(scores, errors, 1 - confidence, ordered=ordered)
     log.warning(
-        "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d accepted "
-        "rows without an error, or more with some. Accepting all, %d were wrong: at most %.3g are, with that confidence.%s",
+        "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d "
+        "accepted rows without an error, or more with some. Accepting all, %d were wrong: with that "
+        "confidence at most a share of %.3g is.%s",
         risk, confidence, n, errorless_rows(risk, 1 - confidence), wrong, bound,
-        "" if least is None else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
+        "" if least is None or least > bound else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
     )  # fmt: skip
 
 

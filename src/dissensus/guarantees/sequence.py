@@ -1,16 +1,17 @@
 """Which thresholds keep a risk, by exact tests in a fixed sequence (Learn-then-Test, Angelopoulos et al. 2021).
 
-Rows are sorted by how unsure they are. Threshold number j accepts what is below the (j + 1)-th smallest score, so that j rows are
-accepted, and the last one everything. Given that score, the j rows below it are a sample of their own from the inputs below it:
-of those the errors are binomial, and P(Bin(j, risk) ≤ errors) is a p-value of "the risk is above" although the threshold came
-from the rows. The labels choose nothing but where the sequence ends.
+Rows are sorted by how unsure they are. Threshold number j accepts what is below the (j + 1)-th smallest score, so that j rows
+are accepted, and the last one everything. Given that score, the j rows below it are a sample of their own from the inputs
+below it: their errors are binomial, and P(Bin(j, risk) ≤ errors) is a p-value of "the risk is above" although the threshold
+came from the rows. Labels choose nothing but where a sequence ends. Two ways to share δ = 1 − confidence among the tests:
 
-In sequence each test may use the whole of δ = 1 − confidence, as long as all before were passed. Two ways:
-
-- `ordered`: j = m, m + 1, …, n, where m = ⌈ln δ / ln(1 − risk)⌉ errorless rows are the fewest that pass. P(the promise is broken)
-  ≤ δ where the risk passes the promised one but once as the threshold loosens, as it does when errors become more frequent
-  with the score. The first threshold beyond that point then has the rows below that fixed point accepted.
-- not `ordered`: any score. A few numbers of rows, each 1.25 times the one before, share δ equally (Bonferroni), and the loosest
+- `ordered`: errors are taken to become more frequent with the score, so that the risk crosses the promised one once, at t. A
+  sequence starts at m = ⌈ln δ / ln(1 − risk)⌉ accepted rows, the fewest that can pass, and goes on while tests pass. One early
+  error would end it, so that with more rows J sequences start at m, 2 m, 4 m, …, m for δ/J, with δ/J each; one that reaches
+  the next start takes its share along (the fallback procedure of Wiens 2003). Of the thresholds beyond t the first is the one
+  with all rows below t accepted, whose errors are binomial at the promised risk, and the others are starts: P(any of them
+  passes) ≤ δ.
+- not `ordered`: any score. Numbers of rows, each 1.25 times the one before, share δ equally (Bonferroni), and the loosest
   that passes is taken.
 """
 
@@ -52,34 +53,46 @@ def binomial_bound(errors: int, rows: int, delta: float) -> float:
 
 def safe_threshold(score: Tensor, error: Tensor, risk: float, delta: float, *, ordered: bool = True) -> Threshold:
     """The loosest threshold whose risk is at most `risk` with confidence 1 − δ, of scores (n,) and errors (n,) boolean."""
-    ordering = score.argsort(stable=True)
-    sorted_score = torch.cat([score[ordering].double(), score.new_full((1,), math.inf, dtype=torch.float64)])
-    errors = torch.cat([torch.zeros(1, dtype=torch.int64), error[ordering].long().cumsum(0)])
+    values, counts = score.double().unique(return_counts=True)  # sorted
+    thresholds = torch.cat([values[1:], values.new_full((1,), math.inf)])
+    accepted = counts.cumsum(0)  # below each threshold; equal scores are accepted together
+    wrong = torch.zeros(len(score) + 1, dtype=torch.int64)
+    wrong[1:] = error[score.argsort(stable=True)].long().cumsum(0)
+    p_values = binomial_tail(wrong[accepted], accepted, risk).tolist()
+    levels, last, carried = [0.0] * len(p_values), -1, 0.0
     if ordered:
-        numbers, each = torch.arange(errorless_rows(risk, delta), len(score) + 1), delta
+        share, starts = ordered_starts(len(score), risk, delta)
+        for start in torch.searchsorted(accepted, torch.tensor(starts)).tolist():  # the strictest that accepts so many
+            levels[start] += share
     else:
-        numbers = _spread_numbers(len(score), risk, delta)
-        each = delta / max(len(numbers), 1)
-    thresholds = sorted_score[numbers]
-    accepted = torch.searchsorted(sorted_score, thresholds)  # fewer than their number where scores tie
-    able = accepted >= errorless_rows(risk, each)  # ties are seen without labels
-    thresholds, accepted = thresholds[able], accepted[able]
-    passed = binomial_tail(errors[accepted], accepted, risk) <= each
-    if ordered:
-        passed = passed.long().cumprod(0)
-    found = passed.nonzero()
-    if not len(found):
+        share, starts = spread_starts(len(score), risk, delta)
+        for start in (torch.searchsorted(accepted, torch.tensor(starts), right=True) - 1).tolist():
+            levels[start] = share if start >= 0 else levels[start]  # the loosest that accepts no more
+    for i, (p, level) in enumerate(zip(p_values, levels, strict=True)):
+        if p <= carried + level:
+            last, carried = i, carried + level if ordered else 0.0
+        else:
+            carried = 0.0
+    if last < 0:
         return Threshold(-math.inf, 0, 0)
-    last = int(found[-1])
-    return Threshold(float(thresholds[last]), int(accepted[last]), int(errors[accepted[last]]))
+    return Threshold(float(thresholds[last]), int(accepted[last]), int(wrong[accepted[last]]))
 
 
-def _spread_numbers(rows: int, risk: float, delta: float) -> Tensor:
-    """Numbers of accepted rows to test, as many as can pass while δ is shared between them; all rows among them."""
+def ordered_starts(rows: int, risk: float, delta: float) -> tuple[float, list[int]]:
+    """(what each has of δ, numbers of accepted rows) of the starts of sequences."""
+    count = 1
+    while errorless_rows(risk, delta / (count + 1)) * 2**count <= rows:
+        count += 1
+    first = errorless_rows(risk, delta / count)
+    return delta / count, [first * 2**i for i in range(count) if first * 2**i <= rows]
+
+
+def spread_starts(rows: int, risk: float, delta: float) -> tuple[float, list[int]]:
+    """The same of single tests, as many as can pass while δ is shared between them; all rows among them."""
     numbers = [rows]
     while (smaller := int(numbers[0] / STEP)) >= errorless_rows(risk, delta / (len(numbers) + 1)):
         numbers.insert(0, smaller)
-    return torch.tensor(numbers)
+    return delta / len(numbers), numbers
 
 
 def least_risk(score: Tensor, error: Tensor, delta: float, *, ordered: bool = True) -> float | None:

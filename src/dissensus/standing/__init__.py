@@ -2,9 +2,11 @@
 
 from dissensus.core.standing import Fitted
 from dissensus.standing.classes import HistogramCalibration, IsotonicCalibration, VectorScaling
+from dissensus.standing.conformal import Conformal
+from dissensus.standing.gate import Gate
 from dissensus.standing.values import CumulativeCalibration, DeviationScaling
 
-KINDS: dict[str, type[Fitted]] = {  # by the name that files have for it
-    each.kind: each
-    for each in (VectorScaling, IsotonicCalibration, HistogramCalibration, DeviationScaling, CumulativeCalibration)
-}
+CALIBRATIONS = (VectorScaling, IsotonicCalibration, HistogramCalibration, DeviationScaling, CumulativeCalibration)
+KINDS: dict[str, type[Fitted]] = {
+    each.kind: each for each in (*CALIBRATIONS, Conformal, Gate)
+}  # by their names in files

@@ -1,7 +1,7 @@
 """Conformal: sets of classes and intervals that hold the truth with a promised probability."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ class Conformal(Promise):
         self.rows = len(self.scores)
         self.group_of: RowFunction | None = None  # no file holds a function: after loading, numbers are passed
         self.weight_of: RowFunction | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # It follows its posterior to another device, but not to another precision: thresholds stay as they were fitted.
+        for name, tensor in self._buffers.items():
+            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
+        return self
 
     def set(
         self,
@@ -87,16 +93,18 @@ class Conformal(Promise):
         mean = predictive.mean
         return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
 
-    def _asked(
-        self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
-    ) -> tuple[Predictive, Tensor]:
+    def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # an error where it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else x
         one = torch.ones(1, dtype=torch.float64)
         w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
-        g = self._of_rows("group", group, self.group_of, inputs, len(predictive)) if self.facts["by"] == "group" else None
+        g = (
+            self._of_rows("group", group, self.group_of, inputs, len(predictive))
+            if self.facts["by"] == "group"
+            else None
+        )
         device = predictive.described()[0].device
         return predictive, self.thresholds(w.double(), g).to(device)
 

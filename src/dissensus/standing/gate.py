@@ -44,11 +44,21 @@ class Gate(Promise):
         """What is promised, in a sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
-            return f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
+            return (
+                f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
+            )
         if self.threshold == float("-inf"):
             return "nothing is accepted: no threshold promises this risk on these rows"
         risk, confidence = self.facts["risk"], self.facts["confidence"]
         return f"of accepted inputs at most {100 * risk:g} % are wrong, with confidence {confidence:g}"
+
+
+def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
+    """(B,) boolean: another class, or an output off by more than the tolerance."""
+    if isinstance(predictive, CategoricalPredictive):
+        return predictive.log_mean.argmax(1) != y
+    off = (predictive.mean - y).abs() > tolerance
+    return off.reshape(len(off), -1).any(1)
 
 
 def uncertainty(predictive: Predictive, score: str) -> Uncertainty:

@@ -1,0 +1,388 @@
+"""Conformal sets and intervals on posteriors: coverage, sizes against MAPIE's, groups, shifts, files and bad input."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+from dissensus.standing.conformal import covered
+from dissensus.standing.scores import CLASS_SCORES
+
+CLASSES = 5
+
+
+class Told(nn.Module):
+    """Logits, or a mean, that are the inputs themselves: what the network says is what the test chose."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def classified(n, *, shift=0.0):
+    """(logits (n, K), labels): the labels follow sharper probabilities than the logits say."""
+    x = 1.5 * torch.randn(n, CLASSES, dtype=torch.float64) + shift
+    return x, torch.multinomial((1.3 * x).softmax(1), 1)[:, 0]
+
+
+def measured(n):
+    """(means (n, 1), values): the deviation grows with the mean."""
+    x = torch.randn(n, 1, dtype=torch.float64)
+    return x, x + (0.3 + x.abs()) * torch.randn_like(x)
+
+
+def rows(x, y, weight=None):
+    return [(x, y) if weight is None else (x, y, weight)]
+
+
+def classifier():
+    return ds.MAP(Told())
+
+
+def disagreeing():
+    """Three members whose logits are 0.5, 1 and 2 times the inputs."""
+    return ds.DeepEnsemble([Told(0.5), Told(1.0), Told(2.0)])
+
+
+def regressor():
+    return ds.MAP(Told(), likelihood=ds.Regression(noise=0.7))
+
+
+def mean_coverage(posterior, data, n, *, splits=25, tests=400, **settings):
+    """Mean coverage over splits, the expected one, and its standard error."""
+    found, generator = [], torch.Generator().manual_seed(1)
+    for split in range(splits):
+        conformal = ds.conformal(posterior, rows(*data(n)), level=0.9, seed=split, **settings)
+        x, y = data(tests)
+        found.append(float(covered(conformal, posterior.predict(x), y, generator).covered.mean()))
+    mean = math.ceil((n + 1) * 0.9 - 1e-9) / (n + 1)
+    variance = mean * (1 - mean) / (n + 2)
+    return np.mean(found), mean, math.sqrt((variance + (mean * (1 - mean) - variance) / tests) / splits)
+
+
+CASES = [
+    ("lac", {}, classifier, classified),
+    ("aps", {"randomised": True}, classifier, classified),
+    ("raps", {"randomised": True, "penalty": 0.1, "free": 2}, classifier, classified),
+    ("disagreement", {}, disagreeing, classified),
+    ("cqr", {}, regressor, measured),
+    ("residual", {}, regressor, measured),
+]
+
+
+@pytest.mark.parametrize(("score", "settings", "make", "data"), CASES, ids=[case[0] for case in CASES])
+def test_coverage_is_the_level(score, settings, make, data):
+    found, mean, error = mean_coverage(make(), data, 100, score=score, **settings)
+    assert abs(found - mean) < 3 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [100, 1000])
+@pytest.mark.parametrize(("score", "settings", "make", "data"), CASES, ids=[case[0] for case in CASES])
+def test_coverage_of_two_hundred_splits_is_the_level(score, settings, make, data, n):
+    found, mean, error = mean_coverage(make(), data, n, splits=200, tests=1000, score=score, **settings)
+    assert abs(found - mean) < 3 * error
+    assert 3 * error < {100: 0.0075, 1000: 0.0031}[n]
+
+
+@pytest.mark.parametrize("score", ["aps", "raps"])
+def test_sets_that_are_not_randomised_cover_no_less_and_are_never_empty(score):
+    posterior = classifier()
+    found, mean, error = mean_coverage(posterior, classified, 100, score=score)
+    assert found > mean - 3 * error
+    conformal = ds.conformal(posterior, rows(*classified(100)), level=0.2, score=score)
+    assert conformal.set(classified(200)[0]).any(1).all()
+
+
+def test_without_members_that_disagree_the_score_is_lac():
+    predictive = classifier().predict(classified(20)[0])
+    same = CLASS_SCORES["disagreement"](predictive, torch.zeros(20), {"penalty": 1.0})
+    torch.testing.assert_close(same, CLASS_SCORES["lac"](predictive, torch.zeros(20), {}))
+
+
+def test_disagreement_lets_a_class_in_that_some_members_believe():
+    members = torch.tensor([[[0.98, 0.01, 0.01]], [[0.6, 0.39, 0.01]]], dtype=torch.float64).log()
+    predictive = ds.ClassificationPredictive(members)
+    lac = CLASS_SCORES["lac"](predictive, torch.zeros(1), {})[0]
+    found = CLASS_SCORES["disagreement"](predictive, torch.zeros(1), {"penalty": 1.0})[0]
+    torch.testing.assert_close(found.exp().reciprocal()[1], torch.tensor(0.2 + 0.19, dtype=torch.float64))
+    assert (lac - found)[1] > 0.5
+    assert float((lac - found)[2]) == pytest.approx(0, abs=1e-12)
+
+
+def test_confident_rows_do_not_tie():
+    """In float32 these probabilities are 1."""
+    logits = torch.tensor([[30.0, 0.0], [31.0, 0.0], [32.0, 0.0]])
+    found = CLASS_SCORES["lac"](ds.ClassificationPredictive(logits.log_softmax(1)[None]), torch.zeros(3), {})[:, 0]
+    torch.testing.assert_close(
+        found, torch.exp(-torch.tensor([30.0, 31.0, 32.0], dtype=torch.float64)), rtol=1e-6, atol=0
+    )
+
+
+class Probabilities:
+    """What MAPIE takes for a classifier: its inputs are the probabilities."""
+
+    def __init__(self):
+        self.classes_ = np.arange(CLASSES)
+
+    def __sklearn_is_fitted__(self):
+        return True
+
+    def fit(self, x, y):
+        return self
+
+    def predict(self, x):
+        return x.argmax(1)
+
+    def predict_proba(self, x):
+        return x
+
+
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_sets_are_mapies_on_the_same_scores(score, monkeypatch):
+    from mapie.classification import SplitConformalClassifier
+
+    (x, y), (new, _) = classified(150), classified(400)
+    p, q = x.softmax(1).numpy(), new.softmax(1).numpy()
+    theirs = SplitConformalClassifier(Probabilities(), conformity_score=score, prefit=True, random_state=3)
+    theirs.conformalize(p, y.numpy())
+    mass = {"conformity_score_params": {"include_last_label": True}} if score == "aps" else {}
+    _, sets = theirs.predict_set(q, **mass)
+    # Their uniforms; they take 1 − u.
+    u = torch.from_numpy(1 - np.random.RandomState(3).uniform(size=len(p)))
+    monkeypatch.setattr("dissensus.guarantees.conformal.torch.rand", lambda *size, **settings: u)
+    ours = ds.conformal(classifier(), rows(x, y), level=0.9, score=score).set(new)
+    assert torch.equal(ours, torch.from_numpy(sets[:, :, 0]))
+    assert 1.2 < float(ours.sum(1).double().mean()) < 4
+
+
+def test_randomised_sets_are_mapies_on_the_same_scores(monkeypatch):
+    from mapie.classification import SplitConformalClassifier
+
+    (x, y), (new, _) = classified(150), classified(400)
+    theirs = SplitConformalClassifier(Probabilities(), conformity_score="aps", prefit=True, random_state=3)
+    theirs.conformalize(x.softmax(1).numpy(), y.numpy())
+    _, sets = theirs.predict_set(new.softmax(1).numpy(), conformity_score_params={"include_last_label": "randomized"})
+    drawn = lambda n, **settings: torch.from_numpy(1 - np.random.RandomState(3).uniform(size=n))  # noqa: E731
+    monkeypatch.setattr("dissensus.guarantees.conformal.torch.rand", drawn)
+    ours = ds.conformal(classifier(), rows(x, y), level=0.9, score="aps", randomised=True).set(new)
+    assert torch.equal(ours, torch.from_numpy(sets[:, :, 0]))
+
+
+@pytest.mark.parametrize("score", ["cqr", "residual"])
+def test_intervals_are_what_the_score_says(score):
+    posterior, (x, y) = regressor(), measured(99)
+    conformal = ds.conformal(posterior, rows(x, y), level=0.9, score=score)
+    new = measured(7)[0]
+    half = (y - x).abs().sort(0).values[89]  # the 90th of 99, and the deviation is the same everywhere
+    lower, upper = conformal.interval(new)
+    assert lower.shape == new.shape
+    torch.testing.assert_close(lower, new - half, rtol=0, atol=1e-9)
+    torch.testing.assert_close(upper, new + half, rtol=0, atol=1e-9)
+
+
+def test_an_interval_that_would_be_empty_is_a_point():
+    posterior, x = regressor(), torch.randn(50, 1, dtype=torch.float64)
+    conformal = ds.conformal(posterior, rows(x, x), level=0.5)  # all values right: quantiles are drawn together
+    lower, upper = conformal.interval(x)
+    torch.testing.assert_close(lower, x, rtol=0, atol=1e-9)
+    torch.testing.assert_close(upper, x, rtol=0, atol=1e-9)
+    assert (lower <= upper).all()
+
+
+def test_outputs_are_covered_each_by_itself():
+    def data(n):
+        x = torch.randn(n, 2, dtype=torch.float64)
+        return x, x + torch.tensor([0.1, 10.0], dtype=torch.float64) * torch.randn_like(x)
+
+    posterior, inside = regressor(), []
+    for _ in range(10):
+        conformal = ds.conformal(posterior, rows(*data(500)))
+        x, y = data(500)
+        lower, upper = conformal.interval(x)
+        inside.append(((lower <= y) & (y <= upper)).double().mean(0))
+    assert (torch.stack(inside).mean(0) - 0.9).abs().max() < 3 * math.sqrt(0.09 * (2 / 500) / 10)
+    assert float((upper - lower)[0, 1] / (upper - lower)[0, 0]) > 50
+
+
+def test_every_class_is_covered_by_itself():
+    def data(n):  # a rare class that the network does not believe in
+        y = torch.where(torch.rand(n) < 0.15, 1, 0)
+        x = torch.randn(n, CLASSES, dtype=torch.float64)
+        x[:, 0] += 3
+        return x, y
+
+    posterior = classifier()
+    x, y = data(4000)
+    for by, least in (("class", 0.86), (None, 0.0)):
+        conformal = ds.conformal(posterior, rows(*data(2000)), by=by) if by is None else _warned(posterior, data, by)
+        hit = conformal.set(x).gather(1, y[:, None])[:, 0].double()
+        of_rare = float(hit[y == 1].mean())
+        assert of_rare > least
+        assert (of_rare > 0.8) == (by == "class")
+
+
+def _warned(posterior, data, by):
+    """Three of five classes have no rows: they are in every set."""
+    conformal = ds.conformal(posterior, rows(*data(2000)), by=by)
+    assert conformal.set(data(10)[0])[:, 2:].all()
+    return conformal
+
+
+def test_a_class_with_too_few_rows_is_named(caplog):
+    x, y = classified(100)
+    y = torch.where(y == 3, 0, y)
+    with caplog.at_level("WARNING", "dissensus"):
+        ds.conformal(classifier(), rows(x, y), by="class")
+    assert "needs 9 rows of each class" in caplog.text
+    assert "here 3" in caplog.text
+    with pytest.raises(ValueError, match="needs 9 rows of each class, got at most 8"):
+        ds.conformal(classifier(), rows(x[:40], torch.arange(40) % CLASSES), by="class")
+
+
+def test_groups_are_covered_each_by_itself_and_unknown_ones_have_infinite_intervals():
+    def data(n):
+        x = torch.randn(n, 1, dtype=torch.float64)
+        return x, x + torch.where(x > 0, 5.0, 0.1) * torch.randn_like(x)
+
+    def side(x):
+        return (x[:, 0] > 0).long() + 7
+
+    posterior = regressor()
+    conformal = ds.conformal(posterior, rows(*data(1000)), by=side)
+    x, y = data(4000)
+    lower, upper = conformal.interval(x)
+    inside = ((lower <= y) & (y <= upper))[:, 0].double()
+    for right in (True, False):
+        group = (x[:, 0] > 0) == right
+        assert float(inside[group].mean()) == pytest.approx(0.9, abs=3 * math.sqrt(0.09 * (1 / 500 + 1 / 2000)))
+    told = conformal.interval(posterior.predict(x[:3]), group=torch.tensor([7, 8, 9]))
+    assert told[1].isinf()[:, 0].tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="expected the group of 3 rows"):
+        conformal.interval(posterior.predict(x[:3]))
+
+
+def test_a_known_shift_is_covered_by_weights():
+    """Values off by x² / 4; calibration x ~ N(0, 1), new x ~ N(1, 1): density ratio exp(x − 1/2)."""
+
+    def data(n, mean):
+        x = mean + torch.randn(n, 1, dtype=torch.float64)
+        return x, x + 0.25 * x**2 * torch.randn_like(x)
+
+    def ratio(x):
+        return (x[:, 0] - 0.5).exp()
+
+    posterior, inside, plain = regressor(), [], []
+    for _ in range(30):
+        calibration, (x, y) = data(500, 0), data(500, 1)
+        for found, weight in ((inside, ratio), (plain, None)):
+            lower, upper = ds.conformal(posterior, rows(*calibration), weight=weight, score="residual").interval(x)
+            found.append(float(((lower <= y) & (y <= upper)).double().mean()))
+    assert np.mean(inside) > 0.9 - 3 * np.std(inside) / math.sqrt(30)
+    assert np.mean(plain) < 0.85
+    by_function = ds.conformal(posterior, rows(*calibration), weight=ratio, name="by function")
+    by_rows = ds.conformal(posterior, rows(*calibration, ratio(calibration[0])))
+    torch.testing.assert_close(by_rows.interval(x, weight=ratio(x)), by_function.interval(x))
+    assert by_rows.interval(x[:1], weight=torch.tensor([math.inf]))[1].isinf().all()
+    with pytest.raises(ValueError, match="expected the weight of 500 rows"):
+        by_rows.interval(x)
+
+
+def test_rows_that_do_not_count_do_not_count():
+    posterior = ds.MAP(Told(), likelihood=ds.Classification(ignore_index=-1))
+    x, y = classified(60)
+    plain = ds.conformal(posterior, rows(x[:50], y[:50]))
+    y = torch.where(torch.arange(60) < 50, y, -1)
+    ignored = ds.conformal(posterior, rows(x, y))
+    masked = ds.conformal(posterior, rows(x, y.clamp(min=0), (torch.arange(60) < 50).double()))
+    alike = ds.conformal(posterior, rows(x, y, torch.full((60,), 2.5)))
+    for each in (ignored, masked, alike):
+        assert each.rows == 50
+        assert torch.equal(each.scores, plain.scores)
+        assert not each.facts["weighted"]
+
+
+def test_it_is_saved_with_the_posterior_and_dropped_by_training(tmp_path, caplog):
+    posterior = ds.DeepEnsemble([ds.nets.MLP(4, 3, hidden=(5,)) for _ in range(2)])
+    x, y = torch.randn(80, 4), torch.arange(80) % 3
+    conformal = ds.conformal(posterior, rows(x, y), score="raps", by="class", penalty=0.2, free=1)
+    ds.save(posterior, tmp_path)
+    again = ds.load(tmp_path).promises["conformal"]
+    assert isinstance(again, ds.Conformal)
+    assert again.facts == conformal.facts
+    assert torch.equal(again.set(x), conformal.set(x))
+    assert again.scores.dtype == torch.float64
+    assert copy_of(posterior).promises["conformal"].set(x).equal(conformal.set(x))
+    with caplog.at_level("WARNING", "dissensus"):
+        ds.fit(posterior, rows(x, y), epochs=1, progress=False)
+    assert "conformal" in caplog.text
+    with pytest.raises(ValueError, match="dropped"):
+        conformal.set(x)
+
+
+def copy_of(posterior):
+    import copy
+
+    return copy.deepcopy(posterior)
+
+
+def test_another_precision_of_the_posterior_leaves_scores_as_they_are():
+    posterior, (x, y) = classifier(), classified(50)
+    conformal = ds.conformal(posterior, rows(x, y))
+    before = conformal.scores.clone()
+    posterior.float()
+    assert torch.equal(conformal.scores, before)
+
+
+def test_bad_input_is_refused():
+    posterior, (x, y) = classifier(), classified(50)
+    with pytest.raises(ValueError, match=r"at least 9 rows for a level of 0\.9, got 8"):
+        ds.conformal(posterior, rows(x[:8], y[:8]))
+    assert ds.conformal(posterior, rows(x[:9], y[:9])).rows == 9
+    with pytest.raises(ValueError, match="at least 9 rows"):
+        ds.conformal(posterior, [])
+    for level in (0.0, 1.0, 1.2):
+        with pytest.raises(ValueError, match="level"):
+            ds.conformal(posterior, rows(x, y), level=level)
+    with pytest.raises(ValueError, match="a classification has these"):
+        ds.conformal(posterior, rows(x, y), score="cqr")
+    with pytest.raises(ValueError, match="a regression has these"):
+        ds.conformal(regressor(), rows(*measured(50)), score="lac")
+    with pytest.raises(ValueError, match="labels in 0…4"):
+        ds.conformal(posterior, rows(x, y + 3))
+    with pytest.raises(ValueError, match="soft labels"):
+        ds.conformal(posterior, rows(x, x.softmax(1)))
+    with pytest.raises(ValueError, match="border"):
+        ds.conformal(posterior, rows(x, y), randomised=True)
+    with pytest.raises(ValueError, match="setting"):
+        ds.conformal(posterior, rows(x, y), penalty=1.0)
+    with pytest.raises(ValueError, match='by="class"'):
+        ds.conformal(regressor(), rows(*measured(50)), by="class")
+    conformal = ds.conformal(posterior, rows(x, y))
+    with pytest.raises(ValueError, match="expected 5 classes"):
+        conformal.set(ds.ClassificationPredictive(torch.zeros(1, 2, 3).log_softmax(2)))
+    with pytest.raises(TypeError, match=r"call .set\(x\)"):
+        conformal.interval(x)
+    with pytest.raises(TypeError, match=r"call .interval\(x\)"):
+        ds.conformal(regressor(), rows(*measured(50))).set(x)
+
+
+def test_pixels_are_refused():
+    posterior = ds.MAP(nn.Conv2d(2, 3, 1))
+    with pytest.raises(ValueError, match="not exchangeable"):
+        ds.conformal(posterior, [(torch.randn(4, 2, 5, 6), torch.zeros(4, 5, 6, dtype=torch.int64))])
+
+
+def test_functions_that_are_drawn_anew_are_refused():
+    posterior = ds.MCDropout(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), samples=4)
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    with pytest.raises(ValueError, match=r"ds\.refresh"):
+        ds.conformal(posterior, rows(x, y))
+    ds.refresh(posterior, rows(x, y))
+    assert ds.conformal(posterior, rows(x, y)).rows == 40
