@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum

@@ -112,7 +112,7 @@ class RawBatches:
     """Batches whose inputs stay what they are, tables too: a posterior that has `inputs` transforms them itself."""
 
     def __init__(self, x: Any, y: Any, **keywords: Any) -> None:
-        _check_index(x, y, keywords.get("weight"))
+        check_index(x, y, keywords.get("weight"))
         self.x, self.rows = x, Batches(torch.arange(len(y)), y, **keywords)
 
     def __len__(self) -> int:

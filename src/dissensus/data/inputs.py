@@ -119,13 +119,13 @@ class ImageInputs(InputTransform):
         return pixels if first else pixels.movedim(-1, 1)
 
     def _sized(self, pixels: Tensor) -> Tensor:
-        """Resized and cropped, still uint8 where nothing was resized, else pixels in float32."""
+        """Resized and cropped pixels, from 0 to 255 in float32."""
+        pixels = pixels.to(torch.float32)
         if self.resize is not None and min(pixels.shape[2:]) != self.resize:
             height, width = pixels.shape[2:]
             sides = [round(side * self.resize / min(height, width)) for side in (height, width)]
-            # Rounded to whole pixels, as image files have them.
-            pixels = F.interpolate(pixels.float(), size=sides, mode="bilinear", antialias=True, align_corners=False)
-            pixels = pixels.round().clamp(0, 255).to(torch.uint8)
+            # Not rounded to whole pixels: where another program rounds otherwise, a whole level would be lost.
+            pixels = F.interpolate(pixels, size=sides, mode="bilinear", antialias=True, align_corners=False)
         if self.crop is not None:
             tops = [(have - want) // 2 for have, want in zip(pixels.shape[2:], self.crop, strict=True)]
             if min(tops) < 0:
@@ -137,7 +137,7 @@ class ImageInputs(InputTransform):
         return pixels
 
     def transform(self, raw: Tensor) -> Tensor:
-        pixels = self._sized(raw).to(torch.float32) / 255
+        pixels = self._sized(raw) / 255
         mean, std = (torch.tensor(each, device=raw.device)[:, None, None] for each in (self.mean, self.std))
         return (pixels - mean) / std
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core import batch as batches
 from dissensus.core import seam, weights
 from dissensus.core.batch import Batch
 from dissensus.core.inputs import check_loader

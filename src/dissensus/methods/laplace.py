@@ -14,7 +14,6 @@ from typing import Any, Literal, Self, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core import noise
 from dissensus.core.alone import likelihood_of
 from dissensus.core.inputs import check_loader

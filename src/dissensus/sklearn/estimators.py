@@ -22,7 +22,7 @@ from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.optimisation import refusal
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive, RegressionPredictive
-from dissensus.core.regression import HeteroscedasticRegression, Regression
+from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.frames import TableEncoder
 from dissensus.data.standardise import Standardiser

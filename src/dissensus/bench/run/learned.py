@@ -11,7 +11,6 @@ from torch import Tensor
 from dissensus.bench.rows.learned import TaskRows
 from dissensus.bench.run.measured import more
 from dissensus.bench.run.watch import Looks, with_looks
-from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.evaluation.evaluation import Evaluation
