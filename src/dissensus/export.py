@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable
 from dissensus.standing.conformal import Conformal
 from dissensus.standing.gate import Gate
+from dissensus.standing.scores import INTERVAL_SCORES
 from dissensus.storage.atomic import write_whole
+from dissensus.storage.onnx_files import onnx_content, require_onnx, run_onnx
 from dissensus.surgery.factored import Factored
 from dissensus.version import __version__
 
@@ -65,7 +67,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     path = Path(path)
     write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
     if path.suffix == ".onnx":
-        _require_onnx()
+        require_onnx()
     module = ExportedPosterior(expect_posterior(posterior))
     x = _two_or_more(batches.to(module.raw(example), posterior.device))
     wanted = {rows: _predicted(posterior, module.ready(_rows(x, rows))) for rows in (batches.size(x), 1)}
@@ -165,15 +167,9 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[st
         return None
     fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
     fixed._asked = lambda predictive, *_: (predictive, thresholds)  # type: ignore[method-assign,assignment,return-value]
-    if "lower" in _ends(fixed):
+    if promise.score in INTERVAL_SCORES:
         return lambda predictive: dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
     return lambda predictive: {name: fixed.set(predictive)}
-
-
-def _ends(promise: Conformal) -> tuple[str, ...]:
-    from dissensus.standing.scores import INTERVAL_SCORES
-
-    return ("lower", "upper") if promise.score in INTERVAL_SCORES else ()
 
 
 def _rows(x: Inputs, rows: int) -> Inputs:
@@ -259,8 +255,8 @@ def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path)
             # A score that is the threshold but for rounding falls on either side.
             off, limit = float((made != number).sum()), max(1.0, 0.02 * number.numel())
         else:
-            off = float((made - number).abs().nan_to_num(0.0).max()) if number.numel() else 0.0
-            limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()) if number.numel() else 1.0)
+            off = float(torch.where(made == number, 0.0, (made - number).abs()).max())  # infinite ends may be equal
+            limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()))
         if not off <= limit:
             raise ValueError(f"expected {name} as in predict, got numbers up to {off:.2g} away in {path}")
 
@@ -272,6 +268,10 @@ def _state_size(path: Path, predictor: Predictor) -> None:
         if isinstance(part, Particles):
             own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
             shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
+    if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
+        raise ValueError(
+            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or fewer functions"
+        )
     log.info(
         "%s will take about %s: %d functions with %s of their own, and %s for all",
         path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
@@ -287,97 +287,10 @@ def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wante
 def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
     """The file's content, compared with what was wanted where onnxruntime is installed."""
     names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
-    outputs = {f"output {name}": name for name in wanted[1]}  # torch calls inner values "mean", too
-    with _quiet():
-        made = torch.onnx.export(
-            program, dynamo=True, input_names=names, output_names=list(outputs), verbose=False, optimize=True
-        )
-    model: Any = made.model_proto  # type: ignore[union-attr]
-    _strip(model)
-    _rename(model.graph, outputs)
-    for name, value in facts.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
-    _check_drawn(sorted({node.op_type for node in _nodes(model)} & {*RANDOM}))
-    content: bytes = model.SerializeToString()
-    _check_runs(content, names, x, wanted)
-    return content
-
-
-def _check_runs(content: bytes, names: list[str], x: Inputs, wanted: dict[int, dict[str, Tensor]]) -> None:
-    try:
-        import onnxruntime
-    except ImportError:
-        log.info("the ONNX file was not run: onnxruntime is not installed")
-        return
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    found = [output.name for output in session.get_outputs()]
+    content, random = onnx_content(program, names, list(wanted[1]), facts)
+    _check_drawn(random)
     for rows, numbers in wanted.items():
-        given = {name: tensor.numpy() for name, tensor in zip(names, batches.tensors(_rows(x, rows)), strict=True)}
-        made = session.run(None, given)
-        _check_same(
-            {name: torch.from_numpy(value) for name, value in zip(found, made, strict=True)}, numbers, Path("ONNX")
-        )
-
-
-def _strip(model: Any) -> None:
-    """Takes out where in the sources operations came from, and shapes in between: a runtime finds those itself."""
-    for function in model.functions:
-        del function.metadata_props[:]
-    for node in _nodes(model):
-        del node.metadata_props[:]
-        node.doc_string = ""
-    graph = model.graph
-    del graph.value_info[:], graph.metadata_props[:], model.metadata_props[:]
-    for value in (*graph.input, *graph.output, *graph.initializer):
-        del value.metadata_props[:]
-    for value in (*graph.input, *graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "batch"
-
-
-def _rename(graph: Any, names: dict[str, str]) -> None:
-    """Gives values of a graph other names, and inner values that have those already a longer one."""
-    names = {**{new: f"inner {new}" for new in names.values()}, **names}
-    for value in (*graph.input, *graph.output, *graph.initializer):
-        value.name = names.get(value.name, value.name)
-    for node in _inside(graph.node):
-        for part in (node.input, node.output):
-            part[:] = [names.get(name, name) for name in part]
-
-
-def _nodes(model: Any) -> Iterator[Any]:
-    """All nodes, those in branches and functions too."""
-    return _inside([*model.graph.node, *(node for function in model.functions for node in function.node)])
-
-
-def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Nodes, and those in their branches."""
-    waiting = [*nodes]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                waiting += graph.node
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, torch's ONNX exporter does not log what it has not got."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _require_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"expected onnx and onnxscript to write ONNX, got no {error.name}; install dissensus[export], or write .pt2"
-        ) from None
+        given = dict(zip(names, batches.tensors(_rows(x, rows)), strict=True))
+        if (found := run_onnx(content, given)) is not None:
+            _check_same(found, numbers, Path("ONNX"))
+    return content
