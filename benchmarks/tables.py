@@ -16,6 +16,7 @@ import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
+import tables_uci
 import toy_entropy
 import tradi_schedule
 import uci_page
@@ -316,6 +317,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
+    if found := rows("tables_uci.csv"):
+        yield docs / "tables.md", "tables-uci", tables_uci.page(found)
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
     if rows("false_positives.csv"):

@@ -13,7 +13,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 @pytest.mark.parametrize(
     "name",
-    ["dissensus", "dissensus.attacks", "dissensus.data", "dissensus.metrics", "dissensus.nets", "dissensus.theory"],
+    ["dissensus", *(f"dissensus.{room}" for room in ("attacks", "data", "metrics", "nets", "sklearn", "theory"))],
 )
 def test_every_public_function_is_named_in_the_documentation(name):
     package = importlib.import_module(name)

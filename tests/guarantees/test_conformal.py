@@ -175,6 +175,37 @@ def test_randomised_sets_are_mapies_on_the_same_scores(monkeypatch):
     assert torch.equal(ours, torch.from_numpy(sets[:, :, 0]))
 
 
+class Moved:
+    """What MAPIE takes for a regressor: its input, moved."""
+
+    fitted_ = True
+
+    def __init__(self, by=0.0):
+        self.by = by
+
+    def fit(self, x, y):
+        return self
+
+    def predict(self, x):
+        return x[:, 0] + self.by
+
+
+def test_intervals_are_mapies_on_the_same_scores():
+    from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegressor
+
+    posterior, (x, y), (new, _) = regressor(), measured(150), measured(50)
+    lower, upper = posterior.predict(x).interval(0.9)
+    reach = float((upper - lower)[0, 0]) / 2
+    given = x.numpy(), y[:, 0].numpy()
+    residual = SplitConformalRegressor(Moved(), prefit=True).conformalize(*given).predict_interval(new.numpy())[1]
+    moved = [Moved(-reach), Moved(reach), Moved()]
+    quantiles = ConformalizedQuantileRegressor(moved, prefit=True).conformalize(*given)
+    cqr = quantiles.predict_interval(new.numpy(), symmetric_correction=True)[1]
+    for score, theirs in (("residual", residual), ("cqr", cqr)):
+        ours = torch.cat(ds.conformal(posterior, rows(x, y), score=score).interval(new), 1)
+        torch.testing.assert_close(ours, torch.from_numpy(theirs[:, :, 0]), rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("score", ["cqr", "residual"])
 def test_intervals_are_what_the_score_says(score):
     posterior, (x, y) = regressor(), measured(99)

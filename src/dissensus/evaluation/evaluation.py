@@ -45,7 +45,8 @@ class Evaluation:
         """The metrics as aligned text, one a line; single corruptions and ε are left out and stay in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
-        shown = {k: v for k, v in self.metrics.items() if k.rpartition("/")[0] not in single}
+        hidden = tuple(f"{prefix}/" for prefix in single)
+        shown = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
         width = max(map(len, shown), default=0)
         return "\n".join(f"{name:<{width}}  {metric_text(value)}" for name, value in shown.items())
 

@@ -18,6 +18,7 @@ from dissensus import metrics
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
 from dissensus.reporting import plots, scenes
+from dissensus.reporting.promises import promised
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
 from dissensus.reporting.tables import MeasureDraws, score_pair
@@ -49,6 +50,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_coverage(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
+        (promised(results, palette), {}),
         (_corrupted_section(results, palette), {}),
         (scenes.attacked(results, palette), {"wide": True}),
         (_cost(results, draws, palette), {}),

@@ -85,6 +85,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         ]
         if evaluation.kind == "segmentation":  # means over images
             found = [replace(m, samples=((m.key,),), statistic=weighted_mean) if m.group == told else m for m in found]
+    found += _promised(evaluation)
     for name in evaluation.shift:
         found += [
             Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
@@ -217,6 +218,42 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
         if each.key in samples
     ]
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
+
+
+def _promised(evaluation: Evaluation) -> list[Measure]:
+    """Coverage and size of conformal sets, risk and acceptance of gates."""
+    found = []
+    for key, told in evaluation.metrics.items():
+        name, _, what = key.partition("/")
+        group = f"promised: {name}"
+        if what == "level":
+            hit: tuple[ArrayNames, ...] = ((f"test/{name}/covered",),)
+            size = "Classes in a set" if evaluation.kind == "classification" else "Width of an interval"
+            found += [
+                Measure(key, "Promised coverage", group, None, 100, 1, "%"),
+                Measure(f"{name}/coverage", "Coverage", group, told, 100, 1, "%", hit),
+                Measure(f"{name}/hard/coverage", "Coverage, hardest third", group, told, 100, 1, "%"),
+                Measure(f"{name}/worst_class/coverage", "Coverage, worst class", group, "high", 100, 1, "%"),
+                Measure(f"{name}/size", size, group, "low", 1, 3),
+                Measure(f"corrupt/{name}/coverage", "Coverage, corrupted", group, told, 100, 1, "%"),
+                Measure(f"corrupt/{name}/size", f"{size}, corrupted", group, "low", 1, 3),
+            ]
+        elif what == "promised":
+            pair: tuple[ArrayNames, ...] = ((f"test/{name}/accepted", f"test/{name}/error"),)
+            found += [
+                Measure(key, "Promised", group, None, 100, 2, "%"),
+                Measure(f"{name}/risk", "Errors among accepted", group, "low", 100, 2, "%", pair, _risk),
+                Measure(f"{name}/accepted", "Accepted", group, "high", 100, 1, "%", ((f"test/{name}/accepted",),)),
+                Measure(f"{name}/refused", "Refused", group, told, 100, 1, "%"),
+                Measure(f"corrupt/{name}/risk", "Errors among accepted, corrupted", group, "low", 100, 2, "%"),
+                Measure(f"corrupt/{name}/accepted", "Accepted, corrupted", group, None, 100, 1, "%"),
+            ]
+    return found
+
+
+def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
+    """(R,) share of errors among those accepted."""
+    return (weights[0] @ (accepted * error)) / (weights[0] @ accepted)
 
 
 def _regression(evaluation: Evaluation) -> list[Measure]:

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,11 +26,15 @@ from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.frames import TableEncoder
 from dissensus.data.standardise import Standardiser
+from dissensus.guarantees.conformal import ConformalScore, conformal
 from dissensus.nets import MLP
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.checks import number, one_of, share, whole
 from dissensus.numerics.damage import reading
 from dissensus.sklearn.methods import posterior_of
 from dissensus.sklearn.rows import checked_table, ordered, repeated, split_rows, taken
+from dissensus.standing.conformal import Conformal
+from dissensus.standing.quantiles import least_rows
+from dissensus.standing.scores import lac
 from dissensus.storage import load as load_posterior
 from dissensus.storage import save as save_posterior
 from dissensus.storage.atomic import write_whole
@@ -54,20 +58,24 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     Args:
         method: a name of `ds.METHODS`, or a class of your own.
-        members: networks; None: 5 where a method is built from several, else 1.
+        members: networks, or members of one; None: 5 of a method built from several networks, else the method's own.
         settings: further keywords of the method, a dict.
         hidden: widths of the network's hidden layers.
         network: a function (inputs, outputs) -> module in place of that network.
         likelihood: what its outputs mean; None: `Classification()`, `HeteroscedasticRegression()`.
         epochs: at most; None: about 2,000 steps, within 20 to 200 epochs.
         batch_size: None: a sixteenth of the rows, within 32 to 256.
-        lr, weight_decay: of AdamW, with a cosine schedule; methods with an optimiser of their own take that.
+        lr, weight_decay: of AdamW, with the method's schedule; a method with an optimiser of its own takes that.
         validation: share of the rows that judge epochs: the best one is kept. 0, or fewer than 20 rows: the last.
+        conformal: share of the rows that nothing else is done with but to calibrate intervals and sets: those of a new row
+            then hold its target with the probability asked for. 0: the mixture's own, as good as the posterior.
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
         device: where to train; predictions are made on the CPU, in float64.
         random_state: of the networks, the split and the order of batches; None differs from fit to fit.
     """
+
+    _score: ClassVar[ConformalScore]
 
     def __init__(
         self,
@@ -83,6 +91,7 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         lr: float = 3e-3,
         weight_decay: float = 1e-2,
         validation: float = 0.1,
+        conformal: float = 0.0,
         patience: int | None = 30,
         categories: Sequence[str | int] = (),
         device: str = "cpu",
@@ -99,6 +108,7 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.lr = lr
         self.weight_decay = weight_decay
         self.validation = validation
+        self.conformal = conformal
         self.patience = patience
         self.categories = categories
         self.device = device
@@ -109,7 +119,8 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         The order of rows does not matter. `sample_weight`: how often each row counts.
         """
-        number("validation", self.validation, least=0, below=1)
+        for name in ("validation", "conformal"):
+            number(name, getattr(self, name), least=0, below=1)
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None; pass the targets of the rows"
@@ -123,7 +134,13 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         rows, weights = rows[order], None if weights is None else weights[order]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         labels = targets[rows] if targets.dtype == np.int64 else None
-        train, held = split_rows(groups, (self.validation,), seed=seed, labels=labels, least=LEAST)
+        shares = (self.conformal, self.validation)
+        train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
+        if self.conformal and not len(calibrating):
+            raise ValueError(
+                f"expected at least {LEAST} rows to calibrate on, got {self.conformal:g} of {len(rows)}; pass more rows, or a "
+                "larger share as conformal="
+            )
         self.encoder_ = TableEncoder.of(taken(table, rows[train]), categories=self.categories)
         self._measure(targets[rows[train]])
 
@@ -134,6 +151,10 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
             torch.manual_seed(seed)
             self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
+            if len(calibrating):
+                x, y, weight = batch_tensors(calibrating)
+                rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
+                conformal(self.posterior_, rows_left, score=self._score)
         return self
 
     def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
@@ -151,10 +172,10 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
             settings=dict(self.settings or {}),
         )
         optimizer = scheduler = None
-        if refusal(posterior, torch.optim.AdamW) is None and posterior.default_schedule(100)(99) < 0.1:
+        if refusal(posterior, torch.optim.AdamW) is None:
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
             optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, posterior.default_schedule(epochs))
         judged = held is not None and posterior.goes_back
         self.history_ = fit(
             posterior,
@@ -177,7 +198,24 @@ class _TableEstimator(BaseEstimator):  # type: ignore[misc]
         """The prediction with every member, in float64, in the units of y: `.epistemic`, `.sample`, `.quantile`, …"""
         check_is_fitted(self)
         x = self.encoder_(checked_table(self, X, reset=False), dtype=torch.float64)
-        return self._in_units(Predictive.cat([self.posterior_.predict(part) for part in x.split(4096)]))
+        parts = [x[start : start + 4096] for start in range(0, len(x), 4096)]
+        found: Predictive = self._in_units(Predictive.cat([self.posterior_.predict(part) for part in parts]))
+        return found
+
+    def _threshold(self, level: float) -> Tensor | None:
+        """(1, P) the calibration rows' score at this level; None where nothing was calibrated."""
+        share("level", level, hint="pass for example 0.9")
+        if "conformal" not in self.posterior_.promises:
+            return None
+        promise = self.posterior_.promises["conformal"]
+        assert isinstance(promise, Conformal)
+        if promise.rows < least_rows(level):
+            raise ValueError(
+                f"expected a level that {promise.rows} calibration rows can promise, got {level:g}, which needs "
+                f"{least_rows(level)}; pass a lower one, or fit with more rows"
+            )
+        tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
+        return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes all of it into one folder, without a pickle: `ds.sklearn.load` reads it. Objects among the arguments
@@ -213,25 +251,36 @@ class Classifier(ClassifierMixin, _TableEstimator):  # type: ignore[misc]
     Labels may be text or any numbers; `classes_` has them in the order of the probabilities.
     {(_TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
 
+    _score = "lac"
+
     def predict(self, X: Any) -> np.ndarray:
         """(N,) the likeliest labels."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        likeliest = self.predict_proba(X).argmax(1)
+        labels: np.ndarray = self.classes_[likeliest]
+        return labels
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """(N, C) probabilities of the mixture."""
         return self.predictive(X).mean.numpy()
 
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
-        """(N, C) whether each class is among the fewest whose probabilities sum to at least `level`."""
+        """(N, C) whether each class is in the set: conformal, or the fewest whose probabilities sum to at least `level`."""
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
-        return predictive.credible_set(level).numpy()
+        threshold = self._threshold(level)
+        if threshold is None:
+            return predictive.credible_set(level).numpy()
+        return (lac(predictive, torch.zeros(len(predictive)), {}) <= threshold).numpy()
 
     def _targets(self, y: Any) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
         check_array(labels, ensure_2d=False, dtype=None, ensure_all_finite=True, input_name="y")
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of others, too"
+            )
         return codes.astype(np.int64)
 
     def _measure(self, targets: np.ndarray) -> None:
@@ -259,15 +308,25 @@ class Regressor(RegressorMixin, _TableEstimator):  # type: ignore[misc]
     Targets (N,) or (N, D) are standardised by the training rows; all that comes back is in their units.
     {(_TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
 
+    _score = "residual"
+
     def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
-        """(N,) or (N, D) means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper."""
+        """(N,) or (N, D) means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
+
+        Conformal intervals are mean ± threshold · deviation, the others the mixture's central ones.
+        """
         predictive = self.predictive(X)
-        found = [predictive.mean, *(() if interval is None else predictive.interval(interval))]
+        found = [predictive.mean]
+        if interval is not None and (threshold := self._threshold(interval)) is not None:
+            half = threshold * predictive.total.sqrt()
+            found += [predictive.mean - half, predictive.mean + half]
+        elif interval is not None:
+            found += predictive.interval(interval)
         arrays = [each.numpy() if self.targets_2d_ else each[:, 0].numpy() for each in found]
         return arrays[0] if interval is None else Interval(*arrays)
 
     def _targets(self, y: Any) -> np.ndarray:
-        targets = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
+        targets: np.ndarray = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
         self.targets_2d_ = targets.ndim > 1
         return targets.reshape(len(targets), -1)
 
@@ -304,7 +363,9 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
     with reading(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()}
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in state["arguments"].items()
+        }
         estimator = kinds[one_of("estimator", state["estimator"], kinds)](**given)
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:

@@ -16,6 +16,8 @@ MEMBERS = 5
 # keywords that a method has no default for
 SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
+    "hmc": lambda network: {"weight_prior_std": 1.0},
+    "sghmc": lambda network: {"weight_prior_std": 1.0},
     "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two(network), strict=True)),
     "lit": lambda network: {"strength": 0.1},
     "mc_dropout": lambda network: {"rate": 0.1},
@@ -32,19 +34,20 @@ def posterior_of(
     settings: dict[str, Any],
 ) -> Posterior:
     """The method around networks that `make` makes: as many as `members` where it is built from several."""
-    kind = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
+    kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
     keywords = inspect.signature(kind).parameters
     several = next(iter(keywords)) == "modules"
     if members is not None:
         whole("members", members)
     count = (members or MEMBERS) if several else (members or 1) if next(iter(keywords)) == "networks" else 1
     networks = [make() for _ in range(count)]
-    given = {**SETTLED.get(kind.name, lambda network: {})(networks[0]), **settings}
+    given = {**(SETTLED[kind.name](networks[0]) if kind.name in SETTLED else {}), **settings}
     if "members" in keywords and not several and members is not None:
         given.setdefault("members", members)
     if "data_size" in keywords and ("data_size" in kind.needed or given.keys() & {"prior", "weight_prior_std"}):
         given.setdefault("data_size", data_size)
-    return kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
+    posterior: Posterior = kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
+    return posterior
 
 
 def _last_two(network: nn.Module) -> list[str]:

@@ -31,8 +31,6 @@ def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray,
     if sample_weight is None:
         return rows, None
     weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
-    if not weights.any():
-        raise ValueError("expected a sample weight above 0, got none; leave sample_weight out")
     if (weights == weights.round()).all() and weights.sum() <= 10 * len(rows):
         return rows.repeat(weights.astype(np.int64)), None
     kept = weights > 0
@@ -40,8 +38,10 @@ def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray,
 
 
 def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places in `rows` sorted by what the rows say, number of the first equal row): training does not depend on their order."""
-    seen = TableEncoder.of(table)(table, dtype=torch.float64).numpy()[rows]
+    """(places in `rows`, sorted by what the rows say, so that training does not depend on their order; numbers that equal
+    rows, which are then neighbours, share)."""
+    table = taken(table, rows)
+    seen = TableEncoder.of(table)(table, dtype=torch.float64).numpy()
     parts = np.ascontiguousarray(np.concatenate([seen, y.reshape(len(y), -1)[rows]], 1)) + 0.0  # −0 is 0
     keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
     order = np.argsort(keys, kind="stable")

@@ -110,11 +110,12 @@ class Conformal(Promise):
 
     def _of_rows(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
         found = given if given is not None or function is None or x is None else function(x)
-        if found is None or found.shape != (rows,) or bool((found < 0).any()):
-            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, least {found.min():g}"
+        if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
+            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
+            least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected the {name} of {rows} rows, at least 0, got {got}; the calibration rows have one: pass {name}=, a "
-                f"tensor of shape ({rows},)"
+                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor of "
+                f"shape ({rows},)"
             )
         return found
 

@@ -1,0 +1,303 @@
+"""Tables in scikit-learn's manner: what a newcomer would try, and the traps of tables."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import dissensus as ds
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone  # noqa: E402
+from sklearn.model_selection import GridSearchCV, cross_val_score  # noqa: E402
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.preprocessing import FunctionTransformer  # noqa: E402
+from sklearn.utils.estimator_checks import estimator_checks_generator  # noqa: E402
+
+from dissensus.sklearn import Classifier, Regressor, load  # noqa: E402
+from dissensus.sklearn.rows import split_rows  # noqa: E402
+
+SMALL = {"hidden": (16,), "members": 2, "epochs": 30, "lr": 2e-2, "random_state": 0}
+
+
+def houses(rows=120, seed=0):
+    """(table, price in hundreds of thousands): numbers, a year, a date, categories and missing values."""
+    rng = np.random.default_rng(seed)
+    size = rng.uniform(20, 200, rows)
+    city = rng.choice(["Oslo", "Rome", "Bern"], rows)
+    frame = pd.DataFrame(
+        {
+            "size": size,
+            "city": pd.Categorical(city),
+            "year": rng.integers(1950, 2020, rows),
+            "seen": pd.Timestamp("2024-05-01") + pd.to_timedelta(rng.integers(0, 60, rows), unit="D"),
+            "rooms": np.where(rng.random(rows) < 0.2, np.nan, size // 30),
+        },
+        index=rng.permutation(10 * rows)[:rows],
+    )
+    price = 5e5 + 3e3 * size + 1e5 * (city == "Oslo") + rng.normal(0, 1e4, rows)
+    return frame, pd.Series(price, index=frame.index, name="price")
+
+
+@pytest.fixture(scope="module")
+def regressor():
+    return Regressor(**SMALL).fit(*houses())
+
+
+def test_a_table_is_predicted_in_its_own_units(regressor):
+    x, y = houses(200, seed=1)
+    mean, lower, upper = regressor.predict(x, interval=0.9)
+    assert regressor.score(x, y) > 0.9
+    assert mean.dtype == np.float64
+    assert np.array_equal(mean, regressor.predict(x))
+    assert ((lower < mean) & (mean < upper)).all()
+    assert 0.8 < ((lower <= y) & (y <= upper)).mean() <= 1  # ± 0.02 of one standard error, and a small ensemble
+    predictive = regressor.predictive(x)
+    assert np.allclose(predictive.total[:, 0].sqrt().numpy(), (upper - lower) / 3.29, rtol=0.2)
+    assert torch.allclose(predictive.total, predictive.aleatoric + predictive.epistemic)
+
+
+def test_rows_are_predicted_alone_as_among_others(regressor):
+    x, _ = houses(20, seed=1)
+    alone = np.concatenate([regressor.predict(x.iloc[[i]]) for i in range(len(x))])
+    assert np.allclose(alone, regressor.predict(x), rtol=1e-12)
+
+
+def test_columns_in_another_order_are_refused(regressor):
+    x, _ = houses(3)
+    with pytest.raises(ValueError, match="must be in the same order as they were in fit"):
+        regressor.predict(x[x.columns[::-1]])
+    with pytest.raises(ValueError, match="yet now missing:\n- city"):
+        regressor.predict(x.drop(columns="city"))
+
+
+def test_one_artefact_predicts_the_same(regressor, tmp_path):
+    x, _ = houses(20, seed=1)
+    regressor.save(tmp_path)
+    loaded = load(tmp_path)
+    for other in (loaded, pickle.loads(pickle.dumps(regressor))):
+        assert np.array_equal(other.predict(x), regressor.predict(x))
+        assert other.get_params() == regressor.get_params()
+    with pytest.raises(ValueError, match="order"):
+        loaded.predict(x[x.columns[::-1]])
+    (tmp_path / "table.json").write_text('{"estimator": "Regressor"}')
+    with pytest.raises(ValueError, match="save the estimator again"):
+        load(tmp_path)
+
+
+def test_labels_may_be_text_or_any_numbers(tmp_path):
+    x, y = houses()
+    for low, high in (("cheap", "dear"), (7, 3)):
+        labels = pd.Series(np.where(y > y.median(), high, low), index=y.index)
+        classifier = Classifier(**SMALL).fit(x, labels)
+        assert classifier.classes_.tolist() == sorted([low, high])
+        assert classifier.score(x, labels) > 0.9
+        probabilities = classifier.predict_proba(x)
+        assert np.allclose(probabilities.sum(1), 1)
+        assert (classifier.predict(x) == classifier.classes_[probabilities.argmax(1)]).all()
+        classifier.save(tmp_path)
+        assert (load(tmp_path).predict(x) == classifier.predict(x)).all()
+    sets = classifier.predict_set(x, 0.9)
+    assert (sets.sum(1) >= 1).all()
+    assert ((probabilities * sets).sum(1) >= 0.9).all()
+
+
+def test_a_series_with_another_index_is_refused():
+    x, y = houses()
+    with pytest.raises(ValueError, match=r"pass y.loc\[x.index\]"):
+        Regressor(**SMALL).fit(x, y.reset_index(drop=True))
+
+
+def test_the_order_of_rows_does_not_matter_and_whole_weights_repeat_them():
+    x, y = houses(40)
+    settings = SMALL | {"epochs": 4}
+    order = np.random.default_rng(0).permutation(len(x))
+    weights = np.arange(len(x)) % 3
+    expected = Regressor(**settings).fit(x, y).predict(x)
+    assert np.array_equal(Regressor(**settings).fit(x.iloc[order], y.iloc[order]).predict(x), expected)
+    repeated = np.repeat(np.arange(len(x)), weights)
+    twice = Regressor(**settings).fit(x.iloc[repeated], y.iloc[repeated]).predict(x)
+    assert np.array_equal(Regressor(**settings).fit(x, y, sample_weight=weights).predict(x), twice)
+    assert not np.array_equal(Regressor(**settings).fit(x, y, sample_weight=0.5 + weights).predict(x), expected)
+
+
+def test_held_out_rows_do_not_leak():
+    """Neither into the scaling, nor as copies of rows that are trained on."""
+    groups = np.repeat(np.arange(100), [1, 2, 1, 1] * 25)
+    train, held = split_rows(groups, (0.2,), seed=0, labels=None, least=10)
+    assert not set(groups[train]) & set(groups[held])
+    assert sorted([*train, *held]) == list(range(125))
+    assert len(set(groups[held])) == 20
+    few = np.repeat(np.arange(4), 50)  # a table of four different rows
+    train, held = split_rows(few, (0.2,), seed=0, labels=few, least=10)
+    assert np.bincount(few[held]).tolist() == [10] * 4
+    train, held, last = split_rows(np.arange(100), (0.2, 0.3), seed=0, labels=None, least=10)
+    assert (len(train), len(held), len(last)) == (50, 20, 30)
+    assert sorted([*train, *held, *last]) == list(range(100))
+    x, y = houses(400)
+    fitted = Regressor(**SMALL | {"epochs": 2, "validation": 0.5}).fit(x, y)
+    mean = fitted.encoder_.columns[0].mean
+    assert mean != pytest.approx(float(x["size"].mean()), rel=1e-6)
+    assert float(fitted.scale_.mean) != pytest.approx(float(y.mean()), rel=1e-6)
+
+
+def test_early_stopping_keeps_the_best_epoch():
+    x, y = houses(300)
+    fitted = Regressor(**SMALL | {"epochs": 200, "patience": 3, "lr": 0.03}).fit(x, y)
+    epochs = [epoch.validation for epoch in fitted.history_.epochs]
+    assert len(epochs) < 200
+    assert fitted.history_.best == int(np.argmin(epochs))
+
+
+def noisy(rows, seed):
+    """Rows, and targets whose noise differs from row to row."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 2))
+    return x, 3 + x[:, 0] + rng.normal(size=rows) * np.exp(x[:, 1] / 2)
+
+
+def test_conformal_intervals_hold_what_they_promise():
+    """40 calibration rows at 0.8: the coverage of one calibration is Beta(33, 8), mean 0.805, sd 0.061; of untrained networks."""
+    covered = []
+    for seed in range(16):
+        (x, y), (new, truth) = noisy(80, seed), noisy(500, seed + 1000)
+        quick = Regressor("map", hidden=(4,), epochs=1, validation=0.0, conformal=0.5, random_state=seed).fit(x, y)
+        _, lower, upper = quick.predict(new, interval=0.8)
+        covered.append(((lower <= truth) & (truth <= upper)).mean())
+    assert abs(np.mean(covered) - 33 / 41) < 4 * 0.065 / 4
+    scores = quick.posterior_.promises["conformal"].scores
+    assert scores.shape == (40, 1)
+    deviation = quick.predictive(new).total.sqrt()[:, 0].numpy()
+    assert np.allclose((upper - lower) / deviation / 2, float(scores[32]))  # the ⌈41 · 0.8⌉-th smallest
+    with pytest.raises(ValueError, match="40 calibration rows can promise, got 0.99, which needs 99"):
+        quick.predict(new, interval=0.99)
+
+
+def test_conformal_sets_and_intervals_are_saved(tmp_path):
+    x, y = noisy(200, 0)
+    settings = SMALL | {"epochs": 2, "conformal": 0.3}
+    regressor, classifier = Regressor(**settings).fit(x, y), Classifier(**settings).fit(x, np.digitize(y, [2, 4]))
+    regressor.save(tmp_path)
+    assert np.array_equal(load(tmp_path).predict(x, interval=0.9).upper, regressor.predict(x, interval=0.9).upper)
+    classifier.save(tmp_path)
+    loaded = load(tmp_path)
+    assert np.array_equal(loaded.predict_set(x, 0.7), classifier.predict_set(x, 0.7))
+    assert (classifier.predict_set(x, 0.7) <= classifier.predict_set(x, 0.95)).all()
+    scores, threshold = -np.log(classifier.predict_proba(x)), loaded.posterior_.promises["conformal"].scores[42]
+    assert np.array_equal(classifier.predict_set(x, 0.7), scores <= float(threshold))  # ⌈61 · 0.7⌉ = 43
+    with pytest.raises(ValueError, match="at least 20 rows to calibrate on, got 0.1 of 60"):
+        Regressor(conformal=0.1).fit(x[:60], y[:60])
+
+
+def test_targets_may_have_several_columns():
+    x, y = houses()
+    both = np.stack([y, -2 * y + 7], 1)
+    fitted = Regressor(**SMALL).fit(x, both)
+    assert fitted.predict(x).shape == (120, 2)
+    assert fitted.predict(x, interval=0.5).upper.shape == (120, 2)
+    assert fitted.score(x, both) > 0.9
+
+
+def test_pipelines_searches_and_clones_take_them():
+    x, y = houses(60)
+    search = GridSearchCV(Regressor(**SMALL | {"epochs": 2}), {"hidden": [(4,), (8,)]}, cv=2).fit(x, y)
+    assert search.best_params_["hidden"] in ((4,), (8,))
+    pipeline = make_pipeline(FunctionTransformer(lambda frame: frame.drop(columns="year")), search.best_estimator_)
+    assert len(cross_val_score(pipeline, x, y, cv=2)) == 2
+    copy = clone(search.best_estimator_).set_params(members=3)
+    assert not hasattr(copy, "posterior_")
+    assert copy.get_params()["members"] == 3
+
+
+@pytest.mark.parametrize("method", ["map", "swag", "batch_ensemble", "laplace"])
+def test_methods_go_by_their_names(method, tmp_path):
+    x, y = houses(60)
+    fitted = Regressor(method, hidden=(8,), epochs=3, random_state=0).fit(x, y)
+    assert fitted.posterior_.name == method
+    assert np.isfinite(fitted.predict(x)).all()
+    assert np.array_equal(fitted.predict(x), fitted.predict(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(ds.METHODS))
+@pytest.mark.parametrize("kind", [Classifier, Regressor])
+def test_every_method_goes_by_its_name(kind, method, tmp_path):
+    x, y = houses(60)
+    settings = {"samples": 4, "warmup": 4, "leapfrog": 2} if method == "hmc" else {}
+    fitted = kind(method, hidden=(8,), epochs=3, settings=settings, random_state=0).fit(x, y > y.median())
+    fitted.save(tmp_path)
+    for other in (load(tmp_path), pickle.loads(pickle.dumps(fitted))):
+        assert torch.equal(other.predictive(x).mean, fitted.predictive(x).mean)
+
+
+def test_a_network_a_method_and_a_likelihood_of_ones_own():
+    x, y = houses(60)
+
+    def network(inputs, outputs):
+        return torch.nn.Linear(inputs, outputs)
+
+    own = Regressor(ds.MAP, network=network, likelihood=ds.Regression(noise=0.1), epochs=5, random_state=0).fit(x, y)
+    assert isinstance(own.posterior_.member(0), torch.nn.Linear)
+    assert np.allclose(own.predictive(x).aleatoric.sqrt().numpy(), 0.1 * float(own.scale_.std))
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    Classifier(**SMALL | {"epochs": 1}).fit(*houses(30)[:1], np.arange(30) % 2)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("fit", "error"),
+    [
+        (lambda: Classifier(**SMALL).fit(houses()[0], np.ones(120)), "at least two classes, got one class"),
+        (lambda: Regressor("deep_ensmble").fit(*houses()), "did you mean 'deep_ensemble'"),
+        (lambda: Regressor(validation=1.0).fit(*houses()), "expected validation of at least 0 and below 1"),
+        (lambda: Regressor(**SMALL).fit(houses()[0], ["dear"] * 120), "could not convert string"),
+        (lambda: Regressor(**SMALL).fit(*houses(), sample_weight=np.zeros(120)), "at least one non-zero"),
+    ],
+)
+def test_mistakes_are_named(fit, error):
+    with pytest.raises(ValueError, match=error):
+        fit()
+
+
+QUICK = (  # checks that fit once or twice; all of them wait for the slow suite
+    "check_sample_weight_equivalence_on_dense_data",
+    "check_methods_subset_invariance",
+    "check_methods_sample_order_invariance",
+    "check_dataframe_column_names_consistency",
+)
+
+
+def checks(kind, names=None):
+    small = kind(hidden=(8,), epochs=20, members=2, lr=1e-2)
+    for estimator, check in estimator_checks_generator(small):
+        name = check.func.__name__
+        if names is None or name in names:
+            yield pytest.param(estimator, check, id=f"{kind.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("estimator", "check"), [*checks(Classifier, QUICK), *checks(Regressor, QUICK)])
+@pytest.mark.filterwarnings("ignore")
+def test_scikit_learns_quick_checks_pass(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("estimator", "check"),
+    [
+        *(pytest.param(each, check, id="Classifier") for each, check in estimator_checks_generator(Classifier())),
+        *(pytest.param(each, check, id="Regressor") for each, check in estimator_checks_generator(Regressor())),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_scikit_learns_checks_pass(estimator, check):
+    """As they come, without settings; the one of other array libraries skips itself."""
+    check(estimator)
