@@ -76,7 +76,7 @@ FLOORS = {
         "watch",
         "learned",
         "build splits convert",
-        "evaluating",
+        "evaluating calibrating",
         "run",
         "together",
         "gather processes",

@@ -69,6 +69,13 @@ def test_where_no_threshold_keeps_the_risk_that_is_said(caplog):
     assert "nothing is accepted" in gate.describe()
 
 
+def test_a_score_that_says_nothing_is_named(caplog):
+    """One member does not disagree with itself."""
+    with caplog.at_level("WARNING", "dissensus"):
+        ds.ood_gate(ds.MAP(Told()), [classified(50)], score="mutual_information")
+    assert "all 50 rows have the same mutual_information" in caplog.text
+
+
 def test_a_regression_is_wrong_beyond_its_tolerance():
     def data(n):
         x = torch.randn(n, 1, dtype=torch.float64)

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +14,16 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from dissensus.bench.names import listed
-from dissensus.bench.printing import print_results, wide_console
+from dissensus.bench.printing import print_before_and_after, print_results, wide_console
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
+from dissensus.bench.run.calibrating import CALIBRATED
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.images import write_maps
-from dissensus.bench.run.run import Run, silent
+from dissensus.bench.run.run import Run, calibrate_run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
-from dissensus.bench.task.schema import counted_by
+from dissensus.bench.task.schema import CALIBRATION, counted_by
 from dissensus.bench.task.variants import check_read
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
@@ -143,6 +144,38 @@ def evaluate_command(
     print(opened.evaluate(tell=silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
 
 
+@app.command("calibrate")
+def calibrate_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a trained run.")],
+    method: Annotated[
+        str | None, typer.Option(help="temperature, vector, isotonic or histogram; of a regression scale or isotonic.")
+    ] = None,
+    level: Annotated[float | None, typer.Option(help="Coverage that sets or intervals promise.")] = None,
+    score: Annotated[str | None, typer.Option(help="Of these sets: lac, aps, raps, …; cqr or residual.")] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="Share of errors among answers that a gate promises at most.")
+    ] = None,
+    confidence: Annotated[float | None, typer.Option(help="Of that promise; 0.95 by default.")] = None,
+    rows: Annotated[float | None, typer.Option(help="Test rows to hold out for it, or their share.")] = None,
+    data: Data = None,
+    quiet: Quiet = False,
+) -> None:
+    """Calibrate a trained run and let promises stand on it; prints test metrics before and after, and the folder.
+
+    Held-out test rows are those of the run's data.calibration, or --rows of them; the others are tested on. What is not given
+    is taken from the run's [calibration]. ds.load reads the folder, RUN/calibrated.
+    """
+    asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
+    for name, value in asked.items():
+        if value is not None:
+            CALIBRATION[name](f"--{name}", value)
+    given = {name: value for name, value in asked.items() if value is not None}
+    with nullcontext() if quiet else _remarks(level=logging.WARNING):
+        before, after = calibrate_run(Run.open(run, source=data), given, rows=rows)
+    print_before_and_after(before, after)
+    print(run / CALIBRATED)
+
+
 @app.command("report")
 def report_command(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
@@ -240,18 +273,18 @@ def _tell(text: str) -> None:
 
 
 @contextmanager
-def _remarks() -> Iterator[None]:
-    """What is logged meanwhile is printed to stderr."""
+def _remarks(level: int = logging.INFO) -> Iterator[None]:
+    """What is logged meanwhile, of this level or above, is printed to stderr."""
     log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
-    level = log.level
+    before = log.level
     log.addHandler(shown)
-    log.setLevel(logging.INFO)
+    log.setLevel(level)
     try:
         yield
     finally:
         log.removeHandler(shown)
-        log.setLevel(level)
+        log.setLevel(before)
 
 
 def _print_each(several: Iterable[str | Path]) -> None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text
 
+from dissensus.evaluation.evaluation import Evaluation, metric_text
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import CONTROL, Results
 from dissensus.reporting.sentences import cautions, few, tested
@@ -23,6 +24,16 @@ def wide_console() -> Console:
     """A console that does not cut tables where there is no terminal to know the width of."""
     wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
     return Console(width=wide, highlight=False)
+
+
+def print_before_and_after(before: Evaluation, after: Evaluation) -> None:
+    """Test metrics of a posterior as it was, and calibrated; what members are and what they cost is left out."""
+    grid = Grid("", "before", "after")
+    for key, value in after.metrics.items():
+        if not key.startswith(("members/", "networks/", "cost/")):
+            found = before.metrics.get(key)
+            grid.add_row(as_text(key), "" if found is None else metric_text(found), metric_text(value))
+    wide_console().print(grid)
 
 
 def print_results(results: Results) -> None:

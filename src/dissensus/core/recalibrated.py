@@ -6,25 +6,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dissensus.core.predictive import RegressionPredictive, tail_probability
+from dissensus.core.predictive import tail_probability
 from dissensus.core.summary import SummaryPredictive
+
+POINTS, AT_ONCE = 256, 32  # of a grid that moments are integrated on
+TAIL = 1e-6  # of the distribution on either side of it
 
 
 class RecalibratedRegression(SummaryPredictive):
     """The distribution with P(Y ≤ y) = R(F(y)), F of a mixture of Gaussians, output by output (Kuleshov et al., ICML 2018).
 
-    R is linear between knots and rises strictly from (0, 0) to (1, 1), so there is a density, R'(F(y)) f(y), and moments are
-    exact. Outputs count as independent of each other. `epistemic` is the variance of the members' means as it was, at most
-    the recalibrated variance; `aleatoric` is the rest of that.
+    R = Φ ∘ g ∘ Φ⁻¹ with the normal distribution's Φ and g linear between knots and beyond, rising: a deviation that is wrong
+    by a factor is a straight g, tails stay Gaussian, and there is a density everywhere, φ(g(z)) g'(z) / φ(z) · f(y) with
+    z = Φ⁻¹(F(y)). Outputs count as independent of each other. `epistemic` is the variance of the members' means as it was, at
+    most the recalibrated variance; `aleatoric` is the rest of that.
 
     Args:
         means, variances: (M, B, D) or (M, B), of the mixture.
-        at, value: (K, B, D) or (K, B), the knots of R for each output, the first at (0, 0) and the last at (1, 1).
+        at, value: (K, B, D) or (K, B), the knots of g for each output, both strictly rising.
     """
 
     def __init__(self, means: Tensor, variances: Tensor, at: Tensor, value: Tensor) -> None:
         self._described = (means, variances, at, value)
-        self._mixture = RegressionPredictive(means, variances)
         self._at, self._value = at, value
 
     @property
@@ -41,14 +44,15 @@ class RecalibratedRegression(SummaryPredictive):
 
     @property
     def epistemic(self) -> Tensor:
-        return torch.minimum(self._mixture.epistemic, self.total)
+        return torch.minimum(self._described[0].var(0, correction=0), self.total)
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), output by output."""
-        return along(self._mixture.cdf(y)[None], self._at, self._value)[0]
+        below: Tensor = torch.special.ndtr(self._scores(y[None]))
+        return below[0]
 
     def quantile(self, q: float) -> Tensor:
-        """(B, D) y with P(Y ≤ y) = q, output by output; q strictly between 0 and 1."""
+        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
         return self._quantiles(torch.full_like(self._at[:1], q))[0]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -57,74 +61,86 @@ class RecalibratedRegression(SummaryPredictive):
         return self.quantile(tail), self.quantile(1 - tail)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,) log-density, outputs independent: Σ_d log f_d(y) + log R_d'(F_d(y))."""
+        """(B,) log-density, outputs independent."""
         means, variances = self._described[:2]
         each = -0.5 * ((y - means) ** 2 / variances + variances.log() + math.log(2 * math.pi))
         density = each.logsumexp(0) - math.log(len(means))  # (B, D)
-        low = piece(self._mixture.cdf(y)[None], self._at)
+        z = normal_scores(means, variances, y[None])
+        low = piece(z, self._at)
         rise, run = (each.gather(0, low + 1) - each.gather(0, low) for each in (self._value, self._at))
-        found = density + (rise / run)[0].log()
+        found = density + (0.5 * (z**2 - along(z, self._at, self._value) ** 2) + (rise / run).log())[0]
         return found.flatten(1).sum(1) if found.ndim > 1 else found
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, D) draws."""
         like = self._described[0]
-        return self._quantiles(
-            torch.rand(n, *like.shape[1:], generator=generator, dtype=like.dtype, device=like.device)
-        )
+        uniform = torch.rand(n, *like.shape[1:], generator=generator, dtype=like.dtype, device=like.device)
+        return self._quantiles(uniform.clamp(TAIL, 1 - TAIL))
 
     def tempered(self, temperature: float) -> "RecalibratedRegression":
         means, variances, at, value = self._described
         return RecalibratedRegression(means, variances * temperature**2, at, value)
 
+    def _scores(self, y: Tensor) -> Tensor:
+        """(n, B, D) g(Φ⁻¹(F(y))) at y (n, B, D)."""
+        return along(normal_scores(*self._described[:2], y), self._at, self._value)
+
     def _quantiles(self, q: Tensor) -> Tensor:
         """(n, B, D) y with P(Y ≤ y) = q (n, B, D)."""
-        return mixture_quantiles(*self._described[:2], along(q, self._value, self._at))
+        return at_scores(*self._described[:2], along(torch.special.ndtri(q), self._value, self._at))
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """(B, D) mean and variance: each piece of R weighs a part of the mixture, whose moments are in closed form."""
-        means, variances = self._described[:2]
-        centre = means.mean(0)
-        # ∫_{−∞}^a t f(t) dt and ∫_{−∞}^a t² f(t) dt of a Gaussian: μΦ − σφ and (μ² + σ²)Φ − σ(μ + a)φ; t from the centre on.
-        shifted, std = means - centre, variances.sqrt()
-        ends = mixture_quantiles(means, variances, self._at[1:-1])[:, None] - centre  # (K − 2, 1, B, D)
-        z = (ends - shifted) / std
-        below: Tensor = torch.special.ndtr(z)
-        peak = (-0.5 * z**2).exp() / math.sqrt(2 * math.pi)
-        first = (shifted * below - std * peak).mean(1)
-        second = ((shifted**2 + variances) * below - std * (shifted + ends) * peak).mean(1)
-        whole = shifted.mean(0), (shifted**2 + variances).mean(0)
-        weight = self._value.diff(dim=0) / self._at.diff(dim=0)  # (K − 1, B, D)
-        parts = []
-        for inner, all_of_it in zip((first, second), whole, strict=True):
-            through = torch.cat([torch.zeros_like(all_of_it)[None], inner, all_of_it[None]])  # (K, B, D)
-            parts.append((weight * through.diff(dim=0)).sum(0))
-        return centre + parts[0], (parts[1] - parts[0] ** 2).clamp(min=torch.finfo(means.dtype).tiny)
+        """(B, D) mean and variance: E Y = b − ∫ G, E (Y − b)² = 2 ∫ (b − y) G over [a, b], by Simpson's rule."""
+        tails = torch.stack([torch.full_like(self._at[0], each) for each in (TAIL, 1 - TAIL)])
+        lower, upper = bracket(*self._described[:2], along(torch.special.ndtri(tails), self._value, self._at))
+        a, b = lower[0], upper[1]
+        mean, square = torch.zeros_like(a), torch.zeros_like(a)
+        for start in range(0, POINTS + 1, AT_ONCE):
+            steps = torch.arange(start, min(start + AT_ONCE, POINTS + 1), dtype=a.dtype, device=a.device)
+            steps = steps.reshape(-1, *[1] * a.ndim)
+            inner = torch.where(steps % 2 == 1, 4.0, 2.0)
+            weight = torch.where((steps == 0) | (steps == POINTS), 1.0, inner) / (3 * POINTS)
+            y = torch.lerp(a, b, steps / POINTS)  # (n, B, D)
+            below = weight * torch.special.ndtr(self._scores(y))
+            mean, square = mean + below.sum(0), square + 2 * (below * (1 - steps / POINTS)).sum(0)
+        width = b - a
+        return b - width * mean, width**2 * (square - mean**2).clamp(min=torch.finfo(a.dtype).eps)
+
+
+def normal_scores(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
+    """(n, B, D) Φ⁻¹(F(y)) at y (n, B, D), F of the mixture (M, B, D): from the nearer tail, so that far outliers have one."""
+    z = (y[:, None] - means) / variances.sqrt()
+    # Φ(z) by erfc: torch's ndtr is 1 + erf, which has no digits left in the lower tail.
+    below, above = (0.5 * torch.special.erfc(each / math.sqrt(2)).mean(1) for each in (-z, z))
+    score = torch.special.ndtri(torch.minimum(below, above).clamp(min=torch.finfo(z.dtype).tiny))
+    return torch.where(below < above, score, -score)
+
+
+def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
+    """(n, B, D) y with Φ⁻¹(F(y)) = z (n, B, D), by bisection to rounding."""
+    lower, upper = bracket(means, variances, z)
+    middle: Tensor = 0.5 * (lower + upper)
+    for _ in range(80 if z.dtype == torch.float64 else 40):
+        below = normal_scores(means, variances, middle) < z
+        lower, upper = torch.where(below, middle, lower), torch.where(below, upper, middle)
+        middle = 0.5 * (lower + upper)
+    return middle
+
+
+def bracket(means: Tensor, variances: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, B, D) smallest and largest y with that score under a member: the mixture's lies between them."""
+    each = means + variances.sqrt() * z[:, None]  # (n, M, B, D)
+    return each.amin(1), each.amax(1)
 
 
 def piece(x: Tensor, at: Tensor) -> Tensor:
-    """(n, B, D) the index of the knot below each x, the last but one at most."""
+    """(n, B, D) the index of the knot below each x; of the first and of the last but one beyond them."""
     return (x[:, None] >= at[None, 1:-1]).sum(1)
 
 
 def along(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
-    """(n, B, D): the function with knots (at, value), each (K, B, D), at x (n, B, D)."""
+    """(n, B, D): the function that is linear between knots (at, value), each (K, B, D), and beyond, at x (n, B, D)."""
     low = piece(x, at)
     x0, x1, y0, y1 = (each.gather(0, i) for each in (at, value) for i in (low, low + 1))
     return torch.lerp(y0, y1, (x - x0) / (x1 - x0))
-
-
-def mixture_quantiles(means: Tensor, variances: Tensor, levels: Tensor) -> Tensor:
-    """(n, B, D) y with F(y) = level (n, B, D), F of the mixture of Gaussians (M, B, D); by bisection to rounding."""
-    limit = torch.finfo(levels.dtype).eps
-    levels = levels.clamp(limit, 1 - limit)
-    reach = -torch.special.ndtri(torch.minimum(levels, 1 - levels))[:, None]  # (n, 1, B, D) in standard deviations
-    std = variances.sqrt()
-    lower, upper = (means - std * reach).amin(1), (means + std * reach).amax(1)
-    middle: Tensor = 0.5 * (lower + upper)
-    for _ in range(80 if lower.dtype == torch.float64 else 40):
-        below = torch.special.ndtr((middle[:, None] - means) / std).mean(1) < levels
-        lower, upper = torch.where(below, middle, lower), torch.where(below, upper, middle)
-        middle = 0.5 * (lower + upper)
-    return middle

@@ -157,7 +157,7 @@ def corrupted_counts(
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
-    promised = CorruptedPromises(functions.posterior.promises)
+    promised = CorruptedPromises(dict(functions.posterior.promises.items()))
     for x, y, _ in functions.posterior.read(loader, anywhere=True):
         if not is_image(x):
             raise ValueError(

@@ -40,6 +40,9 @@ def evaluate(
 ) -> Evaluation:
     """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
 
+    Promises that stand on the posterior are put to the test: NAME/coverage and size of conformal sets (also by difficulty and
+    for the worst class), NAME/risk and accepted of gates, and both under corruption and on the other sets.
+
     Args:
         loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
         ood: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels).
@@ -100,7 +103,7 @@ def evaluate(
                 score=score,
                 parameters=parameter_count(posterior),
                 temperature=float(posterior.temperature),
-                promises=posterior.promises,
+                promises=dict(posterior.promises.items()),
             )
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():

@@ -85,7 +85,7 @@ def predictions(
     seconds: list[tuple[float, int]] = []
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
     promised: list[RowValues] = []
-    promises, generator = functions.posterior.promises, torch.Generator().manual_seed(0)
+    promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
     for batch in functions.posterior.read(loader, anywhere=True):
         x, y, weight = batch
         said = unweighted(weight, name, said)

@@ -92,7 +92,8 @@ def promise_details(
     promises: Promises, rows: RowValues, y: Tensor, predictive: Predictive
 ) -> tuple[dict[str, float], RowValues]:
     """(NAME/easy/coverage, …, NAME/worst_class/coverage; arrays NAME/class/coverage and size (K,), test/NAME/… (N,))."""
-    found, arrays = {}, {f"test/{key}": value for key, value in rows.items()}
+    found: dict[str, float] = {}
+    arrays = {f"test/{key}": value for key, value in rows.items()}
     classes = isinstance(predictive, CategoricalPredictive)
     rank = predictive.total.double().reshape(len(y), -1).sum(1).argsort(stable=True).argsort()
     third = rank * len(DIFFICULTIES) // max(len(y), 1)

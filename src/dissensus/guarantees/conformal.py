@@ -146,7 +146,7 @@ def _groups(rows: CalibrationRows, by: object) -> Tensor:
 
 def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, Any], least: int) -> dict[str, Tensor]:
     """What `Conformal` holds: scores and summed weights, group after group."""
-    known = torch.arange(facts["outputs"]) if facts["by"] == "class" else groups.unique()
+    known = torch.arange(facts["outputs"]) if facts["by"] == "class" else torch.unique(groups)
     parts = [cumulative(scores[groups == group], weight[groups == group]) for group in known]
     sizes = torch.tensor([len(part) for part, _ in parts])
     if len(few := known[sizes < least]):

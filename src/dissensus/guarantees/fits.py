@@ -7,7 +7,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.core.recalibrated import normal_scores
 from dissensus.core.standing import Calibration, Lens
 from dissensus.guarantees.temperature import WIDEST, best_temperature, minimise
 from dissensus.metrics.calibration import confidence_bin
@@ -20,7 +21,7 @@ BINS = 15  # of "histogram", as of the calibration error
 PIECES, ROWS_EACH = (
     20,
     20,
-)  # of R, by which "isotonic" recalibrates a regression: at most so many, of at least so many rows
+)  # of g, by which "isotonic" recalibrates a regression: at most so many, of at least so many rows
 
 
 class Rows(NamedTuple):
@@ -117,12 +118,12 @@ def scale(rows: Rows) -> Lens:
 
 
 def cumulative(rows: Rows) -> Lens:
-    """R, by which R(F(y)) is uniform on these rows: through quantiles of F(y), with the rows' shares as values."""
-    below = cast(RegressionPredictive, rows.predictive).cdf(rows.y).double()  # (N, *outputs)
-    outputs = below.reshape(len(below), -1).T  # (D, N)
+    """g, by which Φ(g(Φ⁻¹(F(y)))) is uniform on these rows: through scores of some of them, with those of their ranks."""
+    z = normal_scores(*(each.double() for each in rows.predictive.described()), rows.y[None])[0]  # (N, *outputs)
+    outputs = z.reshape(len(z), -1).T  # (D, N)
     pieces = max(1, min(PIECES, int((rows.weight > 0).sum()) // ROWS_EACH))
     knots = [_rising(each, rows.weight, pieces) for each in outputs]  # each (2, K)
-    at, value = torch.stack(knots, dim=2).reshape(2, -1, *below.shape[1:])
+    at, value = torch.stack(knots, dim=2).reshape(2, -1, *z.shape[1:])
     return Lens(1.0, made(CumulativeCalibration, rows, {"at": at, "value": value}))
 
 
@@ -143,22 +144,24 @@ def one_against_rest(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     return p, t, weight[weight > 0]
 
 
-def _rising(below: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """(2, pieces + 1) knots at F(y) (N,) nearest to equal shares of the rows, strictly rising from (0, 0) to (1, 1)."""
-    order = below.argsort()
-    shares = weight[order].cumsum(0) / (weight.sum() + 1)  # as N + 1 pieces that N rows make
-    wanted = torch.arange(1, pieces, dtype=torch.float64, device=below.device) / pieces
-    chosen = torch.searchsorted(shares, wanted).clamp(max=len(shares) - 1)
-    found = [(0.0, 0.0)]
-    for at, value in zip(below[order][chosen].tolist(), shares[chosen].tolist(), strict=True):
-        if found[-1][0] + 1e-6 < at < 1 - 1e-6 and value > found[-1][1]:  # ties would be a density without bound
-            found.append((at, value))
-    found.append((1.0, 1.0))
+def _rising(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    """(2, pieces + 1) knots of g, from scores z (N,) to those of their ranks, about as many rows between any two.
+
+    Ranks are those in the middle, (C − w/2) / Σ w, of ties together: none is 0 or 1.
+    """
+    points, where = torch.unique(z[weight > 0], return_inverse=True)
+    mass = torch.zeros_like(points).index_add(0, where, weight[weight > 0])
+    ranks = (mass.cumsum(0) - mass / 2) / mass.sum()
+    wanted = torch.linspace(0, 1, pieces + 1, dtype=torch.float64, device=z.device)
+    chosen = sorted(set((ranks[:, None] - wanted).abs().argmin(0).tolist()))  # the first and the last row among them
+    found = [(float(points[i]), float(torch.special.ndtri(ranks[i]))) for i in chosen]
+    if len(found) == 1:  # all the same: moved, not stretched
+        found.append((found[0][0] + 1, found[0][1] + 1))
     while len(found) < pieces + 1:  # as many for every output: half of a piece is the same line
         widest = max(range(len(found) - 1), key=lambda i: found[i + 1][0] - found[i][0])
         (x0, y0), (x1, y1) = found[widest : widest + 2]
         found.insert(widest + 1, ((x0 + x1) / 2, (y0 + y1) / 2))
-    return torch.tensor(found, dtype=torch.float64, device=below.device).T
+    return torch.tensor(found, dtype=torch.float64, device=z.device).T
 
 
 OF_CLASSES: dict[str, Callable[[Rows], Lens]] = {

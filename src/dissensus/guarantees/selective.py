@@ -64,6 +64,7 @@ def selective(
             "or a higher risk"
         )
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
+    _say_if_alike(scores, known)
     safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
     if not safe.accepted:
         _say_what_can_be(scores, errors, risk, confidence, ordered)
@@ -102,6 +103,7 @@ def ood_gate(
             f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a "
             "higher rate"
         )
+    _say_if_alike(scores, known)
     one = torch.ones(1, dtype=torch.float64)
     highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
     # A gate accepts what is below its threshold: the next number above the highest score that is accepted.
@@ -138,6 +140,13 @@ def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
             "expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off"
         )
     return wrong(rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0))
+
+
+def _say_if_alike(scores: Tensor, known: str) -> None:
+    if bool((scores == scores[0]).all()):
+        log.warning(
+            "all %d rows have the same %s, so the gate accepts all or none; take another score", len(scores), known
+        )
 
 
 def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:

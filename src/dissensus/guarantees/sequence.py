@@ -53,7 +53,7 @@ def binomial_bound(errors: int, rows: int, delta: float) -> float:
 
 def safe_threshold(score: Tensor, error: Tensor, risk: float, delta: float, *, ordered: bool = True) -> Threshold:
     """The loosest threshold whose risk is at most `risk` with confidence 1 − δ, of scores (n,) and errors (n,) boolean."""
-    values, counts = score.double().unique(return_counts=True)  # sorted
+    values, counts = torch.unique(score.double(), return_counts=True)  # sorted
     thresholds = torch.cat([values[1:], values.new_full((1,), math.inf)])
     accepted = counts.cumsum(0)  # below each threshold; equal scores are accepted together
     wrong = torch.zeros(len(score) + 1, dtype=torch.int64)

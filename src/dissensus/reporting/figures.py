@@ -71,12 +71,14 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
 def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     figures = []
     for name, evaluation in first.items():
-        if "reliability/counts" not in evaluation.arrays:
-            continue
-        parts = [evaluation.arrays[f"reliability/{key}"] for key in ("counts", "confidence", "accuracy", "edges")]
-        title = f"{name}: ECE {100 * evaluation.metrics['ece']:.2f} %"
-        figure = plots.reliability(*parts, title=title, colour=palette[name])
-        figures.append((f"Reliability diagram of {name}", figure))
+        for prefix, about in (("", ""), ("calibrated/", ", calibrated")):
+            if f"{prefix}reliability/counts" not in evaluation.arrays:
+                continue
+            keys = ("counts", "confidence", "accuracy", "edges")
+            parts = [evaluation.arrays[f"{prefix}reliability/{key}"] for key in keys]
+            title = f"{name}{about}: ECE {100 * evaluation.metrics[f'{prefix}ece']:.2f} %"
+            figure = plots.reliability(*parts, title=title, colour=palette[name])
+            figures.append((f"Reliability diagram of {name}{about}", figure))
     text = (
         "How often answers of a given confidence are right. Bars that end below the dashed line are too sure, bars that end "
         "above it not sure enough; hatching is the gap. Underneath, how many inputs have that confidence."

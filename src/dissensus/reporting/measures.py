@@ -85,7 +85,6 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         ]
         if evaluation.kind == "segmentation":  # means over images
             found = [replace(m, samples=((m.key,),), statistic=weighted_mean) if m.group == told else m for m in found]
-    found += _promised(evaluation)
     for name in evaluation.shift:
         found += [
             Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
@@ -115,6 +114,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     ]
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
+    found += _promised(evaluation)
     against = "against the reference"
     found += [
         Measure("against/agreement", "Agreement", against, "high", 100, 2, "%", (("against/agreement",),)),
@@ -203,8 +203,8 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
 
 
 def _calibrated(evaluation: Evaluation) -> list[Measure]:
-    """At each method's own temperature, found on held-out test rows."""
-    group = "at its best temperature"
+    """At each method's own temperature, found on held-out test rows, or with what else was fitted there."""
+    group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
     samples: dict[str, ArrayNames] = {
         "accuracy": ("calibrated/correct",),
         "nll": ("calibrated/nll",),
@@ -221,39 +221,39 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
 
 
 def _promised(evaluation: Evaluation) -> list[Measure]:
-    """Coverage and size of conformal sets, risk and acceptance of gates."""
+    """Coverage and size of conformal sets, acceptance and risk of gates, each beside what was promised."""
     found = []
-    for key, told in evaluation.metrics.items():
-        name, _, what = key.partition("/")
-        group = f"promised: {name}"
-        if what == "level":
+    for key, promised in [(key, value) for key, value in evaluation.metrics.items() if key.count("/") == 1]:
+        name, quantity = key.split("/")
+        if quantity == "level":
+            group = f"{name}: {100 * promised:g} % coverage promised"
+            size = "Classes in a set" if evaluation.kind == "classification" else "Width"
             hit: tuple[ArrayNames, ...] = ((f"test/{name}/covered",),)
-            size = "Classes in a set" if evaluation.kind == "classification" else "Width of an interval"
             found += [
-                Measure(key, "Promised coverage", group, None, 100, 1, "%"),
-                Measure(f"{name}/coverage", "Coverage", group, told, 100, 1, "%", hit),
-                Measure(f"{name}/hard/coverage", "Coverage, hardest third", group, told, 100, 1, "%"),
-                Measure(f"{name}/worst_class/coverage", "Coverage, worst class", group, "high", 100, 1, "%"),
-                Measure(f"{name}/size", size, group, "low", 1, 3),
-                Measure(f"corrupt/{name}/coverage", "Coverage, corrupted", group, told, 100, 1, "%"),
-                Measure(f"corrupt/{name}/size", f"{size}, corrupted", group, "low", 1, 3),
+                Measure(f"{name}/coverage", "Coverage", group, promised, 100, 2, "%", hit),
+                Measure(f"{name}/size", size, group, "low", 1, 3, "", ((f"test/{name}/size",),)),
+                Measure(f"{name}/worst_class/coverage", "Coverage of the worst class", group, "high", 100, 2, "%"),
+                Measure(f"{name}/hard/coverage", "Coverage of the hardest third", group, "high", 100, 2, "%"),
+                Measure(f"corrupt/{name}/coverage", "Coverage of corrupted inputs", group, promised, 100, 2, "%"),
+                Measure(f"corrupt/{name}/size", f"{size}, corrupted inputs", group, None, 1, 3),
             ]
-        elif what == "promised":
-            pair: tuple[ArrayNames, ...] = ((f"test/{name}/accepted", f"test/{name}/error"),)
+        elif quantity == "promised":
+            alarm = f"{name}/refused" in evaluation.metrics
+            group = f"{name}: at most {100 * promised:g} % {'refused' if alarm else 'errors'} promised"
+            accepted, pair = (f"test/{name}/accepted",), (f"test/{name}/accepted", f"test/{name}/error")
             found += [
-                Measure(key, "Promised", group, None, 100, 2, "%"),
-                Measure(f"{name}/risk", "Errors among accepted", group, "low", 100, 2, "%", pair, _risk),
-                Measure(f"{name}/accepted", "Accepted", group, "high", 100, 1, "%", ((f"test/{name}/accepted",),)),
-                Measure(f"{name}/refused", "Refused", group, told, 100, 1, "%"),
-                Measure(f"corrupt/{name}/risk", "Errors among accepted, corrupted", group, "low", 100, 2, "%"),
-                Measure(f"corrupt/{name}/accepted", "Accepted, corrupted", group, None, 100, 1, "%"),
+                Measure(f"{name}/refused", "Refused", group, None, 100, 2, "%"),
+                Measure(f"{name}/accepted", "Answered", group, "high", 100, 2, "%", (accepted,)),
+                Measure(f"{name}/risk", "Errors among answered", group, None, 100, 2, "%", (pair,), _risk),
+                Measure(f"corrupt/{name}/accepted", "Answered, corrupted inputs", group, None, 100, 2, "%"),
+                Measure(f"corrupt/{name}/risk", "Errors among answered, corrupted inputs", group, "low", 100, 2, "%"),
             ]
     return found
 
 
 def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
-    """(R,) share of errors among those accepted."""
-    return (weights[0] @ (accepted * error)) / (weights[0] @ accepted)
+    """(R,) share of errors among those accepted; 0 where a sample has none of those."""
+    return (weights[0] @ (accepted * error)) / (weights[0] @ accepted).clamp(min=1)
 
 
 def _regression(evaluation: Evaluation) -> list[Measure]:

@@ -1,6 +1,7 @@
 """Conformal: sets of classes and intervals that hold the truth with a promised probability."""
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,7 +11,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.standing import Promise
 from dissensus.standing.quantiles import quantile
-from dissensus.standing.scores import CLASS_SCORES, RANDOMISED, ends
+from dissensus.standing.scores import CLASS_SCORES, ends
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
 
@@ -43,6 +44,10 @@ class Conformal(Promise):
         for name, tensor in self._buffers.items():
             self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
+        self.__dict__.pop("_unweighted", None)  # of other scores
+        super()._load_from_state_dict(*args, **keywords)
 
     def set(
         self,
@@ -98,15 +103,11 @@ class Conformal(Promise):
         posterior = self.posterior  # an error where it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.ready(x)  # as in calibration
-        one = torch.ones(1, dtype=torch.float64)
+        one = torch.ones(1)
         w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
-        g = (
-            self._of_rows("group", group, self.group_of, inputs, len(predictive))
-            if self.facts["by"] == "group"
-            else None
-        )
-        device = predictive.described()[0].device
-        return predictive, self.thresholds(w.double(), g).to(device)
+        by_group = self.facts["by"] == "group"
+        g = self._of_rows("group", group, self.group_of, inputs, len(predictive)) if by_group else None
+        return predictive, self.thresholds(w.double(), g).to(predictive.described()[0].device)
 
     def _of_rows(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
         found = given if given is not None or function is None or x is None else function(x)
@@ -114,16 +115,15 @@ class Conformal(Promise):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor of "
-                f"shape ({rows},)"
+                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor "
+                f"of shape ({rows},)"
             )
         return found
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), (B, K) by class: the largest score in the set, for rows of these weights (B,) and groups (B,)."""
-        weight = weight.to(self.scores.device)
-        parts = zip(self.scores.split(self.sizes.tolist()), self.mass.split(self.sizes.tolist()), strict=True)
-        each = torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])  # (G, B, P)
+        device = self.scores.device
+        each = self._quantiles(weight) if self.facts["weighted"] else self._unweighted.to(device)  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
         if group is None:
@@ -134,12 +134,22 @@ class Conformal(Promise):
         rows = torch.arange(len(index), device=each.device)
         return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
 
+    @cached_property
+    def _unweighted(self) -> Tensor:
+        """(G, 1, P) the thresholds of all rows."""
+        return self._quantiles(torch.ones(1, dtype=torch.float64))
+
+    def _quantiles(self, weight: Tensor) -> Tensor:
+        """(G, B, P) thresholds of every group for rows of these weights (B,)."""
+        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
+        return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
+
     def describe(self) -> str:
         """What is promised, in a sentence."""
         by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
-        exact = self.score not in RANDOMISED or self.facts["randomised"]
-        return f"{what} hold the truth with probability {'' if exact else 'at least '}{self.level:g}{by} ({self.rows} rows)"
+        return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
 class Covered(NamedTuple):

@@ -57,6 +57,7 @@ def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
     """(B,) boolean: another class, or an output off by more than the tolerance."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.log_mean.argmax(1) != y
+    assert tolerance is not None  # of a regression there is one
     off = (predictive.mean - y).abs() > tolerance
     return off.reshape(len(off), -1).any(1)
 

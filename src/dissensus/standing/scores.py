@@ -41,7 +41,8 @@ def aps(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any
 
 def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
     members = predictive.members.double().exp()  # (M, B, K)
-    return -(members.mean(0) + settings["penalty"] * members.std(0, correction=0)).log()
+    likely: Tensor = members.mean(0) + settings["penalty"] * members.std(0, correction=0)
+    return -likely.log()
 
 
 # name -> (B, K) of a predictive, of u (B,) in [0, 1] and of the settings

@@ -37,8 +37,8 @@ class CumulativeCalibration(Calibration):
     """
 
     kind = "cumulative"
-    at: Tensor  # (K, *outputs) knots, strictly rising from 0 to 1
-    value: Tensor  # (K, *outputs) of R, strictly rising from 0 to 1
+    at: Tensor  # (K, *outputs) knots of g, strictly rising: scores Φ⁻¹(F(y))
+    value: Tensor  # (K, *outputs) of g, strictly rising
 
     def mixture(self, predictive: Predictive) -> Predictive:
         if isinstance(predictive, RegressionSummary):

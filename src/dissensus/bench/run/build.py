@@ -171,14 +171,14 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
             )
 
 
-def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
-    """The posterior that a run saved in its folder. Data are loaded where the network is one that is imported."""
+def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData], name: str = "posterior") -> Posterior:
+    """The posterior that a run saved in its folder, under this name. Data are loaded for a network that is imported."""
     template = None
     if imported(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
         template = network(replace(config, network=fresh), load())
     try:
-        return storage.load(folder / "posterior", template)
+        return storage.load(folder / name, template)
     except ValueError as error:
         if template is not None:  # what was imported may be another network now, and the run as it was
             raise

@@ -8,7 +8,7 @@ from typing import Any
 from dissensus.bench.rows.learned import SetKind
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.learned import with_curves, with_memorised
-from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_training_rows
+from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_promises, with_training_rows
 from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
 from dissensus.bench.run.records import read_attacked, read_counts, read_predictions
 from dissensus.bench.run.splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRID, TRAIN, geometry_of
@@ -30,8 +30,13 @@ def evaluation_of_run(
     data: TaskData,
     posterior: Posterior,
     compared: ComparedRows,
+    calibrated: Posterior | None,
 ) -> Evaluation:
-    """Of a trained run in a folder; `splits`: name -> file of predictions; `compared`: rows at which members are compared."""
+    """Of a trained run in a folder.
+
+    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with what
+    [calibration] asks for.
+    """
     about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
     about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
     if kind == "segmentation":
@@ -56,7 +61,10 @@ def evaluation_of_run(
         said = read_predictions(splits[TRAIN])
         evaluation = with_memorised(with_training_rows(evaluation, said), said, data.train)
     if CALIBRATION in splits:
-        evaluation = with_calibration(evaluation, *(read_predictions(splits[each]) for each in ("test", CALIBRATION)))
+        test, held = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
+        evaluation = with_calibration(evaluation, test, held, None if calibrated is None else calibrated.lens())
+        if calibrated is not None and calibrated.promises:
+            evaluation = with_promises(evaluation, test, calibrated, data.targets)
     if CHOOSE in splits:
         evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:

@@ -1,16 +1,22 @@
 """What a run measures beside `dissensus.evaluate`: each function gives the evaluation back with more numbers and arrays."""
 
+import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.rows.geometry import Geometry
-from dissensus.core.predictive import ClassificationPredictive, Predictive
+from dissensus.core.posterior import Posterior
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.standing import Lens
+from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
+from dissensus.evaluation.promised import outcomes, promise_details, promise_metrics
 from dissensus.guarantees.temperature import best_temperature
 
 TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/… that intervals are made of
@@ -24,22 +30,53 @@ def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Te
     return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
 
 
-def with_calibration(evaluation: Evaluation, test: Predictions, held: Predictions) -> Evaluation:
-    """With calibration/nll of the held-out test rows and calibrated/NAME of the others, which are tested on, both tempered.
+def with_calibration(
+    evaluation: Evaluation, test: Predictions, held: Predictions, lens: Lens | None = None
+) -> Evaluation:
+    """With calibration/nll of the held-out test rows and calibrated/NAME of the others, which are tested on.
 
-    `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` at the best one, which is
-    `calibrated/temperature`. What is fitted by the held-out rows is that one number.
+    `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` calibrated: as the lens has it, which was
+    fitted on held-out rows, or else at their best temperature. That is `calibrated/temperature`, where it is not 1.
     """
     part = numbers_of(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
-    temperature = best_temperature(held.predictive.tempered(1 / own), held.targets)
-    scaled, scaled_held = (replace(p, predictive=p.predictive.tempered(temperature / own)) for p in (test, held))
-    found = {f"calibrated/{key}": value for key, value in part.metrics(scaled).items()}
-    found["calibrated/temperature"] = temperature
-    for name, rows in (("nll", held), ("nll_scaled", scaled_held)):
+    if lens is None:
+        lens = Lens(best_temperature(held.predictive.tempered(1 / own), held.targets), None)
+    seen, seen_held = (replace(p, predictive=_seen(p.predictive, lens, own)) for p in (test, held))
+    found = {f"calibrated/{key}": value for key, value in part.metrics(seen).items()}
+    if lens.calibration is None:
+        found["calibrated/temperature"] = lens.temperature
+    for name, rows in (("nll", held), ("nll_scaled", seen_held)):
         found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
-    arrays = {key.removeprefix("test/"): value for key, value in part.arrays(scaled).items()}
-    return more(evaluation, found, {f"calibrated/{name}": arrays[name] for name in TEMPERED if name in arrays})
+    arrays = {key.removeprefix("test/"): value for key, value in part.arrays(seen).items()}
+    kept = {name: value for name, value in arrays.items() if name in TEMPERED or name.startswith("reliability/")}
+    return more(evaluation, found, {f"calibrated/{name}": value for name, value in kept.items()})
+
+
+def with_promises(
+    evaluation: Evaluation, test: Predictions, posterior: Posterior, targets: Standardiser | None
+) -> Evaluation:
+    """With conformal/… and selective/… of the promises that stand on a posterior; targets: of what networks learned."""
+    own, rows = evaluation.metrics.get("temperature", 1.0), test
+    if targets is not None:  # thresholds are in the units of what was learned
+        means, variances = test.predictive.described()
+        learned = RegressionPredictive((means - targets.mean) / targets.std, variances / targets.std**2)
+        rows = replace(test, predictive=learned, targets=targets(test.targets))
+    seen = _seen(rows.predictive, posterior.lens(), own)
+    promises = dict(posterior.promises.items())
+    found = outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
+    if targets is not None:
+        scale = (
+            float(targets.std) if targets.std.numel() == 1 else math.nan
+        )  # of several outputs a mean has no one unit
+        found = {key: scale * value if key.endswith("/size") else value for key, value in found.items()}
+    details, arrays = promise_details(promises, found, rows.targets, seen)
+    return more(evaluation, promise_metrics(promises, found) | details, arrays)
+
+
+def _seen(predictive: Predictive, lens: Lens, own: float) -> Predictive:
+    """A mixture that was recorded at its posterior's own temperature, as it is seen through another lens."""
+    return lens.mixture(lens.members(predictive if own == 1.0 else predictive.tempered(1 / own)))
 
 
 def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:

@@ -14,6 +14,7 @@ from dissensus.numerics.damage import damaged
 from dissensus.storage.files import read_json, read_tensors, write_json, write_tensors
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
+PROMISED = "promised/"  # in front of the names of promises' tables
 FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
 
 
@@ -56,15 +57,16 @@ def read_predictions(path: Path) -> Predictions:
 
 def write_counts(path: Path, counts: CorruptedCounts) -> None:
     facts = {"types": counts.types, "severities": counts.severities}
-    write_tensors(path, {name: getattr(counts, name) for name in COUNTS}, facts)
+    promised = {f"{PROMISED}{name}": table for name, table in counts.promised.items()}
+    write_tensors(path, {name: getattr(counts, name) for name in COUNTS} | promised, facts)
 
 
 def read_counts(path: Path) -> CorruptedCounts:
     tensors, facts = read_tensors(path)
     try:
-        return CorruptedCounts(
-            types=tuple(facts["types"]), severities=tuple(facts["severities"]), **{n: tensors[n] for n in COUNTS}
-        )
+        sums: dict[str, Any] = {name: tensors[name] for name in COUNTS}
+        sums["promised"] = {n.removeprefix(PROMISED): each for n, each in tensors.items() if n.startswith(PROMISED)}
+        return CorruptedCounts(types=tuple(facts["types"]), severities=tuple(facts["severities"]), **sums)
     except (KeyError, TypeError) as error:
         raise damaged(path, f"without {error}") from error
 

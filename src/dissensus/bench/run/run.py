@@ -4,6 +4,7 @@ runs/ID/config.toml                     what the run depends on, and where it wa
         log.jsonl                       one line per epoch
         checkpoint.pt                   while training: where to go on from
         posterior/                      `dissensus.load` reads it
+        calibrated/                     the same with what [calibration] asks for
         training.json                   seconds, the epoch kept, the temperature
         predictions/SPLIT.safetensors   what the members said
         metrics.json, arrays.safetensors
@@ -12,9 +13,10 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
 from dissensus.bench.rows.sources import SETS
 from dissensus.bench.run import build
+from dissensus.bench.run.calibrating import CALIBRATED, check_calibration, fit_standing
 from dissensus.bench.run.evaluating import evaluation_of_run
 from dissensus.bench.run.learned import learning
 from dissensus.bench.run.pixels import image_facts
@@ -46,11 +49,12 @@ from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluation.evaluate import checked_score
+from dissensus.evaluation.evaluate import checked_score, evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.evaluation.predictions import Predictions
 from dissensus.guarantees.calibrate import temperature_scale
+from dissensus.numerics.checks import whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
@@ -106,6 +110,8 @@ class Run:
         for split in (CORRUPT, CHOOSE):
             corruptions(self.config, split)
         attack_curves(self.config)
+        if self.config.calibration:
+            check_calibration(self.config.calibration, self.config.data, self.kind)
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         if self.kind != "classification" and "curves_every" in self.config.evaluation:
@@ -264,10 +270,26 @@ class Run:
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(asdict(epoch)) + "\n")
 
-    def posterior(self) -> Posterior:
-        """The trained posterior."""
+    def posterior(self, name: str = "posterior") -> Posterior:
+        """The trained posterior, or the calibrated one."""
         with same_random_state(self.device):  # networks are built before their weights are read
-            return build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            return build.saved(self.folder, self.config, lambda: self.data, name).to(self.device).eval()
+
+    def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
+        """The trained posterior with what these settings of [calibration] ask for, saved in calibrated/."""
+        posterior = self.posterior()
+        with self._threads():
+            fit_standing(posterior, settings, self.data.calibration, self.loader)
+        storage.save(posterior, self.folder / CALIBRATED)
+        return posterior
+
+    def _calibrated(self) -> Posterior | None:
+        """The calibrated posterior, on the processor as files of predictions are; None where nothing is asked for."""
+        if not self.config.calibration:
+            return None
+        if not is_posterior(self.folder / CALIBRATED):
+            self.calibrate(self.config.calibration)
+        return self.posterior(CALIBRATED).cpu()
 
     def predict(self, *, tell: Tell = silent) -> None:
         """Writes what the members say about every split; files already there are kept."""
@@ -282,7 +304,7 @@ class Run:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        about = (self.config, self.kind, self.data, self.posterior(), self._compared)
+        about = (self.config, self.kind, self.data, self.posterior(), self._compared, self._calibrated())
         evaluation = evaluation_of_run(self.folder, self._splits(), *about)
         write_evaluation(self.folder, evaluation)
         return evaluation
@@ -290,9 +312,7 @@ class Run:
     def evaluate(self, *, tell: Tell = silent) -> Evaluation:
         """Predictions and metrics of a trained run."""
         if not self.trained:
-            raise FileNotFoundError(
-                f"expected a trained run in {self.folder}, got none; run `dissensus bench` or `dissensus train` first"
-            )
+            raise untrained(self.folder)
         self.predict(tell=tell)
         return self.measure()
 
@@ -304,7 +324,32 @@ class Run:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
             path.unlink(missing_ok=True)
+        if self.config.calibration:
+            shutil.rmtree(self.folder / CALIBRATED, ignore_errors=True)
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
+
+
+def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = None) -> tuple[Evaluation, Evaluation]:
+    """(before, after): a trained run on the test rows that are left, as it is and with these settings of [calibration].
+
+    What is not asked for is as the run has it; `rows`: how many test rows to hold out, or their share. Kept in calibrated/.
+    """
+    if not run.trained:
+        raise untrained(run.folder)
+    if rows is not None:
+        number = rows if rows < 1 else whole("rows", int(rows))
+        run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
+    settings = run.config.calibration | dict(asked)
+    check_calibration(settings, run.config.data, run.kind)
+    test = run.loader(run.data.test)
+    before = evaluate(run.posterior(), test)
+    return before, evaluate(run.calibrate(settings), test)
+
+
+def untrained(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"expected a trained run in {folder}, got none; run `dissensus bench` or `dissensus train` first"
+    )

@@ -56,6 +56,7 @@ class RunConfig:
     training: Settings
     evaluation: Settings
     reference: Settings = field(compare=False)  # published numbers: the run does not depend on them
+    calibration: Settings = field(default_factory=dict)
 
     def table(self) -> Settings:
         return asdict(self)
@@ -113,6 +114,8 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         )
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
     data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
+    if (rows := tables["calibration"].pop("rows", None)) is not None:
+        data["calibration"] = rows
     own = tables["method"].get(method, {})
     settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
@@ -136,6 +139,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         training=training,
         evaluation=tables["evaluation"],
         reference=tables["reference"],
+        calibration=tables["calibration"],
     )
 
 
@@ -146,7 +150,7 @@ def run_config_of(table: Settings, where: str) -> RunConfig:
     except TypeError as error:  # a key that is missing, or one too many
         raise damaged(Path(where), error) from error
     for key, rule in typed(RunConfig).items():
-        rule(f"{where}: {key}", table[key])
+        rule(f"{where}: {key}", getattr(config, key))
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
     check_task({**sections, "method": {config.method: config.settings}}, where)
     return config

@@ -43,7 +43,19 @@ ANY, TEXT, INTEGER, TRUTH, TEXTS, WHOLES, LIST, TABLE = (
 COUNT, POSITIVE, NOT_NEGATIVE = partial(whole, least=0), partial(number, above=0), partial(number, least=0)
 
 TOP: dict[str, ValueRule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
-SECTIONS = ("data", "network", "likelihood", "method", "training", "evaluation", "widths", "grid", "reference", "size")
+SECTIONS = (
+    "data",
+    "network",
+    "likelihood",
+    "method",
+    "training",
+    "evaluation",
+    "calibration",
+    "widths",
+    "grid",
+    "reference",
+    "size",
+)
 NETWORK: dict[str, ValueRule] = {
     "name": TEXT,  # of NETS, or package.module:name
     "weights": TEXT,  # a file with the state to start from
@@ -108,6 +120,14 @@ EVALUATION: dict[str, ValueRule] = {
     "curves_every": whole,  # epochs between looks at training and test accuracy; not looked at where it is left out
     "train_rows": TRUTH,  # whether training rows are measured, too
     "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
+}
+CALIBRATION: dict[str, ValueRule] = {
+    "rows": POSITIVE,  # test rows held out for it, or their share: short for data.calibration
+    "method": TEXT,  # of ds.calibrate
+    "level": share,  # of ds.conformal
+    "score": TEXT,  # of ds.conformal
+    "risk": share,  # of ds.selective
+    "confidence": share,  # of ds.selective
 }
 WIDTHS: dict[str, ValueRule] = {  # of a task over widths: each is a cell with a run of its own
     "of": TEXT,  # the network's setting that is multiplied
@@ -187,6 +207,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
         "likelihood": _named_with(argument_names("likelihood", settings.get("likelihood"))),
         "training": TRAINING,
         "evaluation": EVALUATION,
+        "calibration": CALIBRATION,
         "widths": WIDTHS,
     }
     found |= {f"grid.{axis}": AnyKey(GRID) for axis in settings.get("grid", {})}

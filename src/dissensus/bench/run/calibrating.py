@@ -1,0 +1,53 @@
+"""What [calibration] of a task asks for: fitted on held-out test rows, and kept with the posterior beside the trained one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dissensus.bench.rows.learned import SetKind, TaskRows
+from dissensus.core.posterior import Posterior
+from dissensus.data import Batches
+from dissensus.guarantees.calibrate import calibrate
+from dissensus.guarantees.conformal import conformal
+from dissensus.guarantees.fits import OF_CLASSES, OF_REGRESSIONS
+from dissensus.guarantees.selective import selective
+from dissensus.numerics.checks import one_of
+from dissensus.standing.scores import CLASS_SCORES, INTERVAL_SCORES
+
+CALIBRATED = "calibrated"  # folder of the posterior with what stands on it
+
+
+def check_calibration(settings: Mapping[str, Any], data: Mapping[str, Any], kind: SetKind) -> None:
+    """Raises where [calibration] asks for nothing, or for what a task of this kind cannot have."""
+    if kind == "segmentation":
+        raise ValueError("expected rows with one label for [calibration], got masks; set training.temperature = true")
+    if not data.get("calibration"):
+        raise ValueError("expected rows held out for [calibration], got none; say how many (rows)")
+    if not settings.keys() & {"method", "level", "risk"}:
+        raise ValueError("expected something to fit below [calibration], got none; name a method, a level or a risk")
+    regression = kind == "regression"
+    if "method" in settings:
+        one_of("calibration.method", settings["method"], OF_REGRESSIONS if regression else OF_CLASSES)
+    if "score" in settings:
+        one_of("calibration.score", settings["score"], INTERVAL_SCORES if regression else CLASS_SCORES)
+    if regression and "risk" in settings:
+        raise ValueError("expected a classification for calibration.risk, got a regression; leave it out")
+
+
+def fit_standing(
+    posterior: Posterior, settings: Mapping[str, Any], rows: TaskRows, loader: Callable[[TaskRows], Batches]
+) -> None:
+    """Calibrates the posterior and lets promises stand on it: `conformal` for a level, `selective` for a risk.
+
+    Every other row is for the calibration and the rest for promises, where both are asked for: a row that chose a calibration
+    is not held out any more.
+    """
+    promised, method = settings.keys() & {"level", "risk"}, settings.get("method")
+    first, second = (rows.at(torch.arange(len(rows.y))[start::2]) if promised and method else rows for start in (0, 1))
+    if method:
+        calibrate(posterior, loader(first), method)
+    if "level" in settings:
+        conformal(posterior, loader(second), level=settings["level"], score=settings.get("score"))
+    if "risk" in settings:
+        selective(posterior, loader(second), risk=settings["risk"], confidence=settings.get("confidence", 0.95))
