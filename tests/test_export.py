@@ -179,3 +179,19 @@ def test_a_regression_is_exported_in_the_units_of_its_targets(tmp_path):
     for name, end in zip(("conformal_lower", "conformal_upper"), intervals.interval(rows), strict=True):
         torch.testing.assert_close(found[name], end, rtol=1e-5, atol=0)
     assert np.median(np.abs(found["mean"].numpy() - y.numpy())) < 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True])
+def test_several_inputs_keep_their_names(named, tmp_path):
+    posterior = stored(ds.DeepEnsemble([tiny.Pair() for _ in range(2)]), inputs(5))
+
+    def pair(batch):
+        a, b = inputs(batch), inputs(batch) + 1
+        return {"a": a, "b": b} if named else (a, b)
+
+    ds.export(posterior, tmp_path / "m.onnx", example=pair(3))
+    for batch in (1, 7):
+        given = pair(batch)
+        found = in_onnxruntime(tmp_path / "m.onnx", **(given if named else {"x0": given[0], "x1": given[1]}))
+        check(found, posterior.predict(given))

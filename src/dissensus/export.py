@@ -70,7 +70,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
         require_onnx()
     module = ExportedPosterior(expect_posterior(posterior))
     x = _two_or_more(batches.to(module.raw(example), posterior.device))
-    wanted = {rows: _predicted(posterior, module.ready(_rows(x, rows))) for rows in (batches.size(x), 1)}
+    wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}
     if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _state_size(path, module.predictor)
@@ -118,6 +118,10 @@ class ExportedPosterior(nn.Module):
         self.promises: dict[str, Callable[[Predictive], dict[str, Tensor]]] = {}
         self.said: dict[str, str] = {}
         for name, promise in posterior.promises.items():
+            if name in MOMENTS:
+                raise ValueError(
+                    f"expected a promise of another name than the outputs, got {name!r}; fit it with name="
+                )
             if (told := _outputs_of(name, promise)) is not None:
                 self.promises[name], self.said[name] = told, promise.describe()
 
@@ -136,7 +140,10 @@ class ExportedPosterior(nn.Module):
         return found.to(self.dtype)
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
-        predictive = self.predictor.predictive(self.ready(x))
+        return self.outputs(self.predictor.predictive(self.ready(x)))
+
+    def outputs(self, predictive: Predictive) -> dict[str, Tensor]:
+        """What the file says of a predictive."""
         found = {name: getattr(predictive, name) for name in MOMENTS}
         for promised in self.promises.values():
             found |= promised(predictive)
@@ -166,7 +173,11 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[st
         log.warning("%s is not in the file: it needs weights, groups or random numbers beside the inputs", name)
         return None
     fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
-    fixed._asked = lambda predictive, *_: (predictive, thresholds)  # type: ignore[method-assign,assignment,return-value]
+
+    def asked(predictive: Predictive, *_: object) -> tuple[Predictive, Tensor]:
+        return predictive, thresholds.to(predictive.mean.device)
+
+    fixed._asked = asked  # type: ignore[method-assign,assignment]
     if promise.score in INTERVAL_SCORES:
         return lambda predictive: dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
     return lambda predictive: {name: fixed.set(predictive)}
@@ -181,25 +192,22 @@ def _two_or_more(x: Inputs) -> Inputs:
     return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
-def _predicted(posterior: Posterior, x: Inputs) -> dict[str, Tensor]:
-    """What `predict` says of inputs as the network takes them, by name; an error where it says something else the next time."""
-    view = copy.copy(posterior)
+def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, Tensor]:
+    """What `predict` says, and promises say of that, by name; an error where it says something else the next time."""
+    view, x = copy.copy(posterior), module.ready(x)
     view.inputs = None
     with same_random_state(posterior.device):
         first = view.predict(x)
         torch.rand(1)  # another state of torch's stream: what is drawn from it is now another draw
         again = view.predict(x)
-    if not all(torch.equal(a, b) for a, b in zip(first.described(), again.described(), strict=True)):
+    pairs = zip(first.described(), again.described(), strict=True)
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):  # GPUs may round anew
         raise ValueError(
             f"expected functions that stay the same, got {type(posterior).__name__} that predicts something else every time: "
             "the file could not be compared with anything; call ds.refresh(posterior, training_loader) first (a network that "
             "draws random numbers in eval mode cannot be exported)"
         )
-    found = {name: getattr(first, name) for name in MOMENTS}
-    for name, promise in posterior.promises.items():
-        if (told := _outputs_of(name, promise)) is not None:
-            found |= told(first)
-    return found
+    return module.outputs(first)
 
 
 @contextmanager
