@@ -123,7 +123,7 @@ class ExportedPosterior(nn.Module):
                     f"expected a promise of another name than the outputs, got {name!r}; fit it with name="
                 )
             if (told := _outputs_of(name, promise)) is not None:
-                self.promises[name], self.said[name] = told, promise.describe()
+                self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
 
     def raw(self, example: Any) -> Inputs:
         """The example as tensors, as the file will be given inputs."""
@@ -136,8 +136,8 @@ class ExportedPosterior(nn.Module):
         """From what the file is given to what the network takes."""
         if self.inputs is None:
             return x
-        found: Tensor = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
-        return found.to(self.dtype)
+        found: Any = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
+        return found.to(self.dtype)  # type: ignore[no-any-return]
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         return self.outputs(self.predictor.predictive(self.ready(x)))
@@ -243,7 +243,7 @@ def _own_kernels(particles: Particles) -> bool:
         for name, part in particles.template.named_modules()
         if isinstance(part, nn.modules.conv._ConvNd)
     }
-    return not layers.isdisjoint({**particles.own_parameters(), **particles.own_buffers()})
+    return not layers.isdisjoint([*particles.own_parameters(), *particles.own_buffers()])
 
 
 def _check_drawn(found: list[str]) -> None:

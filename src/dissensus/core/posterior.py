@@ -181,7 +181,7 @@ class Posterior(TrainingRules, ABC):
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. They are not calibrated: see `predictor`."""
-        batches.size(x := self.ready(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # an error where x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
 
@@ -202,7 +202,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := self.ready(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):
@@ -269,15 +269,15 @@ class Posterior(TrainingRules, ABC):
         return self.temperature.device
 
     @final
-    def ready(self, x: Any) -> Inputs:
+    def transformed(self, x: Any) -> Inputs:
         """Inputs as the networks take them: raw ones transformed, where this has `inputs`; arrays as tensors."""
         return batches.inputs_of(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
     @final
     def batch(self, given: Any, *, anywhere: bool = False) -> Batch:
-        """What a loader gave, its inputs `ready`, checked as in `Batch.of`; a `Batch` has been through here before."""
+        """What a loader gave, its inputs `transformed`, checked as in `Batch.of`; a `Batch` has been through here before."""
         if self.inputs is not None and type(given) in (tuple, list) and len(given) in (2, 3):
-            given = (self.ready(given[0]), *given[1:])
+            given = (self.transformed(given[0]), *given[1:])
         return Batch.of(given, anywhere=anywhere)
 
     @final

@@ -78,7 +78,7 @@ def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
         each.setLevel(logging.CRITICAL)
     try:
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
-        return exported.run_decompositions({})  # what is left of vmap becomes plain operations
+        return exported.run_decompositions({})  # type: ignore[no-any-return]  # what is left of vmap becomes plain operations
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)

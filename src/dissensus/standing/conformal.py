@@ -102,7 +102,7 @@ class Conformal(Promise):
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # an error where it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else posterior.ready(x)  # as in calibration
+        inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)
         w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
         by_group = self.facts["by"] == "group"
