@@ -160,7 +160,7 @@ def noisy(rows, seed):
 
 
 def test_conformal_intervals_hold_what_they_promise():
-    """40 calibration rows at 0.8: the coverage of one calibration is Beta(33, 8), mean 0.805, sd 0.061; of untrained networks."""
+    """Also of untrained networks. 40 calibration rows at 0.8: one calibration covers Beta(33, 8), mean 0.805, sd 0.061."""
     covered = []
     for seed in range(16):
         (x, y), (new, truth) = noisy(80, seed), noisy(500, seed + 1000)
@@ -172,7 +172,7 @@ def test_conformal_intervals_hold_what_they_promise():
     assert scores.shape == (40, 1)
     deviation = quick.predictive(new).total.sqrt()[:, 0].numpy()
     assert np.allclose((upper - lower) / deviation / 2, float(scores[32]))  # the ⌈41 · 0.8⌉-th smallest
-    with pytest.raises(ValueError, match="40 calibration rows can promise, got 0.99, which needs 99"):
+    with pytest.raises(ValueError, match=r"40 calibration rows can promise, got 0.99, which needs 99"):
         quick.predict(new, interval=0.99)
 
 
@@ -188,7 +188,7 @@ def test_conformal_sets_and_intervals_are_saved(tmp_path):
     assert (classifier.predict_set(x, 0.7) <= classifier.predict_set(x, 0.95)).all()
     scores, threshold = -np.log(classifier.predict_proba(x)), loaded.posterior_.promises["conformal"].scores[42]
     assert np.array_equal(classifier.predict_set(x, 0.7), scores <= float(threshold))  # ⌈61 · 0.7⌉ = 43
-    with pytest.raises(ValueError, match="at least 20 rows to calibrate on, got 0.1 of 60"):
+    with pytest.raises(ValueError, match=r"at least 20 rows to calibrate on, got 0.1 of 60"):
         Regressor(conformal=0.1).fit(x[:60], y[:60])
 
 

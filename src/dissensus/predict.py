@@ -24,6 +24,7 @@ from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
+from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, one_of, whole
 
 log = logging.getLogger("dissensus")
@@ -146,6 +147,7 @@ def predict_image(
     tile − overlap is a multiple of the network's stride. What looks at a whole image (PSPNet's pooling) sees a tile only.
     `precision`: "bf16" runs the network in mixed precision, likelihoods stay in float32.
     """
+    image = tensor_of(image)
     if image.ndim != 3:
         raise ValueError(
             f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch in turn"

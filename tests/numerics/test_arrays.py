@@ -1,5 +1,7 @@
 """Arrays, Series and DataFrames are taken where tensors are, and what they would lose is said."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -135,3 +137,63 @@ def test_inputs_without_targets_are_no_data(rows):
         ds.predict(ensemble(), frame)
     with pytest.raises(TypeError, match="got Tensor"):
         ds.fit(ensemble(), rows[0], epochs=1)
+
+
+TABLE = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": [0.5, 0.25, 1.0], "c": [3.0, 1.0, 2.0]})
+TEXT = TABLE.assign(b=["x", "y", "z"])
+LABELS = pd.Series([0, 1, 0])
+ASKED = {  # what a table may be handed to, by mistake or not
+    "predict": lambda p, x: p.predict(x),
+    "call": lambda p, x: p(x),
+    "loss": lambda p, x: p.loss(x, LABELS),
+    "backward": lambda p, x: p.backward(x, LABELS),
+    "fit": lambda p, x: ds.fit(p, (x, LABELS), epochs=1, progress=False),
+    "fit alone": lambda p, x: ds.fit(p, x, epochs=1),
+    "ds.predict": lambda p, x: ds.predict(p, (x, LABELS)),
+    "summarise": lambda p, x: ds.summarise(p, (x, LABELS)),
+    "predict_image": lambda p, x: ds.predict_image(p, x),
+    "evaluate": lambda p, x: ds.evaluate(p, (x, LABELS)),
+    "evaluate alone": lambda p, x: ds.evaluate(p, x),
+    "ood": lambda p, x: ds.evaluate(p, (x, LABELS), ood=x),
+    "temperature_scale": lambda p, x: ds.temperature_scale(p, x),
+    "conformal": lambda p, x: ds.conformal(p, (x, LABELS), level=0.5).set(x),
+    "conformal alone": lambda p, x: ds.conformal(p, x),
+    "selective": lambda p, x: ds.selective(p, x),
+    "refresh": lambda p, x: ds.refresh(ds.SWAG(ds.nets.MLP(3, 2)), x),
+    "fit_posthoc": lambda p, x: ds.Laplace(ds.nets.MLP(3, 2)).fit_posthoc(x),
+    "convergence": lambda p, x: ds.convergence(p, x),
+    "member_distances": lambda p, x: ds.member_distances(p, x, LABELS),
+    "attack": lambda p, x: ds.attacks.fgsm(p, x, LABELS, 0.1),
+    "pca_lengthscales": lambda p, x: ds.pca_lengthscales(x),
+    "empirical_ntk": lambda p, x: ds.theory.empirical_ntk(ds.nets.MLP(3, 2), x),
+    "regime": lambda p, x: ds.theory.regime(p, x),
+    "Batches": lambda p, x: ds.data.Batches(x, LABELS, batch_size=2),
+    "of_rows": lambda p, x: ds.data.Standardiser.of_rows(x)(x),
+    "of_channels": lambda p, x: ds.data.Standardiser.of_channels(x),
+    "inverse": lambda p, x: ds.data.Standardiser.of_rows(TABLE).inverse(x),
+    "accuracy": lambda p, x: ds.metrics.accuracy(x, LABELS),
+    "rmse": lambda p, x: ds.metrics.rmse(x, x),
+    "auroc": lambda p, x: ds.metrics.auroc(x, x),
+    "log_prob": lambda p, x: p.predict(TABLE).log_prob(x),
+    "interval": lambda p, x: p.predict(TABLE).interval(x),
+    "sample": lambda p, x: p.predict(TABLE).sample(x),
+    "DeepEnsemble": lambda p, x: ds.DeepEnsemble(x),
+    "MAP": lambda p, x: ds.MAP(x),
+    "save": lambda p, x: ds.save(x, "nowhere"),
+    "report": lambda p, x: ds.report(x, "nowhere"),
+}
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_table_is_taken_or_refused_in_words(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for table in (TABLE, TEXT, {}):
+        with contextlib.suppress(Refused):
+            try:
+                ASKED[asked](ensemble(), table)
+            except (TypeError, ValueError) as error:
+                raise (Refused if str(error).startswith("expected ") else AssertionError)(asked) from error

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import as_tensor
+from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, share, whole
 
 
@@ -116,7 +116,7 @@ class CategoricalPredictive(Predictive):
         return self.mean.amax(1)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        y = as_tensor(y)
+        y = tensor_of(y)
         soft = y.is_floating_point()
         expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
         if y.shape != expected:  # gather would take a shorter y
@@ -230,7 +230,7 @@ class RegressionPredictive(Predictive):
 
     def _targets(self, y: Tensor) -> Tensor:
         """y, an array too, of the mean's shape: (B,) beside (B, 1) would broadcast to (B, B). One number is for all."""
-        y = as_tensor(y)
+        y = tensor_of(y)
         if y.ndim and y.shape != self._means.shape[1:]:
             raise ValueError(
                 f"expected targets of shape {tuple(self._means.shape[1:])}, got {tuple(y.shape)}; reshape them"

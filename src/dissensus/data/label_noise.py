@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import as_tensor
+from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, whole
 
 
@@ -20,7 +20,7 @@ def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -
         classes: C, at least 2.
         seed: the same seed gives the same wrong labels; those of a smaller share are among those of a larger one.
     """
-    labels = as_tensor(labels)
+    labels = tensor_of(labels)
     number("share", share, least=0, most=1)
     whole("classes", classes, least=2)
     if labels.ndim != 1 or labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):

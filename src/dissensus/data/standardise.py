@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import as_tensor
+from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.lengthscales import check_finite_rows
 
 
@@ -30,7 +30,7 @@ class Standardiser:
 
         x: a tensor, an array or a DataFrame of numbers; for other columns and missing values see `TableEncoder`.
         """
-        x = as_tensor(x, torch.float64)
+        x = tensor_of(x, torch.float64)
         if x.ndim != 2 or len(x) == 0:
             raise ValueError(f"expected rows of shape (N, D), got {tuple(x.shape)}; reshape to a matrix first")
         values = _float(x, torch.float64)
@@ -45,7 +45,7 @@ class Standardiser:
 
         From the histogram of each channel: exact, and no floating-point copy of the images.
         """
-        images = as_tensor(images)
+        images = tensor_of(images)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.numel() == 0:
             raise ValueError(
                 f"expected uint8 images (N, C, H, W), got {images.dtype} {tuple(images.shape)}; pass raw pixels"
@@ -61,7 +61,7 @@ class Standardiser:
     def __call__(self, x: Any) -> Tensor:
         """Standardised x, same shape; the dtype of a tensor of real numbers, else float32."""
         given = isinstance(x, Tensor) and x.is_floating_point()
-        x = as_tensor(x, torch.float64)
+        x = tensor_of(x, torch.float64)
         # whole numbers, and those of frames, may be larger than float32 can tell apart
         values = _float(x, torch.float32 if given or x.dtype == torch.uint8 else torch.float64)
         z = (values - self.mean.to(values)) / self.std.to(values)
@@ -69,7 +69,7 @@ class Standardiser:
 
     def inverse(self, z: Tensor) -> Tensor:
         """x = z · std + mean, same shape and dtype as z, in the units of the training data."""
-        z = as_tensor(z, torch.float64)
+        z = tensor_of(z, torch.float64)
         return z * self.std.to(z) + self.mean.to(z)
 
 

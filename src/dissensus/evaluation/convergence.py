@@ -34,6 +34,7 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
         posterior: drawn functions come chain by chain, in the order of the chain, at least four of each.
         x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
     """
+    batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
     x = batches.to(x, posterior.device)
     with left_as_found(posterior):
         drawn: DrawnFunctions = posterior.draw()

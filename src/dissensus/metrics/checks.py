@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import as_tensor
+from dissensus.numerics.arrays import tensor_of
 
 TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
 
@@ -18,7 +18,7 @@ def labelled(
     Values are probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
     Members (M, N, C, ...), for class_axis 2, give rows (M, n, C).
     """
-    values = as_tensor(values, torch.float64)
+    values = tensor_of(values, torch.float64)
     rows = distributions(values, class_axis=class_axis, log=log)
     shape = (values.shape[class_axis - 1], *values.shape[class_axis + 1 :])
     labels, keep = class_indices("y", y, shape, rows.shape[-1], ignore_index)
@@ -27,7 +27,7 @@ def labelled(
 
 def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
     """(n, C), or (M, n, C) for class_axis 2: the same numbers, checked, with the classes last and the places flat."""
-    values = as_tensor(values, torch.float64)
+    values = tensor_of(values, torch.float64)
     name = "log-probabilities" if log else "probabilities"
     if not values.is_floating_point():
         raise TypeError(f"expected floating-point {name}, got {values.dtype}; pass the network's softmax outputs")
@@ -58,7 +58,7 @@ def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple
     """The two sets of scores as flat tensors of one dtype; no NaN, and none empty unless `empty`."""
     pair = []
     for name, given in (("score_in", score_in), ("score_ood", score_ood)):
-        score = as_tensor(given, torch.float64)
+        score = tensor_of(given, torch.float64)
         if score.numel() == 0 and not empty:
             raise ValueError(f"expected at least one score in {name}, got none; ranking needs both kinds of inputs")
         no_nan(score, name)
@@ -70,7 +70,7 @@ def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple
 
 def same_shape(**tensors: Tensor) -> list[Tensor]:
     """The tensors in float64, all of the first one's shape, not empty, without NaN."""
-    tensors = {name: as_tensor(tensor, torch.float64) for name, tensor in tensors.items()}
+    tensors = {name: tensor_of(tensor, torch.float64) for name, tensor in tensors.items()}
     first_name, first = next(iter(tensors.items()))
     if first.numel() == 0:
         raise ValueError(f"expected at least one example in {first_name}, got shape {tuple(first.shape)}; pass data")
@@ -105,7 +105,7 @@ def member_gaussians(
 
 def targets_of(means: Tensor, y: Tensor) -> Tensor:
     """Targets of the shape that members' means (M, *shape) have, in float64."""
-    y = as_tensor(y, torch.float64)
+    y = tensor_of(y, torch.float64)
     if means.ndim == 0 or means.shape[1:] != y.shape:
         raise ValueError(
             f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
@@ -138,7 +138,7 @@ def class_indices(
     name: str, y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Flat labels, and the mask of places that are not void (None when ignore_index is)."""
-    y = as_tensor(y)
+    y = tensor_of(y)
     if tuple(y.shape) != tuple(shape):
         raise ValueError(
             f"expected {name} of shape {tuple(shape)}, got {tuple(y.shape)}; pass class indices, not one-hot rows"

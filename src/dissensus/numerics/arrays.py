@@ -40,6 +40,14 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
     return rounded
 
 
+def tensor_of(values: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """As `as_tensor`, of what is a tensor or can become one; an error of anything else."""
+    found = as_tensor(values, dtype)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"expected a tensor, array or DataFrame, got {type(values).__name__}; use torch.as_tensor")
+    return found
+
+
 def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
     """Raises where rounding moves a value by more than a thousandth of its column's range."""
     if kept.dtype == rounded.dtype or not kept.numel() or not kept.ndim:
