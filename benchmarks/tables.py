@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import calibration
 import camvid_ood
 import compose
 import compose_speed
@@ -310,6 +311,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
     if found := rows(camvid_ood.NUMBERS):
         yield docs / "segmentation-results.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
+    if found := rows(calibration.NUMBERS):
+        yield docs / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := rows("compose.csv"):
         yield docs / "composing-results.md", "compose", compose.page(found)
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:

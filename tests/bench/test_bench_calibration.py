@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import dissensus as ds
 from dissensus.bench.cli import app
 from dissensus.bench.run import jobs
-from dissensus.bench.run.run import Run, calibrate_run
+from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
 from dissensus.reporting.measures import measures
@@ -115,7 +115,7 @@ def test_a_trained_run_is_calibrated_afterwards(task, tmp_path):
     settings = {key: value for key, value in task.settings.items() if key != "calibration"}
     (run,), _ = jobs.run_all(replace(task, settings=settings), methods=["map"], seeds=[0], out=tmp_path / "bare")
     assert not (run.folder / "calibrated").exists()
-    before, after = calibrate_run(Run.open(run.folder), {"method": "temperature", "level": 0.9}, rows=0.5)
+    before, after = jobs.calibrate_run(Run.open(run.folder), {"method": "temperature", "level": 0.9}, rows=0.5)
     assert len(after.arrays["test/nll"]) == 300
     assert after.metrics["nll"] < before.metrics["nll"]
     assert abs(after.metrics["conformal/coverage"] - 0.9) < 0.1  # 150 rows: three of a beta-binomial's deviations
@@ -126,9 +126,9 @@ def test_a_trained_run_is_calibrated_afterwards(task, tmp_path):
     assert str(run.folder / "calibrated") in shown.output.replace("\n", "")
     assert ds.load(run.folder / "calibrated").calibration.facts["rows"] == 200
     with pytest.raises(ValueError, match="expected rows held out"):
-        calibrate_run(Run.open(run.folder), {"method": "temperature"})
+        jobs.calibrate_run(Run.open(run.folder), {"method": "temperature"})
     with pytest.raises(ValueError, match="expected something to fit"):
-        calibrate_run(Run.open(run.folder), {}, rows=0.5)
+        jobs.calibrate_run(Run.open(run.folder), {}, rows=0.5)
 
 
 @pytest.mark.parametrize(

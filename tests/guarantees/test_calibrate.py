@@ -250,6 +250,7 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     found = ds.evaluate(posterior, loader, ood={"far": [(5 * x, y)]}, shift={"s": loader}, score="mutual_information")
     nll = -wanted.log().gather(1, y[:, None]).mean()
     assert found.metrics["nll"] == pytest.approx(float(nll), abs=1e-5)
+    assert ("calibrated: " in repr(found)) == (method != "temperature")
     assert found.metrics["shift/s/ece"] == pytest.approx(float(ece(wanted, y)), abs=1e-5)
     assert 0 <= found.metrics["ood/far/auroc"] <= 1
 
@@ -289,6 +290,23 @@ def test_calibrating_again_starts_from_the_networks(caplog):
     ds.calibrate(posterior, [(x, y)], "vector")
     assert float(posterior.temperature) == 1
     assert not caplog.records
+
+
+def test_whoever_predicts_while_a_calibration_is_sought_sees_the_one_before():
+    """Also between two batches, and with a calibration there: what is fitted sees the networks alone."""
+    posterior, x, y = overconfident(400)
+    alone = ds.calibrate(copy.deepcopy(posterior), [(x, y)], "vector")
+    ds.calibrate(posterior, [(x, y)], "isotonic")
+    before, seen = posterior.predict(x[:5]).mean, []
+
+    def batches():
+        for part in (slice(0, 200), slice(200, 400)):
+            seen.append(posterior.predict(x[:5]).mean)
+            yield x[part], y[part]
+        seen.append(posterior.predict(x[:5]).mean)
+
+    assert ds.calibrate(posterior, batches(), "vector").nll == pytest.approx(alone.nll, abs=1e-9)
+    assert all(torch.equal(each, before) for each in seen)
 
 
 def test_a_watcher_has_a_calibration_of_its_own():

@@ -20,7 +20,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.calibrating import CALIBRATED
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.images import write_maps
-from dissensus.bench.run.run import Run, calibrate_run, silent
+from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, read_task, run_config, task_names
 from dissensus.bench.task.schema import CALIBRATION, counted_by
@@ -171,7 +171,7 @@ def calibrate_command(
             CALIBRATION[name](f"--{name}", value)
     given = {name: value for name, value in asked.items() if value is not None}
     with nullcontext() if quiet else _remarks(level=logging.WARNING):
-        before, after = calibrate_run(Run.open(run, source=data), given, rows=rows)
+        before, after = jobs.calibrate_run(Run.open(run, source=data), given, rows=rows)
     print_before_and_after(before, after)
     print(run / CALIBRATED)
 

@@ -28,7 +28,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     def __init__(self, means: Tensor, variances: Tensor, at: Tensor, value: Tensor) -> None:
         self._described = (means, variances, at, value)
-        self._at, self._value = at, value
+        self._mixture, self._at, self._value = (means, variances), at, value
 
     @property
     def mean(self) -> Tensor:
@@ -44,7 +44,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     @property
     def epistemic(self) -> Tensor:
-        return torch.minimum(self._described[0].var(0, correction=0), self.total)
+        return torch.minimum(self._mixture[0].var(0, correction=0), self.total)
 
     def cdf(self, y: Tensor) -> Tensor:
         """(B, D) P(Y ≤ y), output by output."""
@@ -62,7 +62,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density, outputs independent."""
-        means, variances = self._described[:2]
+        means, variances = self._mixture
         each = -0.5 * ((y - means) ** 2 / variances + variances.log() + math.log(2 * math.pi))
         density = each.logsumexp(0) - math.log(len(means))  # (B, D)
         z = normal_scores(means, variances, y[None])
@@ -73,7 +73,7 @@ class RecalibratedRegression(SummaryPredictive):
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, D) draws."""
-        like = self._described[0]
+        like = self._mixture[0]
         uniform = torch.rand(n, *like.shape[1:], generator=generator, dtype=like.dtype, device=like.device)
         return self._quantiles(uniform.clamp(TAIL, 1 - TAIL))
 
@@ -83,17 +83,17 @@ class RecalibratedRegression(SummaryPredictive):
 
     def _scores(self, y: Tensor) -> Tensor:
         """(n, B, D) g(Φ⁻¹(F(y))) at y (n, B, D)."""
-        return along(normal_scores(*self._described[:2], y), self._at, self._value)
+        return along(normal_scores(*self._mixture, y), self._at, self._value)
 
     def _quantiles(self, q: Tensor) -> Tensor:
         """(n, B, D) y with P(Y ≤ y) = q (n, B, D)."""
-        return at_scores(*self._described[:2], along(torch.special.ndtri(q), self._value, self._at))
+        return at_scores(*self._mixture, along(torch.special.ndtri(q), self._value, self._at))
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """(B, D) mean and variance: E Y = b − ∫ G, E (Y − b)² = 2 ∫ (b − y) G over [a, b], by Simpson's rule."""
         tails = torch.stack([torch.full_like(self._at[0], each) for each in (TAIL, 1 - TAIL)])
-        lower, upper = bracket(*self._described[:2], along(torch.special.ndtri(tails), self._value, self._at))
+        lower, upper = bracket(*self._mixture, along(torch.special.ndtri(tails), self._value, self._at))
         a, b = lower[0], upper[1]
         mean, square = torch.zeros_like(a), torch.zeros_like(a)
         for start in range(0, POINTS + 1, AT_ONCE):

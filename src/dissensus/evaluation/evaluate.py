@@ -108,9 +108,10 @@ def evaluate(
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
-    about = {"unit": unit} if (unit := getattr(posterior.likelihood, "unit", None)) else {}
-    if classes is not None:
-        about["classes"] = "\n".join(classes)
+    calibration, unit = posterior.calibration, getattr(posterior.likelihood, "unit", None)
+    about = {} if calibration is None else {"calibration": f"{calibration.kind}, {calibration.facts['rows']} rows"}
+    about |= {"unit": unit} if unit else {}
+    about |= {} if classes is None else {"classes": "\n".join(classes)}
     return replace(found, notes=about | cautions)
 
 

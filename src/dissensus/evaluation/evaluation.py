@@ -7,7 +7,7 @@ from torch import Tensor
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
-ABOUT = ("classes", "unit")  # notes on what was evaluated
+ABOUT = ("classes", "calibration", "unit")  # notes on what was evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,8 @@ class Evaluation:
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.
-        notes: names of classes, the unit of targets, and warnings of the method about its numbers (`.cautions`).
+        notes: names of classes, the unit of targets, the calibration of the predictions (a temperature is a metric), and
+            warnings of the method about its numbers (`.cautions`).
     """
 
     kind: PredictionKind
@@ -51,8 +52,9 @@ class Evaluation:
         return "\n".join(f"{name:<{width}}  {metric_text(value)}" for name, value in shown.items())
 
     def __repr__(self) -> str:
+        calibrated = f", calibrated: {self.notes['calibration']}" if "calibration" in self.notes else ""
         return "\n".join(
-            [f"Evaluation({self.kind}, {len(self.metrics)} metrics)", self.table(), *self.cautions.values()]
+            [f"Evaluation({self.kind}, {len(self.metrics)} metrics{calibrated})", self.table(), *self.cautions.values()]
         )
 
     @property

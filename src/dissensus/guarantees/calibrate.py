@@ -130,7 +130,7 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
     if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
         return
     kept, classes = rows.weight > 0, predictive.mean.shape[1]
-    if missing := sorted(set(range(classes)) - set(rows.y[kept].tolist())):
+    if missing := (torch.bincount(rows.y[kept].long(), minlength=classes) == 0).nonzero()[:, 0].tolist():
         log.warning(
             "class %s has no calibration row%s: %s makes it very unlikely; pass rows of every class, or use a temperature",
             ", ".join(map(str, missing[:10])), "" if len(missing) == 1 else f" ({len(missing)} classes in all)", method,

@@ -119,7 +119,8 @@ def scale(rows: Rows) -> Lens:
 
 def cumulative(rows: Rows) -> Lens:
     """g, by which Φ(g(Φ⁻¹(F(y)))) is uniform on these rows: through scores of some of them, with those of their ranks."""
-    z = normal_scores(*(each.double() for each in rows.predictive.described()), rows.y[None])[0]  # (N, *outputs)
+    means, variances = (each.double() for each in rows.predictive.described())
+    z = normal_scores(means, variances, rows.y[None])[0]  # (N, *outputs)
     outputs = z.reshape(len(z), -1).T  # (D, N)
     pieces = max(1, min(PIECES, int((rows.weight > 0).sum()) // ROWS_EACH))
     knots = [_rising(each, rows.weight, pieces) for each in outputs]  # each (2, K)

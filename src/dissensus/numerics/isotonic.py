@@ -45,9 +45,13 @@ def padded(knots: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def between_knots(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
     """f(x) (C, N), row by row: linear between knots (at, value), each (C, K), and constant outside of them."""
-    high = torch.searchsorted(at, x.contiguous(), right=True).clamp(1, at.shape[1] - 1) if at.shape[1] > 1 else None
-    if high is None:
+    if at.shape[1] == 1:
         return value.expand_as(x)
+    if torch.compiler.is_compiling():  # ONNX has no search
+        found = (at[:, None] <= x[:, :, None]).sum(2)
+    else:
+        found = torch.searchsorted(at, x.contiguous(), right=True)
+    high = found.clamp(1, at.shape[1] - 1)
     x0, x1, y0, y1 = (each.gather(1, i) for each in (at, value) for i in (high - 1, high))
     share = torch.where(x1 > x0, (x - x0) / (x1 - x0), 1.0).clamp(0, 1)
     return torch.lerp(y0, y1, share)

@@ -1,18 +1,22 @@
 """The main job: every method and seed of a task trained, evaluated and reported; done stages are not done again."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.sets import LastData
+from dissensus.bench.run.calibrating import check_calibration
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.processes import in_processes
-from dissensus.bench.run.run import Run, Tell, no_run, silent
+from dissensus.bench.run.run import Run, Tell, no_run, silent, untrained
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name
+from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of, whole
@@ -189,3 +193,20 @@ def checked_folder(folder: Path) -> Path:
     except OSError as error:  # a file of that name, no permission, no room
         raise OSError(f"expected a folder to write to, got {folder} ({error}); choose another --out") from error
     return folder
+
+
+def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = None) -> tuple[Evaluation, Evaluation]:
+    """(before, after): a trained run on the test rows that are left, as it is and with these settings of [calibration].
+
+    What is not asked for is as the run has it; `rows`: how many test rows to hold out, or their share. Kept in calibrated/.
+    """
+    if not run.trained:
+        raise untrained(run.folder)
+    if rows is not None:
+        number = rows if rows < 1 else whole("rows", int(rows))
+        run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
+    settings = run.config.calibration | dict(asked)
+    check_calibration(settings, run.config.data, run.kind)
+    test = run.loader(run.data.test)
+    before = evaluate(run.posterior(), test)
+    return before, evaluate(run.calibrate(settings), test)

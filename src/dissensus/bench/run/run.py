@@ -16,7 +16,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,11 @@ from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.locate import data_folder
-from dissensus.evaluation.evaluate import checked_score, evaluate
+from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.functions import drawn_once
 from dissensus.evaluation.predictions import Predictions
 from dissensus.guarantees.calibrate import temperature_scale
-from dissensus.numerics.checks import whole
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.storage.sealed import is_posterior
@@ -330,23 +329,6 @@ class Run:
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in split_names(self.config)}
-
-
-def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = None) -> tuple[Evaluation, Evaluation]:
-    """(before, after): a trained run on the test rows that are left, as it is and with these settings of [calibration].
-
-    What is not asked for is as the run has it; `rows`: how many test rows to hold out, or their share. Kept in calibrated/.
-    """
-    if not run.trained:
-        raise untrained(run.folder)
-    if rows is not None:
-        number = rows if rows < 1 else whole("rows", int(rows))
-        run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
-    settings = run.config.calibration | dict(asked)
-    check_calibration(settings, run.config.data, run.kind)
-    test = run.loader(run.data.test)
-    before = evaluate(run.posterior(), test)
-    return before, evaluate(run.calibrate(settings), test)
 
 
 def untrained(folder: Path) -> FileNotFoundError:
