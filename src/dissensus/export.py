@@ -91,7 +91,8 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
             except Exception as error:
                 failed.append(first_line(error))
         else:
-            raise ValueError(f"expected a network that torch.export can trace, got: {failed[-1]}; simplify its forward")
+            hint = "simplify its forward" + (", or write .pt2" if path.suffix == ".onnx" else "")
+            raise ValueError(f"expected a network and a calibration that can be exported, got: {failed[-1]}; {hint}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole({path: content})
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def test_every_door_takes_raw_inputs_and_gives_what_ready_ones_gave(both):
     assert torch.equal(ds.predict(loaded, RAW)[0].mean, ds.predict(posterior, READY)[0].mean)
     assert torch.equal(ds.predict(loaded, (IMAGES, LABELS))[0].mean, ds.predict(posterior, READY)[0].mean)
     assert torch.equal(ds.summarise(loaded, RAW)[0].mean, ds.summarise(posterior, READY)[0].mean)
+    pairs = [namedtuple("Pair", "x y")(*batch) for batch in RAW]
+    assert torch.equal(ds.predict(loaded, pairs)[0].mean, ds.predict(posterior, READY)[0].mean)
     raw, ready = ds.evaluate(loaded, RAW, ood={"o": RAW}), ds.evaluate(posterior, READY, ood={"o": READY})
     same = [name for name in ready.metrics if not name.startswith("cost/")]
     assert [raw.metrics[name] for name in same] == [ready.metrics[name] for name in same]

@@ -276,7 +276,8 @@ class Posterior(TrainingRules, ABC):
     @final
     def batch(self, given: Any, *, anywhere: bool = False) -> Batch:
         """What a loader gave, its inputs `transformed`, checked as in `Batch.of`; a `Batch` has been through here before."""
-        if self.inputs is not None and type(given) in (tuple, list) and len(given) in (2, 3):
+        raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
+        if self.inputs is not None and raw and len(given) in (2, 3):
             given = (self.transformed(given[0]), *given[1:])
         return Batch.of(given, anywhere=anywhere)
 
