@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.reporting.measures import measures
 
 SCALE = {"mean": [1000.0, -3.0], "std": [200.0, 0.5]}
 
@@ -64,7 +65,11 @@ def test_fit_on_standardised_targets_is_training_on_them_by_hand(tmp_path):
     one, other = ds.load(tmp_path / "fit"), ds.load(tmp_path / "hand")
     assert torch.equal(one.predict(x).mean, by_fit.predict(x).mean)
     torch.testing.assert_close(other.predict(x).mean, one.predict(x).mean, rtol=1e-5, atol=0)
-    assert ds.evaluate(one, (x, y)).notes["unit"] == "kW"
+    evaluation = ds.evaluate(one, (x, y))
+    assert {measure.unit for measure in measures(evaluation) if measure.key in ("rmse", "crps", "width90")} == {"kW"}
+    assert evaluation.metrics["rmse"] == pytest.approx(
+        float((one.predict(x).mean - y).square().mean().sqrt()), rel=1e-5
+    )
     # The noise is not started anew at an error of 50,000: outputs and targets meet in one unit.
     assert float(by_fit.particles.own_parameters()["likelihood.log_noise"].detach().exp().max()) < 3
 
