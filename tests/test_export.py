@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -52,6 +54,9 @@ def test_a_pt2_file_says_what_predict_says_at_every_batch_size(tmp_path):
     told = json.loads(extra["dissensus.json"])
     assert (told["method"], told["classes"], told["functions"]) == ("deep_ensemble", ["cat", "dog", "eel"], 3)
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt2"]
+    with zipfile.ZipFile(tmp_path / "m.pt2") as archive:  # every tensor once: neither unused weights nor copies of them
+        sizes = [entry.file_size for entry in archive.infolist() if re.search(r"(weight|tensor)_\d+$", entry.filename)]
+    assert sum(sizes) <= 1.1 * sum(t.nbytes for t in posterior.particles.state_dict().values())
 
 
 def test_an_onnx_file_says_what_predict_says_at_every_batch_size(tmp_path):

@@ -288,6 +288,9 @@ def _state_size(path: Path, predictor: Predictor) -> None:
 
 
 def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
+    for node in program.graph.nodes:  # where in the sources operations came from: half of a small file
+        for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
+            node.meta.pop(remark, None)
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={"dissensus.json": json.dumps(facts)})
     return file.getvalue()

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.numerics.tree import TensorTree
 
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -58,6 +59,7 @@ class Traced(nn.Module):
         self.several = isinstance(like, tuple | list)
 
     def forward(self, *x: Tensor) -> Any:
+        _forget(self.module)  # torch puts tensors of its own in place of the parameters
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
         with torch.no_grad(), BatchFree():
             return self.module(given)
@@ -80,8 +82,16 @@ def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
         return exported.run_decompositions({})  # type: ignore[no-any-return]  # what is left of vmap becomes plain operations
     finally:
+        _forget(module)  # tensors of the tracer
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
+
+
+def _forget(module: nn.Module) -> None:
+    """Lets trees of tensors look anew at what they hold."""
+    for part in module.modules():
+        if isinstance(part, TensorTree):
+            part._known = None
 
 
 def random_operations(exported: ExportedProgram) -> list[str]:
