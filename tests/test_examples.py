@@ -118,3 +118,27 @@ def test_signs_make_members_independent_and_training_goes_as_computed(run, tmp_p
     assert 0.4 < min(collective[:2]) < 1
     assert max(independent[3], collective[3]) < 25  # per cent, at width 300
     assert (tmp_path / "figure.png").read_bytes().startswith(PNG)
+
+
+def test_a_server_answers_eight_threads_as_it_answers_one(run, tmp_path):
+    (known, sure), (foreign, unsure) = run("serve")
+    assert {known, foreign} <= {"upper", "lower"}
+    assert sure[2] < unsure[2]  # epistemic, far from the data
+    from concurrent.futures import ThreadPoolExecutor
+
+    from fastapi.testclient import TestClient
+
+    path = next(path for path in EXAMPLES if path.stem == "serve")
+    client = TestClient(runpy.run_path(str(path))["make_app"](tmp_path / "served"))
+    rows = [[[1000.0 + 10 * i, 1020.0 - 5 * i]] for i in range(8)]
+
+    def ask(row):
+        answer = client.post("/predict", json=row)
+        assert answer.status_code == 200
+        return answer.json()
+
+    alone = [ask(row) for row in rows]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(ask, rows * 4))
+    assert together == alone * 4
+    assert client.post("/predict", json=[["a", 1]]).status_code == 422

@@ -29,7 +29,7 @@ ROOMS = {
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
-    "storage": "numerics core nets methods standing",
+    "storage": "numerics core data nets methods standing",
     "training": "numerics core surgery engine methods storage",
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
@@ -37,6 +37,7 @@ ROOMS = {
     "train": "numerics core data surgery engine training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
+    "export": "numerics core surgery engine methods standing storage version",
     "sklearn": "numerics core surgery methods nets data storage training train guarantees standing",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
+    from dissensus.export import export
     from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.guarantees.conformal import conformal
     from dissensus.guarantees.selective import ood_gate, selective
@@ -89,6 +90,7 @@ _HOMES = {
     "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
+    "export": "export",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",
@@ -161,6 +163,7 @@ __all__ = [
     "convergence",
     "data",
     "evaluate",
+    "export",
     "fit",
     "landscape",
     "load",

@@ -51,7 +51,7 @@ def predict(
     Raises:
         Diverged: a member predicts NaN.
     """
-    loader = _as_loader(loader)
+    loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
     later: list[Tensor] = []
@@ -88,7 +88,7 @@ def summarise(
     Returns:
         A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
     """
-    loader = _as_loader(loader)
+    loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
         from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
 
@@ -119,7 +119,7 @@ def predict_batches(
     Yields:
         A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
     """
-    return _predicted_batches(posterior, _as_loader(loader), precision=precision, compiled=compiled)
+    return _predicted_batches(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
 
 
 def _predicted_batches(
@@ -268,7 +268,7 @@ def _predicted_in_parts(
         particles.how = "loop"
     parts = at_once if together or compiled or drawn.particles.how == "vectorised" else one_by_one
     try:
-        for batch in batches.each(loader, anywhere=True):
+        for batch in posterior.read(loader, anywhere=True):
             x, y, _ = batch.to(device)
             with autocast(device, dtype):
                 posterior.check_inputs(x)
@@ -278,10 +278,10 @@ def _predicted_in_parts(
             particles.how = how
 
 
-def _as_loader(given: Any) -> Iterable[Any]:
+def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
 
-    loader: Iterable[Any] = as_loader(given)
+    loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
     return loader
 
 

@@ -31,6 +31,7 @@ from dissensus.training.checkpoint import Resumed, restart, resume, write_checkp
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
+from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
 
@@ -55,6 +56,7 @@ def fit(
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
     draw: bool = True,
+    targets: Literal["standardised"] | None = None,
 ) -> History:
     """The history of training the posterior in place.
 
@@ -86,6 +88,8 @@ def fit(
         checkpoint_seconds: least time between two writes; the last epoch is always written.
         ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
         draw: whether to store a draw at the end (`ds.refresh`).
+        targets: "standardised" measures mean and deviation of a regression's targets, in a pass over the loader of its own,
+            and lets the network learn (y − mean) / std; y, losses, predictions and metrics stay in the units of y.
 
     Returns:
         A `History`: one `Epoch` each, the index of the one kept, the engine that ran, and the memory expected.
@@ -101,8 +105,11 @@ def fit(
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
     with training(expect_posterior(posterior).particles.template.network):
-        loader, validation = as_loader(loader, shuffle=True), as_loader(validation)
+        raw = posterior.inputs is not None
+        loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
+        if one_of("targets", targets, (None, "standardised")) is not None:
+            standardise_targets(posterior, loader)
         posterior.ranks = ranks or posterior.ranks
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
@@ -188,7 +195,7 @@ class _Run:
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
         posterior, total, sizes = self.posterior, None, []
-        for given in batches.each(loader):
+        for given in posterior.read(loader):
             if given.size == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batch = posterior.take(given)
@@ -228,7 +235,7 @@ def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunc
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for given in batches.each(loader, anywhere=True):
+        for given in posterior.read(loader, anywhere=True):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)

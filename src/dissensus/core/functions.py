@@ -16,6 +16,8 @@ from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.standing import Lens
 
+MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # what a predictor gives
+
 
 class DrawnFunctions(nn.Module, ABC):
     """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out).
@@ -149,10 +151,14 @@ class Predictor(nn.Module):
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
-    def forward(self, x: Inputs) -> dict[str, Tensor]:
+    def predictive(self, x: Inputs) -> Predictive:
+        """What `predict` gives for x, by these functions."""
         lens = Lens(self.temperature, self.calibration)
-        predictive = lens.mixture(lens.members(self.drawn.predict(x)))
-        return {name: getattr(predictive, name) for name in ("mean", "total", "aleatoric", "epistemic")}
+        return lens.mixture(lens.members(self.drawn.predict(x)))
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        predictive = self.predictive(x)
+        return {name: getattr(predictive, name) for name in MOMENTS}
 
 
 def _outputs(member: Member, x: Inputs) -> Tensor:

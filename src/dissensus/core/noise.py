@@ -30,7 +30,8 @@ def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -
     if not heads and (noise is None or likelihood.initial is not None):
         return None
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
-    squares = (batch.y - mean).double().square() / variance
+    y = batch.y if heads else likelihood.standardised(batch.y)  # as the outputs are
+    squares = (y - mean).double().square() / variance
     w = torch.ones_like(squares) if batch.weight is None else spread(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:
@@ -40,7 +41,7 @@ def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -
     what = "intervals start too narrow" if heads else "the learned noise starts there instead of at 1"
     return (
         f"targets are {error:.3g}{' standard deviations' if heads else ''} off the outputs in the first batch: {what}; "
-        "standardise the targets (ds.data.Standardiser.of_rows), or training will take long"
+        'standardise the targets, fit(..., targets="standardised"), or training will take long'
     )
 
 

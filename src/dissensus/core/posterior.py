@@ -8,7 +8,7 @@ engines are derived from these.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack, final
 
@@ -46,8 +46,9 @@ class Posterior(TrainingRules, ABC):
         data_size: N, the number of training examples, by which priors, KL terms and repulsions are divided.
 
     Public attributes: `particles` (the members' tensors), `likelihood`, `prior`, `data_size`, `temperature` () (1
-    unless `temperature_scale` set it), `calibration` and `promises` (what stands on its predictions), `steps` ()
-    (optimiser steps so far), `watchers` (what `track` added), `device`.
+    unless `temperature_scale` set it), `calibration` and `promises` (what stands on its predictions), `inputs` (from
+    raw inputs to those of the network, or None), `classes` (their names, or None), `steps` () (optimiser steps so far),
+    `watchers` (what `track` added), `device`.
     """
 
     name: ClassVar[str]  # what it is called on the command line and in saved files
@@ -63,6 +64,8 @@ class Posterior(TrainingRules, ABC):
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
+        self.inputs: Callable[[Any], Tensor] | None = None  # from raw inputs to those of the network
+        self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; in a tuple: it is no part
         self._known = inputs.KnownInputs()
         self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
@@ -160,7 +163,7 @@ class Posterior(TrainingRules, ABC):
             y: targets, as the likelihood takes them.
             weight: (B,), how often each example counts; None counts each once.
         """
-        batch = self.take(Batch.of((x, y, weight)))
+        batch = self.take(self.batch((x, y, weight)))
         self.before_step(batch)
         return seam.loss(self, batch)
 
@@ -171,14 +174,14 @@ class Posterior(TrainingRules, ABC):
         The fast path of a loop of your own: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
         `loss`.
         """
-        batch = self.take(Batch.of((x, y, weight)))
+        batch = self.take(self.batch((x, y, weight)))
         self.before_step(batch)
         return seam.backward(self, batch)
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' own outputs. They are not calibrated: see `predictor`."""
-        batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # an error where x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
 
@@ -190,7 +193,7 @@ class Posterior(TrainingRules, ABC):
 
         Args:
             x: one batch (B, ...), a tensor, a tuple or a dict of tensors, or arrays or a DataFrame of numbers; moved to
-                the posterior's device.
+                the posterior's device. Where the posterior has `inputs`, raw ones, also a single example.
 
         Returns:
             A `Predictive` of B inputs with every member, calibrated; a `SummaryPredictive` where a calibration acts on
@@ -199,7 +202,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # an error where x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):
@@ -278,6 +281,24 @@ class Posterior(TrainingRules, ABC):
     def device(self) -> torch.device:
         """Where the posterior's tensors are."""
         return self.temperature.device
+
+    @final
+    def transformed(self, x: Any) -> Inputs:
+        """Inputs as the networks take them: raw ones transformed, where this has `inputs`; arrays as tensors."""
+        return batches.inputs_of(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
+
+    @final
+    def batch(self, given: Any, *, anywhere: bool = False) -> Batch:
+        """What a loader gave, its inputs `transformed`, checked as in `Batch.of`; a `Batch` has been through here before."""
+        raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
+        if self.inputs is not None and raw and len(given) in (2, 3):
+            given = (self.transformed(given[0]), *given[1:])
+        return Batch.of(given, anywhere=anywhere)
+
+    @final
+    def read(self, loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
+        """The loader's batches: the one door through which data come to a posterior."""
+        return (self.batch(given, anywhere=anywhere) for given in loader)
 
     @final
     def take(self, batch: Batch) -> Batch:

@@ -1,5 +1,6 @@
 """Likelihoods of real targets: Gaussian, with a noise that is fixed, learned, or an output of the network."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,17 +12,100 @@ from dissensus.core.predictive import Predictive, RegressionPredictive
 from dissensus.numerics.checks import number, one_of
 
 
-class Regression(Likelihood):
+class RealTargets(Likelihood):
+    """Base class of likelihoods of real targets, which may be standardised between the network and the user.
+
+    With targets (mean, std) the network's outputs are z = (y − mean) / std, and y, predictions and densities are in the
+    units of y: whoever trains, predicts or evaluates never meets z.
+    """
+
+    def __init__(self, targets: Any = None, unit: str | None = None) -> None:
+        super().__init__()
+        self.targets: dict[str, list[float]] | None = None  # JSON: a file holds it with the likelihood's arguments
+        self.unit = unit  # of y, for reports
+        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        if targets is not None:
+            self.standardise(targets)
+
+    def standardise(self, targets: Any) -> None:
+        """From now on outputs are z. `targets`: {"mean": D numbers, "std": D numbers above 0}, or a `Standardiser`."""
+        given = targets if isinstance(targets, Mapping) else {"mean": targets.mean, "std": targets.std}
+        # Ten digits: a mean over shuffled batches is then the same whatever their order.
+        rounded = {key: [float(f"{float(v):.10g}") for v in torch.as_tensor(given[key]).flatten()] for key in given}
+        for each in rounded["std"]:
+            number("every std of the targets", each, above=0, hint="a constant target has std 1")
+        if self.targets not in (None, rounded):
+            raise ValueError(
+                "expected targets that are standardised once, got a second scale; build the likelihood anew"
+            )
+        self.targets = {"mean": rounded["mean"], "std": rounded["std"]}
+        self._scales = {}
+
+    def scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, std) of y, each (D,)."""
+        key = (like.device, like.dtype)
+        if key not in self._scales:  # made before a CUDA graph is captured, or a graph traced
+            given = self.targets or {"mean": [0.0], "std": [1.0]}
+            mean, std = (torch.tensor(given[name], device=like.device, dtype=like.dtype) for name in ("mean", "std"))
+            self._scales[key] = mean, std
+        return self._scales[key]
+
+    def standardised(self, y: Tensor) -> Tensor:
+        """z, in the units of the network's outputs."""
+        if self.targets is None:
+            return y
+        mean, std = self.scale(y)
+        return (y - mean) / std
+
+    def density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """(B,) log-density of y, of a mean and a variance of z."""
+        each = gaussian_log_prob(self.standardised(y), mean, variance)
+        return _per_example(each if self.targets is None else each - self.scale(y)[1].log())
+
+    def in_units(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """A mean and a variance of z in the units of y."""
+        if self.targets is None:
+            return mean, variance
+        shift, std = self.scale(mean)
+        return mean * std + shift, variance * std**2
+
+    def predictive(self, *described: Tensor) -> Predictive:
+        return RegressionPredictive(*described)
+
+    def config(self) -> dict[str, Any]:
+        given = {"targets": self.targets, "unit": self.unit}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def check_targets(self, shape: torch.Size, y: Tensor) -> None:
+        """Raises where y cannot have these means; of a scale for other outputs, too."""
+        if self.targets is not None and len(self.targets["mean"]) not in (1, shape[-1] if len(shape) > 1 else 1):
+            raise ValueError(
+                f"expected one scale of the targets or {shape[-1]}, got {len(self.targets['mean'])}; pass one per output"
+            )
+        _check_real_targets(shape, y)
+
+
+class Regression(RealTargets):
     """Outputs are the mean, (B, D) or (B,); y ~ N(mean, noise²) with a noise that is fixed or learned.
 
     Args:
         noise: a standard deviation in the units of y, or "learned": one noise per member, trained with it.
         initial: where a learned noise starts. None: at 1, or at the network's error on the first training batch if that
             is above 3, as for targets that are not standardised.
+        targets: {"mean": …, "std": …} or a `Standardiser`: the network's outputs are then (y − mean) / std, a learned noise
+            starts at 1 of those units, and all that users see is in the units of y. Set by `fit(targets="standardised")`.
+        unit: of y, for reports.
     """
 
-    def __init__(self, noise: float | Literal["learned"] = "learned", *, initial: float | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        noise: float | Literal["learned"] = "learned",
+        *,
+        initial: float | None = None,
+        targets: Any = None,
+        unit: str | None = None,
+    ) -> None:
+        super().__init__(targets, unit)
         if isinstance(noise, str):
             one_of("noise", noise, ("learned",), hint="or pass the standard deviation of y")
         else:
@@ -39,32 +123,34 @@ class Regression(Likelihood):
     def _variance(self, outputs: Tensor) -> Tensor:
         if self.noise == "learned":
             return torch.exp(2 * full_precision(self.log_noise)).to(outputs.dtype).expand_as(outputs)
-        return torch.full_like(outputs, float(self.noise) ** 2)
+        fixed = torch.full_like(outputs, float(self.noise) ** 2)
+        return fixed if self.targets is None else fixed / self.scale(outputs)[1] ** 2
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return _per_example(gaussian_log_prob(y, outputs, self._variance(outputs)))  # (B,)
+        return self.density(y, outputs, self._variance(outputs))  # (B,)
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self._variance(outputs).reciprocal(), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         outputs = full_precision(outputs)
-        return outputs, self._variance(outputs)
-
-    def predictive(self, *described: Tensor) -> Predictive:
-        return RegressionPredictive(*described)
+        return self.in_units(outputs, self._variance(outputs))
 
     def config(self) -> dict[str, Any]:
-        return {"noise": self.noise, **({"initial": self.initial} if self.noise == "learned" else {})}
+        own = {"noise": self.noise, **({"initial": self.initial} if self.noise == "learned" else {})}
+        return own | super().config()
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        _check_real_targets(output_shape, y)
+        self.check_targets(output_shape, y)
 
 
-class HeteroscedasticRegression(Likelihood):
+class HeteroscedasticRegression(RealTargets):
     """Outputs (B, 2D): D means, then D raw variances v with variance softplus(v) + 1e-6 (Lakshminarayanan et al. 2017).
 
     Targets y are (B, D): give the network twice as many outputs as y has columns.
+
+    Args:
+        targets, unit: as in `Regression`.
     """
 
     def _moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +158,7 @@ class HeteroscedasticRegression(Likelihood):
         return mean, F.softplus(raw) + 1e-6
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return _per_example(gaussian_log_prob(y, *self._moments(outputs)))  # (B,)
+        return self.density(y, *self._moments(outputs))  # (B,)
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The Fisher information, the Hessian's mean over y ~ p: the Hessian depends on y and need not be positive."""
@@ -80,10 +166,7 @@ class HeteroscedasticRegression(Likelihood):
         return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        return self._moments(full_precision(outputs))
-
-    def predictive(self, *described: Tensor) -> Predictive:
-        return RegressionPredictive(*described)
+        return self.in_units(*self._moments(full_precision(outputs)))
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         if len(output_shape) < 2 or output_shape[1] % 2:
@@ -91,7 +174,7 @@ class HeteroscedasticRegression(Likelihood):
                 f"expected outputs of shape (B, 2D), means then raw variances, got {tuple(output_shape)}; "
                 "double the network's last layer, or use Regression(...)"
             )
-        _check_real_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
+        self.check_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
 
 
 def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

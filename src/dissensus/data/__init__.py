@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dissensus.data.class_folders import image_folder
     from dissensus.data.frames import TableEncoder as TableEncoder
     from dissensus.data.images import *
+    from dissensus.data.inputs import ImageInputs as ImageInputs
     from dissensus.data.segmentation import *
     from dissensus.data.shipped import *
     from dissensus.data.street_scenes import *
@@ -29,6 +30,7 @@ __all__ = [
     "VOID",
     "Augmentation",
     "Batches",
+    "ImageInputs",
     "ImageSet",
     "RegressionSplit",
     "SegmentationAugmentation",
@@ -72,9 +74,12 @@ __all__ = [
 ]
 
 
+ROOM = ("class_folders", "frames", "inputs", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy")
+
+
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ("class_folders", "frames", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy"):
+        for file in ROOM:
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

@@ -108,14 +108,37 @@ class Batches:
             yield batch if self.weight is None else (*batch, _taken_rows(self.weight, rows))
 
 
-def as_loader(given: Any, *, shuffle: bool = False) -> Any:
+class RawBatches:
+    """Batches whose inputs stay what they are, tables too: a posterior that has `inputs` transforms them itself."""
+
+    def __init__(self, x: Any, y: Any, **keywords: Any) -> None:
+        check_index(x, y, keywords.get("weight"))
+        self.x, self.rows = x, Batches(torch.arange(len(y)), y, **keywords)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return ((_raw_rows(self.x, index), *rest) for index, *rest in self.rows)
+
+
+def _raw_rows(x: Any, index: Tensor) -> Any:
+    if hasattr(x, "iloc"):
+        return x.iloc[index.numpy()]
+    if isinstance(x, dict):
+        return {name: _raw_rows(column, index) for name, column in x.items()}
+    return [x[i] for i in index.tolist()] if isinstance(x, list | tuple) else x[index]
+
+
+def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
     """What was given where it is a loader; of data (x, y) or (x, y, weight) their `Batches`, of 32 where they are shuffled.
 
-    Data are told by their second entry, an array: entries of a list of batches are tuples.
+    Data are told by their second entry, an array: entries of a list of batches are tuples. `raw`: inputs stay as they are.
     """
     if isinstance(given, tuple | list) and len(given) in (2, 3) and is_array(given[1]):
         x, y, *weight = given
-        return Batches(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
+        kind: Any = RawBatches if raw else Batches
+        return kind(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
     if is_array(given):
         raise TypeError(
             f"expected a loader or data (x, y), got {type(given).__name__}; pass (x, y), or use posterior.predict(x)"

@@ -122,7 +122,7 @@ def attacked_inputs(
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
     rows, seen = [], 0
-    for x, y, _ in batches.each(loader, anywhere=True):
+    for x, y, _ in posterior.read(loader, anywhere=True):
         check_hard(y, functions)
         if functions.ignore_index is not None:
             kept = y != functions.ignore_index

@@ -158,7 +158,7 @@ def corrupted_counts(
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
     promised = CorruptedPromises(dict(functions.posterior.promises.items()))
-    for x, y, _ in batches.each(loader, anywhere=True):
+    for x, y, _ in functions.posterior.read(loader, anywhere=True):
         if not is_image(x):
             raise ValueError(
                 f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "

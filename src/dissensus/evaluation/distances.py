@@ -54,7 +54,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
             "there is nothing to compare it with"
         )
-    x, y, _ = posterior.take(batches.Batch.of((x, y), anywhere=True))
+    x, y, _ = posterior.take(posterior.batch((x, y), anywhere=True))
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
         def selected(at: Inputs) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.core.progress import LoaderProgress
 from dissensus.data.batches import as_loader
@@ -55,8 +54,10 @@ def evaluate(
         attack: `AttackCurves(epsilons=[...])`: attacks on the inputs of the loader, which is gone through once more.
         score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
-        classes: their names, for a segmentation's iou/CLASS and for reports.
+        classes: their names, for a segmentation's iou/CLASS and for reports; None: the posterior's own.
         progress: whether progress is shown, or the title to show it under.
+
+    A posterior with `inputs` takes raw ones from all loaders; corruptions and attacks then act on its pixels, in [0, 1].
 
     Returns:
         An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
@@ -65,14 +66,19 @@ def evaluate(
     Raises:
         Diverged: a member predicts NaN.
     """
-    spec = as_corruptions(corrupt)
+    spec, classes = as_corruptions(corrupt), expect_posterior(posterior).classes if classes is None else classes
+    pixels = getattr(posterior.inputs, "standardiser", None)  # from pixels in [0, 1] to what the network takes
+    if pixels is not None:
+        spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
+        attack = attack and replace(attack, standardiser=attack.standardiser or pixels)
     for keyword, sets in (("ood", ood), ("shift", shift)):
         if sets is not None and not isinstance(sets, Mapping):
             raise TypeError(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
-    ood, shift = ({name: as_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
-    loader = as_loader(loader)
+    raw = posterior.inputs is not None
+    ood, shift = ({name: as_loader(each, raw=raw) for name, each in (sets or {}).items()} for sets in (ood, shift))
+    loader = as_loader(loader, raw=raw)
     check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
@@ -95,9 +101,12 @@ def evaluate(
         if kind == "segmentation":
             found = _segmentation(functions, loader_again, corruptible, ood, shift, spec, score, classes)
         else:
-            picture = None if spec is None or spec.standardiser is None else spec.standardiser.inverse
+            shown = pixels if spec is None else spec.standardiser
+            picture = None if shown is None else shown.inverse
             test = predictions(functions, loader_again, picture=picture)
-            like = test.shapes
+            like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
+            if classes is not None and len(classes) != outputs:
+                raise ValueError(f"expected the names of {outputs} classes, got {len(classes)}; name every output")
             found = evaluation_of(
                 test,
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
@@ -112,8 +121,9 @@ def evaluate(
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
-    calibration = posterior.calibration
+    calibration, unit = posterior.calibration, getattr(posterior.likelihood, "unit", None)
     about = {} if calibration is None else {"calibration": f"{calibration.kind}, {calibration.facts['rows']} rows"}
+    about |= {"unit": unit} if unit else {}
     about |= {} if classes is None else {"classes": "\n".join(classes)}
     return replace(found, notes=about | cautions)
 
@@ -232,7 +242,7 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
     """What kind of predictions these are, by the first batch, and the loader's batches with that one still in."""
-    left = batches.each(loader, anywhere=True)
+    left = functions.posterior.read(loader, anywhere=True)
     first = next(left, None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")

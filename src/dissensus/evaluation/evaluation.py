@@ -7,7 +7,7 @@ from torch import Tensor
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
-ABOUT = ("classes", "calibration")  # notes on what was evaluated
+ABOUT = ("classes", "calibration", "unit")  # notes on what was evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Evaluation:
         score: what the ood/… metrics rank by.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: what was applied, in the order of the arrays' axes.
-        notes: names of classes, the calibration of the predictions (a temperature is a metric), and warnings of the method
-            about its numbers (`.cautions`).
+        notes: names of classes, the unit of targets, the calibration of the predictions (a temperature is a metric), and
+            warnings of the method about its numbers (`.cautions`).
     """
 
     kind: PredictionKind

@@ -86,7 +86,7 @@ def predictions(
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
     promised: list[RowValues] = []
     promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
-    for batch in batches.each(loader, anywhere=True):
+    for batch in functions.posterior.read(loader, anywhere=True):
         x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))

@@ -135,7 +135,7 @@ class PixelSums:
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
     """(PixelSums, shapes of one input, None where they differ, images seen) of a labelled loader."""
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
-    for batch in batches.each(loader, anywhere=True):
+    for batch in functions.posterior.read(loader, anywhere=True):
         x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(checked_shapes(x, like, name))
@@ -186,7 +186,7 @@ def pixel_ood(
     scores += [score] if score not in scores else []
     rankings = {each: PixelRanking(ScoreHistogram.empty(device=functions.device)) for each in scores}
     bins, voids = CalibrationBins.empty(device=functions.device), set[int]()
-    for x, mask, _ in batches.each(loader, anywhere=True):
+    for x, mask, _ in functions.posterior.read(loader, anywhere=True):
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         batch, classes, *place = answer.predictive.mean.shape

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior, expect_posterior
@@ -87,9 +86,9 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     """What the posterior says of the loader's rows, uncalibrated."""
-    loader = as_loader(loader)
+    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
     check_loader(loader)
-    view = copy.copy(expect_posterior(posterior))  # uncalibrated: other threads may predict meanwhile with what it has
+    view = copy.copy(posterior)  # uncalibrated: other threads may predict meanwhile with what it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None}
     weights: list[Tensor | None] = []
@@ -146,7 +145,7 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
 
 def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
     """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
-    for batch in batches.each(loader, anywhere=True):
+    for batch in posterior.read(loader, anywhere=True):
         posterior.check_batch(batch)
         weights.append(batch.weight)
         yield batch

@@ -11,7 +11,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.inputs import check_loader
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.batches import as_loader
 from dissensus.numerics.randomness import Watch
@@ -31,7 +31,7 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
-    loader = as_loader(loader)
+    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
     check_loader(loader)
     with left_as_found(posterior), Watch() as watch:
         posterior.draw()
@@ -43,7 +43,7 @@ def calibration_rows(
     waiting: deque[Batch] = deque()
 
     def checked() -> Iterator[Batch]:
-        for batch in batches.each(loader, anywhere=True):
+        for batch in posterior.read(loader, anywhere=True):
             if labelled:
                 posterior.check_batch(batch)
             waiting.append(batch)

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum
@@ -45,10 +44,10 @@ class Anchors:
         with left_as_found(expect_posterior(posterior)):
             drawn = posterior.draw()
             self.networks = [drawn.member(index).eval().requires_grad_(True) for index in members]
-            self.kept = [posterior.take(batch) for batch in batches.each(loader, anywhere=True)]
+            self.kept = [posterior.take(batch) for batch in posterior.read(loader, anywhere=True)]
         if not self.kept:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-        given = () if isinstance(statistics, str) else batches.each(statistics)
+        given = () if isinstance(statistics, str) else posterior.read(statistics)
         self.seen: list[Batch] | None = {"stored": None, "recomputed": self.kept}.get(str(statistics), list(given))
         self.likelihood = posterior.particles.copied_part(posterior.likelihood, "likelihood.", 0)
         self.particles, self.members = self._stacked(self.networks), len(members)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core import batch as batches
 from dissensus.core import seam, weights
 from dissensus.core.batch import Batch
 from dissensus.core.inputs import check_loader
@@ -105,7 +104,7 @@ class HMC(SamplingPosterior):
         self.check_network()
         if self.prior is None:
             log.warning("a chain without a prior may drift without end; pass weight_prior_std= or prior=")
-        batch = whole_batch([self.take(each) for each in batches.each(loader)])
+        batch = whole_batch([self.take(each) for each in self.read(loader)])
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):

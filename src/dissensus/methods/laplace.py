@@ -14,7 +14,6 @@ from typing import Any, Literal, Self, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core import noise
 from dissensus.core.alone import likelihood_of
 from dissensus.core.inputs import check_loader
@@ -202,7 +201,7 @@ class Laplace(SamplingPosterior):
         )
         gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen = 0.0
-        for given in batches.each(loader, anywhere=True):
+        for given in self.read(loader, anywhere=True):
             if given.size == 0:
                 continue
             batch = self.take(given)

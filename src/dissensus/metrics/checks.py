@@ -38,14 +38,14 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
     no_nan(values, name, class_axis)
     total = (values.exp() if log else values).sum(class_axis, dtype=torch.float64)
     off = ~((total - 1).abs() <= TOLERANCE)
-    if off.any():
+    if _some(off):
         place = _first(off)
         remedy = "apply log_softmax first" if log else "apply softmax first"
         raise ValueError(
             f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), "
             f"got {total[place].item():.6g} at {_name(place)}; {remedy}"
         )
-    if not log and (values < -TOLERANCE).any():
+    if not log and _some(values < -TOLERANCE):
         place = _first((values < -TOLERANCE).any(class_axis))
         raise ValueError(
             f"expected probabilities of at least zero, got a negative one at {_name(place)}; apply softmax"
@@ -129,7 +129,7 @@ def not_empty(values: Tensor) -> Tensor:
 def no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
     """Nothing; an error that names the first place that holds NaN."""
     bad = values.isnan()
-    if bad.any():
+    if _some(bad):
         place = _first(bad if class_axis is None else bad.any(class_axis))
         raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; look for a diverged network")
 
@@ -156,6 +156,11 @@ def class_indices(
             f"{remedy}"
         )
     return labels.flatten(), None if ignore_index is None else keep.flatten()
+
+
+def _some(bad: Tensor) -> bool:
+    """Whether there is a bad place; False where a graph is traced, in which no value is known."""
+    return not torch.compiler.is_compiling() and bool(bad.any())
 
 
 def _first(mask: Tensor) -> tuple[int, ...]:

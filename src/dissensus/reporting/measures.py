@@ -64,7 +64,7 @@ class Measure:
 
 def measures(evaluation: Evaluation) -> list[Measure]:
     """The measures of an evaluation, in the order of a report."""
-    found = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    found = _regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation)
     for name in evaluation.ood:
         score = evaluation.score
         pair: tuple[ArrayNames, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
@@ -88,7 +88,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     for name in evaluation.shift:
         found += [
             Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
-            for m in (_regression() if evaluation.kind == "regression" else _classification(evaluation))
+            for m in (_regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation))
         ]
     if evaluation.corruptions:
         damaged = "corrupted inputs"
@@ -219,7 +219,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
         "ece": ("calibrated/confidence", "calibrated/correct"),
         "rmse": ("calibrated/squared_error",),
     }
-    base = _regression() if evaluation.kind == "regression" else _classification(evaluation)
+    base = _regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation)
     found = [
         replace(each, key=f"calibrated/{each.key}", group=group, samples=(samples[each.key],))
         for each in base
@@ -264,15 +264,15 @@ def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
     return (weights[0] @ (accepted * error)) / (weights[0] @ accepted).clamp(min=1)
 
 
-def _regression() -> list[Measure]:
-    test = "test"
+def _regression(evaluation: Evaluation) -> list[Measure]:
+    test, unit = "test", evaluation.notes.get("unit", "")
     return [
-        Measure("rmse", "RMSE", test, "low", 1, 4, "", (("test/squared_error",),), root_mean),
+        Measure("rmse", "RMSE", test, "low", 1, 4, unit, (("test/squared_error",),), root_mean),
         Measure("nll", "NLL", test, "low", 1, 4, "nats", (("test/nll",),)),
         Measure("gaussian_nll", "NLL of one Gaussian", test, "low", 1, 4, "nats", (("test/gaussian_nll",),)),
-        Measure("crps", "CRPS", test, "low", 1, 4, "", (("test/crps",),)),
+        Measure("crps", "CRPS", test, "low", 1, 4, unit, (("test/crps",),)),
         Measure("coverage90", "Coverage of 90 % intervals", test, 0.9, 100, 1, "%", (("test/covered90",),)),
-        Measure("width90", "Width of 90 % intervals", test, None, 1, 3),
+        Measure("width90", "Width of 90 % intervals", test, None, 1, 3, unit),
     ]
 
 

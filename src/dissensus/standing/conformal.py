@@ -72,7 +72,7 @@ class Conformal(Promise):
             self.facts["outputs"],
         ):
             raise ValueError(f"expected {self.facts['outputs']} classes per row, got {predictive!r}")
-        u = torch.zeros(len(predictive), dtype=torch.float64)  # the class at the border is in
+        u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)  # the class at the border is in
         if self.facts["randomised"]:
             device = "cpu" if generator is None else generator.device
             u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
@@ -102,7 +102,7 @@ class Conformal(Promise):
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # an error where it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else x
+        inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)
         w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
         by_group = self.facts["by"] == "group"

@@ -74,7 +74,7 @@ def interval_score(predictive: Predictive, y: Tensor, score: str, level: float) 
 
 
 def _flat(values: Tensor) -> Tensor:
-    return values.double().reshape(len(values), -1)
+    return values.double().reshape(values.shape[0], -1)
 
 
 def max_probability(predictive: Predictive) -> Tensor:

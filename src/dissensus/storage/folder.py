@@ -1,5 +1,6 @@
 """Saving and loading posteriors: config.json and posterior.safetensors, files no one can hide code in."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,10 @@ from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.regression import RealTargets
 from dissensus.core.standing import Fitted
+from dissensus.data.inputs import KINDS as INPUT_KINDS
+from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
@@ -25,12 +29,28 @@ from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened
 from dissensus.storage.skeletons import build, build_parts, class_fields, method_of, structure
 
 
-def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
+def save(
+    posterior: Posterior,
+    folder: str | os.PathLike[str],
+    *,
+    inputs: Any = None,
+    targets: Any = None,
+    classes: Sequence[str] | None = None,
+    unit: str | None = None,
+) -> None:
     """Writes posterior.safetensors and config.json into the folder, which is made if need be.
 
     Both are written under temporary names and then renamed. The first holds all that `load` reads, so a folder that is
     saved over is at every moment the old one or the new one; the second is a copy of its config for people to read. No
     file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own.
+
+    Args:
+        inputs: what the training inputs went through, a `Standardiser`, a `TableEncoder` or `ds.data.ImageInputs`. The
+            loaded posterior then takes raw inputs, and raw ones only. None: the posterior's own `inputs`.
+        targets: the `Standardiser` that the training targets of a regression went through: the loaded posterior predicts
+            in the units from before. None where they went through none, or `fit(targets="standardised")` did it.
+        classes: their names, in the order of the outputs, for reports. None: the posterior's own.
+        unit: of a regression's targets, for reports.
     """
     if len(templates := [member.network for member in expect_posterior(posterior).particles.templates]) > 1:
         raise ValueError(
@@ -46,7 +66,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         **class_fields(posterior),
         "arguments": posterior.config(),
         **({"base": {**class_fields(base), "arguments": base.config()}} if base else {}),
-        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": posterior.likelihood.config()},
+        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": _arguments(posterior, targets, unit)},
         "network": {
             "structure": structure(network),
             "attributes": saved_attributes(network),
@@ -58,6 +78,7 @@ def save(posterior: Posterior, folder: str | os.PathLike[str]) -> None:
         "strides": strides_of(tensors),
         "kept": kept_as_is(posterior),
         **standing_on(posterior),
+        **transforms_of(posterior, inputs, classes),
     }
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
@@ -98,6 +119,7 @@ def load(
         posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
         keep_as_was(posterior, config["kept"])
         put_standing(posterior, config, tensors)
+        put_transforms(posterior, config)
     if unique_tensors(posterior)[1] != config["tied"]:
         raise other_ties()
     lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
@@ -185,6 +207,43 @@ def put_standing(posterior: Posterior, config: Mapping[str, Any], tensors: Mappi
         posterior.calibration = revived(saved, "calibration.")
     for name, saved in config.get("promises", {}).items():
         posterior.stand(name, revived(saved, f"promises.{name}."))
+
+
+def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
+    """What a config says of inputs and classes: those given, else the posterior's own."""
+    found: dict[str, Any] = {}
+    if (given := posterior.inputs if inputs is None else inputs) is not None:
+        transform = as_input_transform(given)
+        found["inputs"] = {"kind": transform.kind, "arguments": transform.config()}
+    if (names := posterior.classes if classes is None else classes) is not None:
+        found["classes"] = [str(name) for name in names]
+    return found
+
+
+def put_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
+    """Gives the posterior the inputs and classes that were saved with it."""
+    if (saved := config.get("inputs")) is not None:
+        kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
+        posterior.inputs = kind(**saved["arguments"])
+    posterior.classes = None if (names := config.get("classes")) is None else tuple(names)
+
+
+def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str, Any]:
+    """The likelihood's arguments, of outputs that are standardised targets where `targets` is given."""
+    if targets is None and unit is None:
+        return posterior.likelihood.config()
+    likelihood = copy.deepcopy(posterior.likelihood)
+    if not isinstance(likelihood, RealTargets):
+        raise TypeError(f"expected a regression for targets and unit, got {type(likelihood).__name__}; leave them out")
+    if targets is not None and (posterior.promises or posterior.calibration is not None):
+        raise ValueError(
+            "expected targets before anything is promised of predictions, got a calibration or promises in the units of "
+            "standardised targets; save with targets=, load, and fit them then"
+        )
+    if targets is not None:
+        likelihood.standardise(targets)
+    likelihood.unit = unit or likelihood.unit
+    return likelihood.config()
 
 
 def other_ties() -> ValueError:

@@ -11,7 +11,6 @@ from torch import Tensor
 from dissensus.bench.rows.learned import TaskRows
 from dissensus.bench.run.measured import more
 from dissensus.bench.run.watch import Looks, with_looks
-from dissensus.core import batch as batches
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.evaluation.evaluation import Evaluation
@@ -62,7 +61,7 @@ def learning(
         with left_as_found(posterior):
             drawn, said = posterior.current(), {}
             for name, rows in shown.items():
-                parts = [posterior.checked(drawn.predict(posterior.take(each).x)) for each in batches.each(load(rows))]
+                parts = [posterior.checked(drawn.predict(posterior.take(each).x)) for each in posterior.read(load(rows))]
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
         classes = {name: each.mean.argmax(1) for name, each in said.items()}
         found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}

@@ -102,14 +102,14 @@ class NodeFunctions(DrawnFunctions):
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         particles = self.particles
         loop = particles.how == "loop"
-        rows = {"index": torch.arange(self.members)} if loop else {"latents": self.latents}
+        rows: dict[str, Any] = {"index": range(self.members)} if loop else {"latents": self.latents}
 
         def all_of(member: Member) -> Any:  # the weights are put in once for all
             layers = [member.network.get_submodule(name) for name in self.standing[0]]
 
             def one(row: Rows) -> Any:
                 given = row.varying
-                nodes = self.standing[int(given["index"])] if loop else by_layer(self.sites, given["latents"])
+                nodes = self.standing[given["index"]] if loop else by_layer(self.sites, given["latents"])
                 with placed(layers, nodes.values()):
                     return function(member, *args)
 
@@ -117,6 +117,13 @@ class NodeFunctions(DrawnFunctions):
 
         with particles.turn(), self._evaluating():
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
+
+    def unfold(self) -> None:
+        """Lets all functions run at once, latents on activations, and drops kernels folded for each: weights are kept once."""
+        latents, self.drawn = self.latents, TensorTree()
+        self.drawn.plant("latents", latents, persistent=False)
+        self._standing = None
+        self.particles.how = "vectorised"
 
     def _evaluating(self) -> AbstractContextManager[None]:
         particles = self.particles

@@ -142,7 +142,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
     def _refresh(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
         if loader is not None:
             for family in families:
-                refresh_statistics(family, loader, self.device)
+                refresh_statistics(family, self.read(loader), self.device)
 
     def functions_of(self, families: Families) -> DrawnFunctions:
         """The functions of these particles, in their order."""

@@ -1,0 +1,178 @@
+"""Tracing: a module becomes one graph of plain operations with a free batch size, members folded into the batch.
+
+vmap ties many layers to the batch size of the example: its rules for convolutions, pooling and normalisation read sizes as
+numbers. Inside `BatchFree` such layers are called outside of vmap with members × batch as their batch, or written out.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import _functorch as functorch
+from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.numerics.tree import TensorTree
+
+CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
+ROW_BY_ROW = (  # of a batch, and with no weights
+    F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
+    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.unfold, F.pad,
+    F.instance_norm,
+)  # fmt: skip
+
+
+class BatchFree(TorchFunctionMode):
+    """Inside, layers that vmap would tie to one batch size take any."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(_member_axis(each) for each in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        if function is F.batch_norm:
+            return _batch_norm(*args, **kwargs)
+        if function is F.layer_norm:
+            return _layer_norm(*args, **kwargs)
+        if function is F.group_norm:
+            return _group_norm(*args, **kwargs)
+        if function in CONVOLUTIONS:
+            return _convolution(function, *args, **kwargs)
+        if function in ROW_BY_ROW:
+            return _folded(lambda x: function(x, *args[1:], **kwargs), args[0])
+        return function(*args, **kwargs)
+
+
+class Traced(nn.Module):
+    """The module as it is traced: inputs one by one, a tuple's or a dict's in their order."""
+
+    def __init__(self, module: nn.Module, like: Inputs) -> None:
+        super().__init__()
+        self.module = module
+        self.names = list(like) if isinstance(like, dict) else None
+        self.several = isinstance(like, tuple | list)
+
+    def forward(self, *x: Tensor) -> Any:
+        _forget(self.module)  # torch puts tensors of its own in place of the parameters
+        given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
+        with torch.no_grad(), BatchFree():
+            return self.module(given)
+
+
+def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
+    """The graph of module(x), of torch's own operations alone; the first axis of every tensor in x is free.
+
+    `x`: at least two examples, since torch takes one for a fixed number.
+    """
+    given = tuple(batches.tensors(x))
+    size = Dim("batch", min=1)
+    shapes = (tuple({0: size} for _ in given),)
+    # torch logs and prints whole graphs where tracing fails: whoever calls this has another way, or raises.
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
+        return exported.run_decompositions({})  # type: ignore[no-any-return]  # what is left of vmap becomes plain operations
+    finally:
+        _forget(module)  # tensors of the tracer
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+def _forget(module: nn.Module) -> None:
+    """Lets trees of tensors look anew at what they hold."""
+    for part in module.modules():
+        if isinstance(part, TensorTree):
+            part._known = None
+
+
+def random_operations(exported: ExportedProgram) -> list[str]:
+    """Names of operations of the graph that take random numbers."""
+    found = [
+        node.target
+        for graph in exported.graph_module.modules()
+        if isinstance(graph, torch.fx.GraphModule)
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    ]
+    return sorted({str(each) for each in found if torch.Tag.nondeterministic_seeded in getattr(each, "tags", ())})
+
+
+def _member_axis(x: Any) -> bool:
+    return isinstance(x, Tensor) and bool(functorch.is_batchedtensor(x))
+
+
+def _folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), row by row, of all members' rows at once."""
+    if not _member_axis(x):
+        return function(x)
+    from torch._functorch import predispatch  # newer than the oldest torch: without it members run one after the other
+
+    level = functorch.maybe_get_level(x)
+    members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
+    rows = predispatch._remove_batch_dim(x, level, members, 0)  # (M, B, ...)
+    result = function(rows.flatten(0, 1)).unflatten(0, (members, -1))
+    return predispatch._add_batch_dim(result, 0, level)
+
+
+def _convolution(
+    function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
+) -> Tensor:
+    if _member_axis(weight):
+        raise ValueError("members have kernels of their own: they run one after the other")
+    outputs = _folded(lambda x: function(x, weight, None, *args, **kw), input)
+    return outputs if bias is None else outputs + _channels(bias, outputs)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training:
+        raise ValueError("expected batch norm in eval mode, got one that reads the batch's own statistics")
+    scaled = (input - _channels(running_mean, input)) * _channels(torch.rsqrt(running_var + eps), input)
+    return _affine(scaled, weight, bias)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    axes = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(axes, keepdim=True)
+    scaled = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    return _affine(_folded(lambda x: F.group_norm(x, num_groups, eps=eps), input), weight, bias)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * _channels(weight, x)
+    return x if bias is None else x + _channels(bias, x)
+
+
+def _channels(values: Tensor, like: Tensor) -> Tensor:
+    """(C,) in the shape that goes with like (B, C, ...)."""
+    return values.reshape(-1, *[1] * (like.ndim - 2))

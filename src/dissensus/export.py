@@ -1,0 +1,308 @@
+"""export: a posterior as one file for servers without this library: ONNX, or torch's own .pt2."""
+
+import copy
+import io
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.functions import MOMENTS, Predictor
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.running import first_line
+from dissensus.engine.tracing import random_operations, trace
+from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.sizes import readable
+from dissensus.standing.conformal import Conformal
+from dissensus.standing.gate import Gate
+from dissensus.standing.scores import INTERVAL_SCORES
+from dissensus.storage.atomic import write_whole
+from dissensus.storage.onnx_files import onnx_content, require_onnx, run_onnx
+from dissensus.surgery.factored import Factored
+from dissensus.version import __version__
+
+log = logging.getLogger("dissensus")
+
+CLOSE = 1e-5  # between the file's numbers and those of `predict`, times the largest of them where that is above 1
+RANDOM = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+)
+
+
+def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
+    """Writes what `predict` computes into one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
+
+    Inputs are as `predict` takes them, the first axis (the batch) of any size. Outputs, by name: mean, total, aleatoric
+    and epistemic, as in a `Predictive`; and, for every promise that stands on the posterior, `NAME` (B, C) for conformal
+    sets, `NAME_lower` and `NAME_upper` for intervals, `NAME` (B,) for what a gate accepts. Temperature and calibration
+    are inside. The file is compared with `predict` on the example before it is written, whole or not at all.
+
+    Args:
+        posterior: sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
+        path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs torch alone).
+        example: inputs for `predict`, of any batch size.
+
+    Raises:
+        ValueError: predictions differ from call to call, or the network cannot be traced.
+    """
+    path = Path(path)
+    write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
+    if path.suffix == ".onnx":
+        require_onnx()
+    module = ExportedPosterior(expect_posterior(posterior))
+    x = _two_or_more(batches.to(module.raw(example), posterior.device))
+    wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}
+    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"].shape[1]):
+        raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
+    _state_size(path, module.predictor)
+    with _on_host(posterior, module, x) as (module, x):
+        failed = []
+        for prepare in (_members_at_once, _members_in_turn):
+            prepare(module.predictor)
+            try:
+                module(x)  # masks and the like, which depend on the shape of x, are made outside of the graph
+                program = trace(module, x)
+                _check_drawn(random_operations(program))
+                for rows, numbers in wanted.items():
+                    _check_same(program.module()(*batches.tensors(_rows(x, rows))), numbers, path)
+                content = write(program, module.facts(x), x, wanted)
+                break
+            except (_Refused, ImportError):
+                raise
+            except Exception as error:
+                failed.append(first_line(error))
+        else:
+            hint = "simplify its forward" + (", or write .pt2" if path.suffix == ".onnx" else "")
+            raise ValueError(f"expected a network and a calibration that can be exported, got: {failed[-1]}; {hint}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole({path: content})
+
+
+class ExportedPosterior(nn.Module):
+    """x -> tensors by name: what the file computes."""
+
+    def __init__(self, posterior: Posterior) -> None:
+        super().__init__()
+        self.predictor = posterior.predictor()
+        self.inputs, self.dtype = posterior.inputs, posterior.temperature.dtype
+        self.traced = getattr(self.inputs, "traceable", False)
+        if self.inputs is not None and not self.traced:
+            log.warning(
+                "the file takes encoded inputs, posterior.inputs(x): its transform has text, which tensors have not"
+            )
+        self.about = {
+            "dissensus": __version__,
+            "method": posterior.name,
+            "classes": None if posterior.classes is None else list(posterior.classes),
+            "unit": getattr(posterior.likelihood, "unit", None),
+            "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]
+        }
+        self.promises: dict[str, Callable[[Predictive], dict[str, Tensor]]] = {}
+        self.said: dict[str, str] = {}
+        for name, promise in posterior.promises.items():
+            if name in MOMENTS:
+                raise ValueError(
+                    f"expected a promise of another name than the outputs, got {name!r}; fit it with name="
+                )
+            if (told := _outputs_of(name, promise)) is not None:
+                self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
+
+    def raw(self, example: Any) -> Inputs:
+        """The example as tensors, as the file will be given inputs."""
+        if self.inputs is None:
+            return batches.inputs_of(example)
+        found: Inputs = self.inputs.raw(example)  # type: ignore[attr-defined]
+        return found
+
+    def ready(self, x: Inputs) -> Inputs:
+        """From what the file is given to what the network takes."""
+        if self.inputs is None:
+            return x
+        found: Any = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
+        return found.to(self.dtype)  # type: ignore[no-any-return]
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        return self.outputs(self.predictor.predictive(self.ready(x)))
+
+    def outputs(self, predictive: Predictive) -> dict[str, Tensor]:
+        """What the file says of a predictive."""
+        found = {name: getattr(predictive, name) for name in MOMENTS}
+        for promised in self.promises.values():
+            found |= promised(predictive)
+        return found
+
+    def facts(self, x: Inputs) -> dict[str, Any]:
+        """JSON that the file carries."""
+        classes = isinstance(self.predictor.predictive(self.ready(x)), CategoricalPredictive)
+        told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
+        return {name: value for name, value in (self.about | told).items() if value is not None} | {
+            "promises": self.said
+        }
+
+
+class _Refused(ValueError):
+    """An error that another way of tracing would not mend."""
+
+
+def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[str, Tensor]] | None:
+    """What a promise says of a predictive, by pure operations; None, with a warning, where it needs more than that."""
+    if isinstance(promise, Gate):
+        gate = promise
+        return lambda predictive: {name: gate(predictive).accept}
+    if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
+        promise.facts["by"] == "group"
+    ):  # fmt: skip
+        log.warning("%s is not in the file: it needs weights, groups or random numbers beside the inputs", name)
+        return None
+    fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
+
+    def asked(predictive: Predictive, *_: object) -> tuple[Predictive, Tensor]:
+        return predictive, thresholds.to(predictive.mean.device)
+
+    fixed._asked = asked  # type: ignore[method-assign,assignment]
+    if promise.score in INTERVAL_SCORES:
+        return lambda predictive: dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
+    return lambda predictive: {name: fixed.set(predictive)}
+
+
+def _rows(x: Inputs, rows: int) -> Inputs:
+    return batches.apply(x, lambda tensor: tensor[:rows])
+
+
+def _two_or_more(x: Inputs) -> Inputs:
+    """x with at least two rows: torch takes an axis of length one for a fixed one."""
+    return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
+
+
+def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, Tensor]:
+    """What `predict` says, and promises say of that, by name; an error where it says something else the next time."""
+    view, x = copy.copy(posterior), module.ready(x)
+    view.inputs = None
+    with same_random_state(posterior.device):
+        first = view.predict(x)
+        torch.rand(1)  # another state of torch's stream: what is drawn from it is now another draw
+        again = view.predict(x)
+    pairs = zip(first.described(), again.described(), strict=True)
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):  # GPUs may round anew
+        raise ValueError(
+            f"expected functions that stay the same, got {type(posterior).__name__} that predicts something else every time: "
+            "the file could not be compared with anything; call ds.refresh(posterior, training_loader) first (a network that "
+            "draws random numbers in eval mode cannot be exported)"
+        )
+    return module.outputs(first)
+
+
+@contextmanager
+def _on_host(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> Iterator[tuple[ExportedPosterior, Inputs]]:
+    """The module and x on the host, where files are traced; no other thread runs the network meanwhile."""
+    host = torch.device("cpu")
+    with posterior.particles.turn(), torch.no_grad():
+        yield module.to(host), batches.to(x, host)
+
+
+def _members_at_once(predictor: Predictor) -> None:
+    """All members in one pass wherever they share their kernels: the file then has those, and the graph, once."""
+    for part in predictor.modules():
+        if isinstance(part, NodeFunctions):
+            part.unfold()
+        if isinstance(part, Particles) and len(part.templates) == 1 and not _own_kernels(part):
+            part.how = "vectorised"
+            for layer in part.template.modules():
+                if isinstance(layer, Factored):
+                    vars(layer)["members_at_once"] = True
+
+
+def _members_in_turn(predictor: Predictor) -> None:
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            part.how = "loop"
+
+
+def _own_kernels(particles: Particles) -> bool:
+    """Whether members have convolutions of their own, which are faster one after the other."""
+    layers = {
+        f"{name}.weight"
+        for name, part in particles.template.named_modules()
+        if isinstance(part, nn.modules.conv._ConvNd)
+    }
+    return not layers.isdisjoint([*particles.own_parameters(), *particles.own_buffers()])
+
+
+def _check_drawn(found: list[str]) -> None:
+    if found:
+        raise _Refused(
+            f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
+            "eval mode, or make them depend on self.training"
+        )
+
+
+def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
+    for name, number in wanted.items():
+        made, number = torch.as_tensor(found[name]).cpu(), number.cpu()
+        if made.shape != number.shape:
+            raise ValueError(f"expected {name} of shape {tuple(number.shape)} in {path}, got {tuple(made.shape)}")
+        if made.dtype == torch.bool:
+            # A score that is the threshold but for rounding falls on either side.
+            off, limit = float((made != number).sum()), max(1.0, 0.02 * number.numel())
+        else:
+            off = float(torch.where(made == number, 0.0, (made - number).abs()).max())  # infinite ends may be equal
+            limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()))
+        if not off <= limit:
+            raise ValueError(f"expected {name} as in predict, got numbers up to {off:.2g} away in {path}")
+
+
+def _state_size(path: Path, predictor: Predictor) -> None:
+    """Logs what the file will take: with weights of their own for every function that may be much."""
+    own = shared = 0
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
+            shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
+    if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
+        raise ValueError(
+            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or fewer functions"
+        )
+    log.info(
+        "%s will take about %s: %d functions with %s of their own, and %s for all",
+        path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
+    )  # fmt: skip
+
+
+def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
+    for node in program.graph.nodes:  # where in the sources operations came from: half of a small file
+        for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
+            node.meta.pop(remark, None)
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files={"dissensus.json": json.dumps(facts)})
+    return file.getvalue()
+
+
+def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
+    """The file's content, compared with what was wanted where onnxruntime is installed."""
+    names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
+    content, random = onnx_content(program, names, list(wanted[1]), facts)
+    _check_drawn(random)
+    for rows, numbers in wanted.items():
+        given = dict(zip(names, batches.tensors(_rows(x, rows)), strict=True))
+        if (found := run_onnx(content, given)) is not None:
+            _check_same(found, numbers, Path("ONNX"))
+    return content

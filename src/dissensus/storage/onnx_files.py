@@ -1,0 +1,117 @@
+"""ONNX files: what torch's exporter makes, with plain names, without remarks, and looked through for random numbers."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+log = logging.getLogger("dissensus")
+
+RANDOM = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    "Dropout",
+)
+
+
+def require_onnx() -> None:
+    """Raises where the packages that write ONNX are missing."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"expected onnx and onnxscript to write ONNX, got no {error.name}; install dissensus[export], or write .pt2"
+        ) from None
+
+
+def onnx_content(
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
+) -> tuple[bytes, list[str]]:
+    """(the file's bytes, kinds of its nodes that draw random numbers); inputs and outputs have these names, axis 0 "batch"."""
+    named = {f"output {name}": name for name in outputs}  # torch calls inner values "mean", too
+    with _quiet():
+        made = torch.onnx.export(
+            program, dynamo=True, input_names=list(inputs), output_names=list(named), verbose=False, optimize=True
+        )
+    model: Any = made.model_proto  # type: ignore[union-attr]
+    _strip(model)
+    _rename(model.graph, named)
+    for name, value in facts.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+    return model.SerializeToString(), sorted({node.op_type for node in _nodes(model)} & {*RANDOM})
+
+
+def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Outputs by name; None where onnxruntime is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        log.info("the ONNX file was not run: onnxruntime is not installed")
+        return None
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    made = session.run(None, {name: tensor.numpy() for name, tensor in x.items()})
+    return {output.name: torch.from_numpy(value) for output, value in zip(session.get_outputs(), made, strict=True)}
+
+
+def _strip(model: Any) -> None:
+    """Takes out where in the sources operations came from, and shapes in between: a runtime finds those itself."""
+    for function in model.functions:
+        del function.metadata_props[:]
+    for node in _nodes(model):
+        del node.metadata_props[:]
+        node.doc_string = ""
+    graph = model.graph
+    del graph.value_info[:], graph.metadata_props[:], model.metadata_props[:]
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        del value.metadata_props[:]
+    for value in (*graph.input, *graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+
+
+def _rename(graph: Any, names: dict[str, str]) -> None:
+    """Gives values of a graph other names, and inner values that have those already a longer one."""
+    names = {**{new: f"inner {new}" for new in names.values()}, **names}
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        value.name = names.get(value.name, value.name)
+    for node in _inside(graph.node):
+        for part in (node.input, node.output):
+            part[:] = [names.get(name, name) for name in part]
+
+
+def _nodes(model: Any) -> Iterator[Any]:
+    """All nodes, those in branches and functions too."""
+    return _inside([*model.graph.node, *(node for function in model.functions for node in function.node)])
+
+
+def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Nodes, and those in their branches."""
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting += graph.node
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch's ONNX exporter does not log what it has not got."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

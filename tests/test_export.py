@@ -1,0 +1,202 @@
+"""Exported files: what they say is what predict says, at every batch size, and nothing in them is random."""
+
+import json
+import logging
+import re
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dissensus as ds
+import tiny
+from dissensus.engine.tracing import random_operations, trace
+from test_contract import METHODS
+
+MOMENTS = ("mean", "total", "aleatoric", "epistemic")
+
+
+def stored(posterior, x):
+    """The posterior with a stored draw, and a temperature that is not 1."""
+    if getattr(posterior, "stored", posterior) is None or hasattr(posterior, "seed"):
+        y = torch.arange(len(x)) % 3
+        ds.refresh(posterior, [(x, y if x.ndim == 2 else y[:, None, None].expand(-1, *x.shape[2:]))])
+    posterior.temperature.fill_(1.7)
+    return posterior.eval()
+
+
+def inputs(batch, kind="mlp"):
+    return torch.randn(batch, *((4,) if kind == "mlp" else (2, 5, 6)), generator=torch.Generator().manual_seed(batch))
+
+
+def in_onnxruntime(path, **x):
+    session = pytest.importorskip("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {name: value.numpy() for name, value in x.items()})
+    return {output.name: torch.from_numpy(value) for output, value in zip(session.get_outputs(), found, strict=True)}
+
+
+def check(found, predictive):
+    for name in MOMENTS:
+        torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-5)
+
+
+def test_a_pt2_file_says_what_predict_says_at_every_batch_size(tmp_path):
+    posterior = stored(METHODS["deep_ensemble"](tiny.mlp), inputs(5))  # batch norm, which vmap ties to a batch size
+    posterior.classes = ("cat", "dog", "eel")
+    ds.export(posterior, tmp_path / "m.pt2", example=inputs(1))
+    extra = {"dissensus.json": ""}
+    module = torch.export.load(tmp_path / "m.pt2", extra_files=extra).module()
+    for batch in (1, 7, 256):
+        check(module(inputs(batch)), posterior.predict(inputs(batch)))
+    told = json.loads(extra["dissensus.json"])
+    assert (told["method"], told["classes"], told["functions"]) == ("deep_ensemble", ["cat", "dog", "eel"], 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt2"]
+    with zipfile.ZipFile(tmp_path / "m.pt2") as archive:  # every tensor once: neither unused weights nor copies of them
+        sizes = [entry.file_size for entry in archive.infolist() if re.search(r"(weight|tensor)_\d+$", entry.filename)]
+    assert sum(sizes) <= 1.1 * sum(t.nbytes for t in posterior.particles.state_dict().values())
+
+
+def test_an_onnx_file_says_what_predict_says_at_every_batch_size(tmp_path):
+    posterior = stored(METHODS["batch_ensemble"](tiny.mlp), inputs(5))
+    ds.export(posterior, tmp_path / "m.onnx", example=inputs(5))
+    for batch in (1, 7, 256):
+        check(in_onnxruntime(tmp_path / "m.onnx", x=inputs(batch)), posterior.predict(inputs(batch)))
+    assert (tmp_path / "m.onnx").stat().st_size < 20_000
+
+
+def test_functions_that_differ_from_call_to_call_are_refused(tmp_path):
+    for posterior in (METHODS["gaussian_perturbation"](tiny.mlp), METHODS["mc_dropout"](tiny.mlp), ds.MAP(Noisy())):
+        with pytest.raises(ValueError, match=r"call ds\.refresh"):
+            ds.export(posterior.eval(), tmp_path / "m.pt2", example=inputs(4))
+    assert not list(tmp_path.iterdir())
+
+
+class Noisy(nn.Module):
+    """Noise in eval mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x + torch.randn_like(x))
+
+
+def test_random_operations_in_a_graph_are_found():
+    assert random_operations(trace(Noisy(), inputs(2))) == ["aten.randn_like.default"]
+
+
+def test_a_file_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):
+    posterior = ds.MAP(tiny.mlp()).eval()
+    with pytest.raises(ValueError, match=r"\.onnx, \.pt2"):
+        ds.export(posterior, tmp_path / "m.pth", example=inputs(2))
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"dissensus\[export\], or write \.pt2"):
+        ds.export(posterior, tmp_path / "m.onnx", example=inputs(2))
+    posterior.classes = ("cat", "dog")
+    with pytest.raises(ValueError, match="names of 3 classes"):
+        ds.export(posterior, tmp_path / "m.pt2", example=inputs(2))
+    assert not list(tmp_path.iterdir())
+
+
+# One of each family; the rest of the contract's table runs the same code.
+FAMILIES = [
+    "map", "deep_ensemble", "forde", "svgd", "feature_rde", "batch_ensemble", "dropout_ensemble", "mc_dropout",
+    "mc_dropout_rate", "tradi", "swag", "snapshot_ensemble", "laplace", "node_bnn", "node_bnn_in", "rank_one_bnn",
+    "mean_field_vi", "multi_swag", "multi_mc_dropout", "multi_node_bnn", "multi_laplace", "sghmc", "hmc",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+@pytest.mark.parametrize("method", FAMILIES)
+def test_every_family_is_exported(method, kind, tmp_path):
+    torch.manual_seed(0)
+    posterior = stored(METHODS[method](tiny.mlp if kind == "mlp" else tiny.segmenter), inputs(5, kind))
+    ds.export(posterior, tmp_path / "m.onnx", example=inputs(5, kind))
+    for batch in (1, 7, 256):
+        check(in_onnxruntime(tmp_path / "m.onnx", x=inputs(batch, kind)), posterior.predict(inputs(batch, kind)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["batch_ensemble", "dropout_ensemble", "node_bnn", "mc_dropout_rate"])
+def test_shared_weights_are_in_the_file_once(method, tmp_path, caplog):
+    def net(dropout=0.0):
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    build = {
+        "batch_ensemble": lambda: ds.BatchEnsemble(net(), members=8, modulation=ds.Modulation.sign()),
+        "dropout_ensemble": lambda: ds.DropoutEnsemble(net(), members=8),
+        "node_bnn": lambda: ds.NodeBNN(net(), data_size=10, samples=8),
+        "mc_dropout_rate": lambda: ds.MCDropout(net(), rate=0.1, samples=8),
+    }[method]
+    x = torch.randn(4, 3, 12, 12)
+    posterior = build()
+    ds.refresh(posterior, [(x, torch.arange(4))])
+    with caplog.at_level(logging.INFO, "dissensus"):
+        ds.export(posterior.eval(), tmp_path / "m.onnx", example=x)
+    parameters = sum(p.numel() * p.element_size() for p in posterior.parameters())
+    assert (tmp_path / "m.onnx").stat().st_size <= 1.3 * parameters + 50_000
+    assert "will take about" in caplog.text
+
+
+@pytest.mark.slow
+def test_transforms_calibration_and_promises_are_inside(tmp_path):
+    torch.manual_seed(0)
+    images, labels = torch.randint(0, 256, (200, 3, 10, 12), dtype=torch.uint8), torch.arange(200) % 3
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    posterior = ds.BatchEnsemble(net, members=3, modulation=ds.Modulation.sign())
+    posterior.inputs = ds.data.ImageInputs([0.5, 0.4, 0.3], [0.2, 0.2, 0.3], resize=9, crop=8)
+    ds.fit(posterior, [(images[:100], labels[:100])], epochs=2, progress=False)
+    ds.calibrate(posterior, [(images[100:], labels[100:])], "vector")
+    sets = ds.conformal(posterior, [(images[100:150], labels[100:150])], level=0.8)
+    gate = ds.ood_gate(posterior, [(images[100:150], labels[100:150])], false_alarm=0.2)
+    ds.export(posterior, tmp_path / "m.onnx", example=images[0])
+    for rows in (images[150:151], images[150:157], images[150:]):
+        found = in_onnxruntime(tmp_path / "m.onnx", x=rows)
+        check(found, posterior.predict(rows))
+        assert torch.equal(found["conformal"], sets.set(rows))
+        assert torch.equal(found["ood_gate"], gate(rows).accept)
+
+
+@pytest.mark.slow
+def test_a_regression_is_exported_in_the_units_of_its_targets(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    rows = 50 + 7 * torch.randn(100, 2, generator=generator)
+    y = 1e4 + 300 * rows[:, :1] + 30 * torch.randn(100, 1, generator=generator)
+    scale = ds.data.Standardiser.of_rows(rows)
+    posterior = ds.DeepEnsemble([ds.nets.MLP(2, 1, hidden=(8,)) for _ in range(2)], likelihood=ds.Regression())
+    posterior.inputs = ds.data.inputs.RowInputs.of(scale)
+    ds.fit(posterior, (rows, y), epochs=5, progress=False, targets="standardised")
+    intervals = ds.conformal(posterior, [(rows, y)])
+    ds.export(posterior, tmp_path / "m.onnx", example=rows[0])
+    found = in_onnxruntime(tmp_path / "m.onnx", x=rows.double())
+    predictive = posterior.predict(rows)
+    for name in MOMENTS:
+        wanted = getattr(predictive, name)
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    for name, end in zip(("conformal_lower", "conformal_upper"), intervals.interval(rows), strict=True):
+        torch.testing.assert_close(found[name], end, rtol=1e-5, atol=0)
+    assert np.median(np.abs(found["mean"].numpy() - y.numpy())) < 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True])
+def test_several_inputs_keep_their_names(named, tmp_path):
+    posterior = stored(ds.DeepEnsemble([tiny.Pair() for _ in range(2)]), inputs(5))
+
+    def pair(batch):
+        a, b = inputs(batch), inputs(batch) + 1
+        return {"a": a, "b": b} if named else (a, b)
+
+    ds.export(posterior, tmp_path / "m.onnx", example=pair(3))
+    for batch in (1, 7):
+        given = pair(batch)
+        found = in_onnxruntime(tmp_path / "m.onnx", **(given if named else {"x0": given[0], "x1": given[1]}))
+        check(found, posterior.predict(given))
