@@ -22,6 +22,8 @@ import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
 
+from dissensus.bench.capacity import capacities
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMMAND = "python benchmarks/speed.py --csv FILE"
@@ -292,11 +294,23 @@ def filled(text: str, name: str, table: str) -> str:
     return found
 
 
+def capacity_table() -> str:
+    """Weights and nodes of the talk's networks, counted now."""
+    lines = [
+        [name, f"{each.weights:,}", f"{each.nodes:,}", f"{each.ratio:,.0f}", f"{each.parameters:,}"]
+        for name, each in capacities([]).items()
+    ]
+    return (
+        markdown(["network", "weights", "nodes", "weights / node", "parameters"], lines) + "\n\n*`dissensus capacity`.*"
+    )
+
+
 def tables() -> Iterator[tuple[Path, str, str]]:
     """(page, name, table) of every table there is a CSV for."""
     docs = ROOT / "docs"
     yield ROOT / "README.md", "speed", speed_table(short=True)
     yield docs / "speed.md", "speed", speed_table(short=False)
+    yield docs / "node-bnn.md", "capacity", capacity_table()
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
             yield docs / "tracking.md", name.replace("_", "-"), page(found)

@@ -64,7 +64,7 @@ FLOORS = {
         "plots curves maps panels scenes figures",
         "report",
     ],
-    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid", "cli"],
+    "bench": ["names fitting printing", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "scenes", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
+    from dissensus.surgery.capacity import Capacity, capacity
     from dissensus.surgery.modulation import Modulation
     from dissensus.temperature import temperature_scale
     from dissensus.train import fit
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
+    "Capacity": "surgery.capacity",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
     "DistancesOverTraining": "evaluation.distances",
@@ -78,6 +80,7 @@ _HOMES = {
     "MemberDistances": "evaluation.distances",
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
+    "capacity": "surgery.capacity",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
     "fit": "train",
@@ -102,6 +105,7 @@ __all__ = [
     "Annealing",
     "AttackCurves",
     "BatchEnsemble",
+    "Capacity",
     "Classification",
     "ClassificationPredictive",
     "Convergence",
@@ -142,6 +146,7 @@ __all__ = [
     "WeightRDE",
     "attacks",
     "branch",
+    "capacity",
     "convergence",
     "data",
     "evaluate",

@@ -12,6 +12,8 @@ from dissensus.nets import NETS
 BUILT = {
     "MLP": (lambda: ds.nets.MLP(12, 5, hidden=(7, 6), activation="gelu", batch_norm=True, dropout=0.2), (3, 3, 4)),
     "ConvNet": (lambda: ds.nets.ConvNet(1, 5, size=12, width=4, hidden=8, dropout=0.1), (3, 1, 12, 12)),
+    "AlexNet": (lambda: ds.nets.AlexNet(5, channels=1, hidden=6, dropout=0.1), (2, 1, 63, 64)),
+    "LeNet": (lambda: ds.nets.LeNet(5, channels=2, size=17), (3, 2, 17, 17)),
     "ENet": (lambda: ds.nets.ENet(5, channels=1, dropout=0.2), (2, 1, 13, 18)),
     "PSPNet": (lambda: ds.nets.PSPNet(5, dropout=0.2), (2, 3, 17, 24)),
     "ResNet": (lambda: ds.nets.ResNet(20, 5), (2, 3, 16, 16)),
@@ -101,6 +103,16 @@ def test_vgg16_is_that_of_the_papers():
     assert parameters(normed) == 15_245_130 + 2 * 4_224  # a scale and a shift for each of 4,224 channels
     with torch.no_grad():
         assert normed.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 10)  # larger images are averaged
+
+
+def test_a_large_head_of_vgg16_takes_small_images_too():
+    network = ds.nets.VGG16(5, head="large", hidden=6, batch_norm=False).eval()
+    assert network.head[0].in_features == 512 * 49
+    with torch.no_grad():
+        last = network.features(x := torch.randn(2, 3, 32, 32))  # (2, 512, 1, 1), seen 49 times
+        torch.testing.assert_close(network(x), network.head(last.expand(-1, -1, 7, 7).flatten(1)))
+    names = {name for name, _ in ds.nets.AlexNet(2, hidden=2).named_parameters()}
+    assert {f"classifier.{i}.weight" for i in (1, 4, 6)} <= names  # torchvision's
 
 
 def test_wide_resnet_is_that_of_the_papers():
