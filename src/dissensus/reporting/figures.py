@@ -50,6 +50,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_foreign_section(first, palette), {"first_seed": True}),
         (_selective(first, palette), {"first_seed": True}),
         (_corrupted_section(results, palette), {}),
+        (scenes.corrupted_by_itself(first), {"first_seed": True}),
         (scenes.attacked(results, palette), {"wide": True}),
         (_cost(results, draws, palette), {}),
     ]
