@@ -144,6 +144,19 @@ def test_a_wide_block_is_a_sum():
         ds.nets.WideResNet(16, 0)
 
 
+def test_an_mlp_with_skips_adds_what_came_in():
+    plain, skipping = (ds.nets.MLP(4, 3, hidden=(5, 6, 6, 6), init="he", skip=skip) for skip in (False, True))
+    assert not skipping.layers[4].branch[0].bias.any()  # drawn as the others are
+    for to, source in zip(skipping.parameters(), plain.parameters(), strict=True):
+        to.data.copy_(source.data)
+    x = torch.randn(7, 4)
+    h = plain.layers[3](plain.layers[2](plain.layers[1](plain.layers[0](x))))  # to 6, where nothing can be added
+    for i in (4, 6):
+        h = h + plain.layers[i](h).relu()
+    torch.testing.assert_close(skipping(x), plain.layers[8](h))
+    assert ds.nets.MLP(**skipping.config).config == skipping.config
+
+
 def test_an_mlp_in_ntk_form_is_the_standard_one_with_the_factor_outside():
     torch.manual_seed(0)
     network = ds.nets.MLP(6, 3, hidden=(50, 40), parameterization="ntk").double()

@@ -133,10 +133,10 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
         )
         figures.append((f"Implicit corruptions of {name}", figure))
     text = (
-        "What a drawn function says of an image, the mean of all functions says of another one: a test image (left), what it must "
-        "become for each of some functions, and under it the change (red: brighter, blue: darker; one scale for all methods). "
-        "In the title, over all images looked at, the root mean square change of a pixel in percent of its range, and the share of "
-        "a function's deviation from the mean that the change explains."
+        "What a drawn function says of an image, the mean of all functions says of another one: a test image (left), what it "
+        "becomes for some of the functions, and under it the change (red: brighter, blue: darker; one scale for all methods). "
+        "In the title, over all images looked at: the root mean square change of a pixel in percent of its range, and the "
+        "share of a function's deviation from the mean that the change explains."
     )
     return ("What its noise does to an image", text, figures) if figures else None
 
