@@ -124,7 +124,8 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
         for name, each in first.items()
         if "implicit/inputs" in each.arrays and each.arrays["implicit/inputs"].ndim == 5
     }
-    largest = max((float(np.abs(after - before[:, None]).max()) for before, after, _ in known.values()), default=0.0)
+    changes = [np.abs(after - before[:, None]).ravel() for before, after, _ in known.values()]
+    largest = float(np.quantile(np.concatenate(changes), 0.995)) if changes else 0.0
     figures = []
     for name, (before, after, numbers) in known.items():
         moved, explained = (100 * numbers[f"implicit/{key}"] for key in ("distance", "explained"))
