@@ -105,13 +105,13 @@ def with_implicit(
     if len(found.functions) == 1:
         return evaluation
     before, after = standardiser.inverse(x), standardiser.inverse(found.inputs.cpu())  # (B, ...), (S, B, ...)
-    moved = (after - before).flatten(2).square().mean(2).sqrt()
-    numbers = {"distance": float(moved.mean()), "explained": float(found.explained.mean())}
-    arrays = {"original": before[:PICTURES], "inputs": after[:, :PICTURES].movedim(0, 1)}  # (n, ...), (n, S, ...)
+    moved = (after - before).flatten(2).square().mean(2).sqrt()  # (S, B)
+    examples = {"distance": moved.mean(0), "explained": found.explained.mean(0).cpu()}  # (B,)
+    drawn = {"original": before[:PICTURES], "inputs": after[:, :PICTURES].movedim(0, 1)}  # (n, ...), (n, S, ...)
     return more(
         evaluation,
-        {f"implicit/{key}": value for key, value in numbers.items()},
-        {f"implicit/{key}": value.contiguous() for key, value in arrays.items()},
+        {f"implicit/{key}": float(value.mean()) for key, value in examples.items()},
+        {f"implicit/{key}": value.contiguous() for key, value in (examples | drawn).items()},
     )
 
 
