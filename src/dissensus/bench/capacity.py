@@ -36,7 +36,7 @@ def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
     `overrides`: "network.key=value", for every network that has the key.
     """
     settings = dict(_setting(each) for each in overrides)
-    asked = {name: (name, {}) for name in names} or TALK
+    asked: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names} or TALK
     rules = {name: _rules(maker(network)) for name, (network, _) in asked.items()}
     for key, value in settings.items():
         if not any(key in mine for mine in rules.values()):

@@ -152,6 +152,6 @@ def implicit(before: Array, after: Array, *, largest: float, title: str) -> Figu
                 grid[2 * i, j].imshow(pixels, interpolation="none")
                 if j:
                     change = (shown - image).mean(0)  # over channels
-                    scale = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+                    scale: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
                     grid[2 * i + 1, j].imshow(change, interpolation="none", **scale)
     return figure
