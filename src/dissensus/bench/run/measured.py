@@ -5,11 +5,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.attacks import implicit_corruptions
 from dissensus.bench.rows.geometry import Geometry
-from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corrupted import CorruptedCounts
 from dissensus.evaluation.evaluate import numbers_of
 from dissensus.evaluation.evaluation import Evaluation
@@ -20,8 +17,6 @@ TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/â
 TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
 SHOWN = 10  # members drawn one by one
 POINTS = 2000  # training rows drawn at most
-IMPLICIT, STEPS = 5, 60  # functions whose implicit corruptions are looked for, and steps of the search
-PICTURES = 3  # inputs drawn with them
 
 
 def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
@@ -91,28 +86,6 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
         return {"agreement": agrees.double(), "total_variation": metrics.total_variation_values(mine.mean, theirs.mean)}
     distances = metrics.mixture_total_variation_values(*mine.described(), *theirs.described())  # (N, D)
     return {"total_variation": distances.mean(1)}
-
-
-def with_implicit(
-    evaluation: Evaluation, posterior: Posterior, x: Tensor, standardiser: Standardiser, *, penalty: float
-) -> Evaluation:
-    """With implicit/distance, root mean square per number of an input, in units before they were standardised, and
-    implicit/explained, of the corruptions that drawn functions amount to at inputs x; and arrays of some.
-
-    A single function has none.
-    """
-    found = implicit_corruptions(posterior, x, penalty=penalty, functions=IMPLICIT, steps=STEPS)
-    if len(found.functions) == 1:
-        return evaluation
-    before, after = standardiser.inverse(x), standardiser.inverse(found.inputs.cpu())  # (B, ...), (S, B, ...)
-    moved = (after - before).flatten(2).square().mean(2).sqrt()  # (S, B)
-    examples = {"distance": moved.mean(0), "explained": found.explained.mean(0).cpu()}  # (B,)
-    drawn = {"original": before[:PICTURES], "inputs": after[:, :PICTURES].movedim(0, 1)}  # (n, ...), (n, S, ...)
-    return more(
-        evaluation,
-        {f"implicit/{key}": float(value.mean()) for key, value in examples.items()},
-        {f"implicit/{key}": value.contiguous() for key, value in (examples | drawn).items()},
-    )
 
 
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
