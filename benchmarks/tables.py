@@ -17,6 +17,7 @@ import compose_speed
 import embedded_width
 import mnist_ood
 import pretrained_page
+import shift
 import tables_uci
 import task_results
 import toy_entropy
@@ -24,6 +25,8 @@ import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
+
+from dissensus.bench.capacity import capacities
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -295,11 +298,39 @@ def filled(text: str, name: str, table: str) -> str:
     return found
 
 
+def capacity_table() -> str:
+    """Weights and nodes of the talk's networks, counted now."""
+    lines = [
+        [name, f"{each.weights:,}", f"{each.nodes:,}", f"{each.ratio:,.0f}", f"{each.parameters:,}"]
+        for name, each in capacities([]).items()
+    ]
+    return (
+        markdown(["network", "weights", "nodes", "weights / node", "parameters"], lines) + "\n\n*`dissensus capacity`.*"
+    )
+
+
+def shift_table(task: str) -> str:
+    """A task on damaged inputs: its table, paired differences, and its figures; or that there is nothing yet."""
+    found = rows(f"{task.replace('-', '_')}.csv")
+    if not found:
+        return f"*No results are committed yet: `dissensus bench {task} --seeds 10`.*"
+    command = f"dissensus bench {task} --size {found[0]['size']} --seeds {len({row['seed'] for row in found})}"
+    where = " and ".join(dict.fromkeys(row["device"] for row in found))
+    parts = [seed_table(found, "method", shift.COLUMNS[task], where=where, command=command)]
+    for title, pairs in shift.compared(task, list(by_key(found, "method"))).items():
+        text = f"{title}, seed by seed, with 95 % intervals over seeds; bold where zero is outside:"
+        parts += [text, difference_table(found, shift.COLUMNS[task], pairs)]
+    return "\n\n".join([*parts, *shift.shown(task)])
+
+
 def tables() -> Iterator[tuple[Path, str, str]]:
     """(page, name, table) of every table there is a CSV for."""
     docs = ROOT / "docs"
     yield ROOT / "README.md", "speed", speed_table(short=True)
     yield docs / "speed.md", "speed", speed_table(short=False)
+    yield docs / "node-bnn.md", "capacity", capacity_table()
+    for task in shift.COLUMNS:
+        yield docs / "covariate-shift.md", task, shift_table(task)
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
             yield docs / "tracking.md", name.replace("_", "-"), page(found)

@@ -68,7 +68,7 @@ FLOORS = {
         "plots curves maps panels scenes promises figures",
         "report",
     ],
-    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid", "cli"],
+    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [

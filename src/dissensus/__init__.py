@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from dissensus.standing.conformal import Conformal
     from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
+    from dissensus.surgery.capacity import Capacity, capacity
     from dissensus.surgery.modulation import Modulation
     from dissensus.train import fit
     from dissensus.training.history import Epoch, History
@@ -73,6 +74,7 @@ _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",
     "Calibrated": "guarantees.calibrate",
+    "Capacity": "surgery.capacity",
     "Conformal": "standing.conformal",
     "Convergence": "evaluation.convergence",
     "Corruptions": "evaluation.corrupted",
@@ -87,6 +89,7 @@ _HOMES = {
     "Modulation": "surgery.modulation",
     "RecordingPosterior": "methods.parts.recording",
     "calibrate": "guarantees.calibrate",
+    "capacity": "surgery.capacity",
     "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
@@ -116,6 +119,7 @@ __all__ = [
     "AttackCurves",
     "BatchEnsemble",
     "Calibrated",
+    "Capacity",
     "Classification",
     "ClassificationPredictive",
     "Conformal",
@@ -159,6 +163,7 @@ __all__ = [
     "attacks",
     "branch",
     "calibrate",
+    "capacity",
     "conformal",
     "convergence",
     "data",

@@ -12,6 +12,8 @@ from dissensus.nets import NETS
 BUILT = {
     "MLP": (lambda: ds.nets.MLP(12, 5, hidden=(7, 6), activation="gelu", batch_norm=True, dropout=0.2), (3, 3, 4)),
     "ConvNet": (lambda: ds.nets.ConvNet(1, 5, size=12, width=4, hidden=8, dropout=0.1), (3, 1, 12, 12)),
+    "AlexNet": (lambda: ds.nets.AlexNet(5, channels=1, hidden=6, dropout=0.1), (2, 1, 63, 64)),
+    "LeNet": (lambda: ds.nets.LeNet(5, channels=2, size=17), (3, 2, 17, 17)),
     "ENet": (lambda: ds.nets.ENet(5, channels=1, dropout=0.2), (2, 1, 13, 18)),
     "PSPNet": (lambda: ds.nets.PSPNet(5, dropout=0.2), (2, 3, 17, 24)),
     "ResNet": (lambda: ds.nets.ResNet(20, 5), (2, 3, 16, 16)),
@@ -103,6 +105,16 @@ def test_vgg16_is_that_of_the_papers():
         assert normed.eval()(torch.randn(2, 3, 64, 64)).shape == (2, 10)  # larger images are averaged
 
 
+def test_a_large_head_of_vgg16_takes_small_images_too():
+    network = ds.nets.VGG16(5, head="large", hidden=6, batch_norm=False).eval()
+    assert network.head[0].in_features == 512 * 49
+    with torch.no_grad():
+        last = network.features(x := torch.randn(2, 3, 32, 32))  # (2, 512, 1, 1), seen 49 times
+        torch.testing.assert_close(network(x), network.head(last.expand(-1, -1, 7, 7).flatten(1)))
+    names = {name for name, _ in ds.nets.AlexNet(2, hidden=2).named_parameters()}
+    assert {f"classifier.{i}.weight" for i in (1, 4, 6)} <= names  # torchvision's
+
+
 def test_wide_resnet_is_that_of_the_papers():
     """Zagoruyko & Komodakis 2016: 36.5, 17.2, 11.0 and 8.9 million (28-10, 22-8, 16-8, 40-4); 9,475 layer inputs."""
     network = ds.nets.WideResNet(28, 10)
@@ -130,6 +142,19 @@ def test_a_wide_block_is_a_sum():
         ds.nets.WideResNet(20)
     with pytest.raises(ValueError, match="expected width of at least 1, got 0"):
         ds.nets.WideResNet(16, 0)
+
+
+def test_an_mlp_with_skips_adds_what_came_in():
+    plain, skipping = (ds.nets.MLP(4, 3, hidden=(5, 6, 6, 6), init="he", skip=skip) for skip in (False, True))
+    assert not skipping.layers[4].branch[0].bias.any()  # drawn as the others are
+    for to, source in zip(skipping.parameters(), plain.parameters(), strict=True):
+        to.data.copy_(source.data)
+    x = torch.randn(7, 4)
+    h = plain.layers[3](plain.layers[2](plain.layers[1](plain.layers[0](x))))  # to 6, where nothing can be added
+    for i in (4, 6):
+        h = h + plain.layers[i](h).relu()
+    torch.testing.assert_close(skipping(x), plain.layers[8](h))
+    assert ds.nets.MLP(**skipping.config).config == skipping.config
 
 
 def test_an_mlp_in_ntk_form_is_the_standard_one_with_the_factor_outside():

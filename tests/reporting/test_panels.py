@@ -124,3 +124,18 @@ def test_more_methods_than_colours_still_have_one_each():
     found = plots.colours(names)
     assert len(set(found.values())) == len(names)
     assert plots.colours(names[:3]) == {name: found[name] for name in names[:3]}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_implicit_corruptions_stand_beside_the_image_with_their_change_below(channels):
+    rng = np.random.default_rng(0)
+    before = rng.random((2, channels, 5, 6))
+    after = before[:, None] + 0.1 * rng.standard_normal((2, 3, channels, 5, 6))
+    figure = panels.implicit(before, after, largest=0.2, title="a method")
+    shown = [axes.images[0].get_array() if axes.images else None for axes in figure.axes]
+    assert len(shown) == 2 * 2 * (1 + 3)  # two rows for each of two images
+    assert shown[4] is None  # nothing has changed in the image itself
+    np.testing.assert_allclose(shown[0][..., 0], before[0, 0])
+    np.testing.assert_allclose(shown[5], (after[0, 0] - before[0]).mean(0))
+    np.testing.assert_allclose(shown[8 + 4 + 2], (after[1, 1] - before[1]).mean(0))
+    assert {axes.images[0].get_clim() for axes in (figure.axes[5], figure.axes[14])} == {(-0.2, 0.2)}

@@ -2,5 +2,6 @@
 
 from dissensus.attacks.aim import Adversarial
 from dissensus.attacks.gradient_attacks import fgsm, fool, gradient, pgd
+from dissensus.attacks.implicit import ImplicitCorruptions, implicit_corruptions
 
-__all__ = ["Adversarial", "fgsm", "fool", "gradient", "pgd"]
+__all__ = ["Adversarial", "ImplicitCorruptions", "fgsm", "fool", "gradient", "implicit_corruptions", "pgd"]

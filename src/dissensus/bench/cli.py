@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as Grid
 
+from dissensus.bench.capacity import LENET, capacities
 from dissensus.bench.names import listed
 from dissensus.bench.own import imported
 from dissensus.bench.printing import print_before_and_after, print_results, wide_console
@@ -28,6 +30,7 @@ from dissensus.bench.task.schema import CALIBRATION
 from dissensus.bench.task.variants import check_read, counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
+from dissensus.surgery.conversion import first_names
 from dissensus.version import __version__
 
 app = typer.Typer(
@@ -219,6 +222,28 @@ def convert_command(
     with _remarks():
         convert(weights, method, out, overrides=set_, seed=seed)
     print(out)
+
+
+@app.command("capacity")
+def capacity_command(
+    networks: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of dissensus.nets, or package.module:name; those of the talk by default."),
+    ] = None,
+    set_: Annotated[list[str], typer.Option("--set", help="Of every network that has it: network.outputs=100, …")] = [],  # noqa: B006 - typer reads it
+) -> None:
+    """Weights and nodes of networks: a node is an input of a linear layer, or an input channel of a convolution."""
+    found = capacities(networks or [], set_)
+    grid = Grid(
+        "network", *(Column(each, justify="right") for each in ("weights", "nodes", "weights / node", "parameters"))
+    )
+    for name, each in found.items():
+        grid.add_row(escape(name), f"{each.weights:,}", f"{each.nodes:,}", f"{each.ratio:,.0f}", f"{each.parameters:,}")
+    wide_console().print(grid)
+    left = {name: first_names(list(each.left)) for name, each in found.items() if each.left}
+    _print_each(f"{name}: no nodes in {layers}; ds.capacity(network).left says why" for name, layers in left.items())
+    if not networks:
+        print(LENET)
 
 
 @app.command("list")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dissensus.core import batch as batches
 from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive

@@ -5,9 +5,11 @@ Each keeps the arguments it was built with in `.config`, so that a saved posteri
 
 from torch import nn
 
+from dissensus.nets.alexnet import AlexNet
 from dissensus.nets.blocks import Erf, Residual
 from dissensus.nets.conv import ConvNet
 from dissensus.nets.enet import ENet
+from dissensus.nets.lenet import LeNet
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
 from dissensus.nets.pspnet import PSPNet, ResNet50
@@ -17,8 +19,10 @@ from dissensus.nets.wide_resnet import WideResNet
 
 NETS: dict[str, type[nn.Module]] = {
     "MLP": MLP,
+    "AlexNet": AlexNet,
     "ConvNet": ConvNet,
     "ENet": ENet,
+    "LeNet": LeNet,
     "PSPNet": PSPNet,
     "ResNet": ResNet,
     "ResNet50": ResNet50,
@@ -30,9 +34,11 @@ __all__ = [
     "MLP",
     "NETS",
     "VGG16",
+    "AlexNet",
     "ConvNet",
     "ENet",
     "Erf",
+    "LeNet",
     "NTKLinear",
     "PSPNet",
     "ResNet",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from dissensus.nets.blocks import Residual
 from dissensus.nets.ntk import NTKLinear
 from dissensus.numerics.checks import one_of
 
@@ -24,6 +25,7 @@ class MLP(nn.Module):
             from the prior that is often taken.
         parameterization: "standard", or "ntk", where layers are Wx/√fan_in + b; `init` is of the standard one.
         weight_variance, bias_variance: of W and b in the "ntk" one; None is 2 and 0.
+        skip: whether hidden layers, but the first, have a connection around them where their width is that of the one before.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class MLP(nn.Module):
         parameterization: Literal["standard", "ntk"] = "standard",
         weight_variance: float | None = None,
         bias_variance: float | None = None,
+        skip: bool = False,
     ) -> None:
         super().__init__()
         one_of("activation", activation, ACTIVATIONS)
@@ -68,6 +71,7 @@ class MLP(nn.Module):
             "parameterization": parameterization,
             "weight_variance": weight_variance,
             "bias_variance": bias_variance,
+            "skip": skip,
         }
         variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
         given: dict[str, Any] = {name: variance for name, variance in variances.items() if variance is not None}
@@ -75,17 +79,18 @@ class MLP(nn.Module):
         layers: list[nn.Module] = []
         width = inputs
         for units, rate in zip(hidden, rates, strict=True):
-            layers.append(linear(width, units))
+            block = [linear(width, units)]
             if batch_norm:
-                layers.append(nn.BatchNorm1d(units))
-            layers.append(ACTIVATIONS[activation]())
+                block.append(nn.BatchNorm1d(units))
+            block.append(ACTIVATIONS[activation]())
             if rate:
-                layers.append(nn.Dropout(rate))
+                block.append(nn.Dropout(rate))
+            layers += [Residual(nn.Sequential(*block))] if skip and layers and width == units else block
             width = units
         layers.append(linear(width, outputs))
         self.layers = nn.Sequential(*layers)
         if init == "he":
-            for layer in layers:
+            for layer in self.layers.modules():
                 if isinstance(layer, nn.Linear):
                     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                     nn.init.zeros_(layer.bias)

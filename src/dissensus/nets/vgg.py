@@ -1,25 +1,48 @@
-"""VGG16 for 32×32 images (Simonyan & Zisserman, ICLR 2015): thirteen 3×3 convolutions, then three linear layers of 512."""
+"""VGG16 (Simonyan & Zisserman, ICLR 2015): thirteen 3×3 convolutions, then three linear layers."""
+
+from typing import Literal
 
 from torch import Tensor, nn
 
 from dissensus.nets.blocks import draw_convolutions
+from dissensus.numerics.checks import one_of
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # each ends in a pooling
 
 
 class VGG16(nn.Module):
-    """(B, C, H, W) -> (B, outputs); H and W are at least 32, and what is left of larger images is averaged.
+    """(B, C, H, W) -> (B, outputs); H and W are at least 32.
 
     Args:
         outputs: logits or means.
         channels: C.
         batch_norm: after every convolution; papers on weight averaging and on node noise train it without.
         dropout: rate before the two hidden linear layers; 0 has no dropout modules.
+        head: "small" averages what is left of an image, as is usual for 32×32; "large" pools it to 7×7, as is usual for
+            224×224 (torchvision), and has fifty times the inputs.
+        hidden: units of the two hidden linear layers; None is 512, or 4,096 for a large head.
     """
 
-    def __init__(self, outputs: int = 10, *, channels: int = 3, batch_norm: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        outputs: int = 10,
+        *,
+        channels: int = 3,
+        batch_norm: bool = True,
+        dropout: float = 0.0,
+        head: Literal["small", "large"] = "small",
+        hidden: int | None = None,
+    ) -> None:
         super().__init__()
-        self.config = {"outputs": outputs, "channels": channels, "batch_norm": batch_norm, "dropout": dropout}
+        one_of("head", head, ("small", "large"))
+        self.config = {
+            "outputs": outputs,
+            "channels": channels,
+            "batch_norm": batch_norm,
+            "dropout": dropout,
+            "head": head,
+            "hidden": hidden,
+        }
         layers: list[nn.Module] = []
         previous = channels
         for stage in STAGES:
@@ -31,10 +54,15 @@ class VGG16(nn.Module):
                 previous = width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
-        hidden = [[*([nn.Dropout(dropout)] if dropout else []), nn.Linear(512, 512), nn.ReLU()] for _ in range(2)]
-        self.head = nn.Sequential(*hidden[0], *hidden[1], nn.Linear(512, outputs))
+        side, units = (1, 512) if head == "small" else (7, 4096)
+        units = units if hidden is None else hidden
+        self.pool = nn.AdaptiveAvgPool2d(side)
+        layers = []
+        for inputs in (512 * side**2, units):
+            layers += [*([nn.Dropout(dropout)] if dropout else []), nn.Linear(inputs, units), nn.ReLU()]
+        self.head = nn.Sequential(*layers, nn.Linear(units, outputs))
         draw_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x).mean((2, 3)))
+        logits: Tensor = self.head(self.pool(self.features(x)).flatten(1))
         return logits

@@ -52,6 +52,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_selective(first, palette), {"first_seed": True}),
         (promised(results, palette), {}),
         (_corrupted_section(results, palette), {}),
+        (scenes.corrupted_by_itself(first), {"first_seed": True}),
         (scenes.attacked(results, palette), {"wide": True}),
         (_cost(results, draws, palette), {}),
     ]

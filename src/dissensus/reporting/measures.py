@@ -112,6 +112,11 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         Measure("noise/memorised", "Answered as labelled", wrong, "low", 100, 2, "%", (("noise/memorised",),)),
         Measure("noise/recovered", "Answered truly", wrong, "high", 100, 2, "%", (("noise/recovered",),)),
     ]
+    implicit = "implicit corruptions"
+    found += [
+        Measure("implicit/distance", "Change of a pixel", implicit, None, 100, 2, "%", (("implicit/distance",),)),
+        Measure("implicit/explained", "Explained by it", implicit, None, 100, 1, "%", (("implicit/explained",),)),
+    ]
     if "calibrated/nll" in evaluation.metrics:
         found += _calibrated(evaluation)
     found += _promised(evaluation)

@@ -130,3 +130,28 @@ def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figur
     for shown in flat[count - columns : count]:  # also the last panel of a column that is cut short
         shown.xaxis.set_tick_params(labelbottom=True)
     return figure, flat[:count]
+
+
+def implicit(before: Array, after: Array, *, largest: float, title: str) -> Figure:
+    """Images (n, C, H, W) and what becomes of each in S ways (n, S, C, H, W), the change under it, from −largest to largest."""
+    before, after = np.asarray(before), np.asarray(after)
+    n, columns = len(before), after.shape[1] + 1
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(0.62 * columns, 1.24 * n + 0.3))
+        grid = figure.subplots(2 * n, columns, squeeze=False)
+        figure.subplots_adjust(
+            left=0.01, right=0.99, bottom=0.01, top=1 - 0.3 / (1.24 * n + 0.3), wspace=0.06, hspace=0.06
+        )
+        figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for i, image in enumerate(before):
+            for j, shown in enumerate((image, *after[i])):
+                pixels = np.clip(shown, 0, 1).transpose(1, 2, 0)
+                pixels = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+                grid[2 * i, j].imshow(pixels, interpolation="none")
+                if j:
+                    change = (shown - image).mean(0)  # over channels
+                    scale: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+                    grid[2 * i + 1, j].imshow(change, interpolation="none", **scale)
+    return figure

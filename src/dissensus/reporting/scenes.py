@@ -117,6 +117,31 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
     return ("What happens to attacked inputs?", text, figures) if figures else None
 
 
+def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
+    """What drawn functions amount to as corruptions of some test images, the same ones for all methods."""
+    known = {
+        name: (each.arrays["implicit/original"].numpy(), each.arrays["implicit/inputs"].numpy(), each.metrics)
+        for name, each in first.items()
+        if "implicit/inputs" in each.arrays and each.arrays["implicit/inputs"].ndim == 5
+    }
+    changes = [np.abs(after - before[:, None]).ravel() for before, after, _ in known.values()]
+    largest = float(np.quantile(np.concatenate(changes), 0.995)) if changes else 0.0
+    figures = []
+    for name, (before, after, numbers) in known.items():
+        moved, explained = (100 * numbers[f"implicit/{key}"] for key in ("distance", "explained"))
+        figure = panels.implicit(
+            before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
+        )
+        figures.append((f"Implicit corruptions of {name}", figure))
+    text = (
+        "What a drawn function says of an image, the mean of all functions says of another one: a test image (left), what it "
+        "becomes for some of the functions, and under it the change (red: brighter, blue: darker; one scale for all methods). "
+        "In the title, over all images looked at: the root mean square change of a pixel in percent of its range, and the "
+        "share of a function's deviation from the mean that the change explains."
+    )
+    return ("What its noise does to an image", text, figures) if figures else None
+
+
 def learned(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """What is looked at -> method -> epochs (E,) and values (S, E), of methods whose training was looked at."""
     return {

@@ -66,21 +66,19 @@ def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
     return cast("CutKind", layer)
 
 
-def convertible_copy(
+def convertible_layers(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
-) -> tuple[nn.Module, dict[str, nn.Module], Account]:
-    """(a copy of the network, its layers that can be cut by name, an account of those that are left).
+) -> tuple[dict[str, nn.Module], Account]:
+    """(a network's layers that can be cut by name, an account of those that are left): the one rule of what is converted.
 
     Those are linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
-    order in which modules are registered. A layer that has several names is there once, tied weights stay tied. `layers`:
-    patterns of names, as file names have them ("encoder.*"); None is all. The caller cuts the layers and tells the account.
-    `needed`: whether it is an error that there are none.
+    order in which modules are registered. A layer that has several names is there once. `layers`: patterns of names, as file
+    names have them ("encoder.*"); None is all. `needed`: whether it is an error that there are none.
     """
-    check_initialised(network)
     if layers is not None and (isinstance(layers, str) or not layers):
         raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
-    copied, account, reasons = _copied(network), Account(), _reasons(network)
-    known = {name: part for name, part in copied.named_modules() if isinstance(part, CONVERTIBLE)}
+    account, reasons = Account(), _reasons(network)
+    known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
     patterns = ["*"] if layers is None else layers
     unmatched = [
         each for each in layers or () if not any(fnmatchcase(name, each) for name, _ in network.named_modules())
@@ -91,7 +89,7 @@ def convertible_copy(
             f"{first_names(list(known))}"
         )
     found: dict[str, nn.Module] = {}
-    for name, _ in copied.named_modules():
+    for name, _ in network.named_modules():
         if name in reasons:
             account.left[name] = reasons[name]
         elif name in known and any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -104,6 +102,19 @@ def convertible_copy(
             f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "
             f"converted{f' ({why})' if why else ''}; pass one built of nn.Linear or nn.Conv layers"
         )
+    return found, account
+
+
+def convertible_copy(
+    network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
+) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+    """(a copy of the network, its `convertible_layers`, an account of those that are left).
+
+    Tied weights stay tied. The caller cuts the layers and tells the account.
+    """
+    check_initialised(network)
+    copied = _copied(network)
+    found, account = convertible_layers(copied, layers=layers, needed=needed)
     _fast_paths(copied, off=True)
     return copied, found, account
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from dissensus.surgery.factored import Factored, Factors, Kernel, features
 from dissensus.surgery.order import follow
 
 Mode = Literal["in", "out", "both"]
+MODES = get_args(Mode)
 WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
 
 
@@ -78,23 +79,28 @@ def with_nodes(
 
     `bias`: a scalar for each layer's bias, as iBNN has it. `layers`: patterns of names; None is all.
     """
-    one_of("mode", mode, ("in", "out", "both"))
+    one_of("mode", mode, MODES)
     copied, found, account = convertible_copy(network, layers=layers)
     followed = follow(copied, list(found))
     sites: list[Site] = []
     for name, layer in found.items():
-        inputs, outputs = features(layer)
-        mine = [
-            *([Site(name, "before", inputs)] if mode != "out" else []),
-            *([Site(name, "bias", 1)] if bias and layer.bias is not None else []),
-            *([Site(name, "behind", outputs)] if mode != "in" else []),
-        ]
+        mine = sites_of(name, layer, mode, bias=bias)
         sites += mine
         noded = cut(layer, Noded)
         noded.known_as = name
         words = ", ".join(f"{site.width} on {WORDS[site.part]}" for site in mine)
         account.converted[name] = f"latents: {words}{watch_reads(name, noded, followed)}"
     return NodedNetwork(copied, tuple(sites), account)
+
+
+def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
+    """Where latents of one layer stand; arguments as in `with_nodes`."""
+    inputs, outputs = features(layer)
+    return [
+        *([Site(name, "before", inputs)] if mode != "out" else []),
+        *([Site(name, "bias", 1)] if bias and layer.bias is not None else []),
+        *([Site(name, "behind", outputs)] if mode != "in" else []),
+    ]
 
 
 def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:

@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.rows.learned import SetKind
+from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.run.learned import with_curves, with_memorised
-from dissensus.bench.run.measured import with_calibration, with_choice, with_grid, with_promises, with_training_rows
+from dissensus.bench.run.measured import (
+    more,
+    with_calibration,
+    with_choice,
+    with_grid,
+    with_promises,
+    with_training_rows,
+)
 from dissensus.bench.run.pixels import evaluation_of_pixels, read_measured
 from dissensus.bench.run.records import read_attacked, read_counts, read_predictions
 from dissensus.bench.run.splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRID, TRAIN, geometry_of
@@ -17,6 +25,7 @@ from dissensus.bench.task.config import RunConfig
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.evaluation.implicit import implicit_changes
 from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.damage import damaged
 from dissensus.storage.files import is_number, read_json
@@ -69,6 +78,11 @@ def evaluation_of_run(
         evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:
         evaluation = with_distances(evaluation, folder, posterior, compared)
+    if "implicit" in config.evaluation:
+        rows = data.test.first(config.evaluation.get("implicit_rows", 10), seed=0)
+        x, *_ = next(iter(standardised_batches(rows, data.standardiser, batch_size=len(rows.y))))
+        penalty = config.evaluation["implicit"]
+        evaluation = more(evaluation, *implicit_changes(posterior, x, data.standardiser, penalty=penalty))
     if "curves_every" in config.evaluation:
         evaluation = with_curves(evaluation, folder, data.train)
     return evaluation

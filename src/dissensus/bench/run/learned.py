@@ -61,7 +61,9 @@ def learning(
         with left_as_found(posterior):
             drawn, said = posterior.current(), {}
             for name, rows in shown.items():
-                parts = [posterior.checked(drawn.predict(posterior.take(each).x)) for each in posterior.read(load(rows))]
+                parts = [
+                    posterior.checked(drawn.predict(posterior.take(each).x)) for each in posterior.read(load(rows))
+                ]
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
         classes = {name: each.mean.argmax(1) for name, each in said.items()}
         found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}

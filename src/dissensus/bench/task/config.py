@@ -158,6 +158,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     own = tables["method"].get(method, {})
     settings = merged(tables["method"].get(base_name(method), {}), own)
     training = merged(tables["training"], settings.pop("training", {}))
+    network = merged(tables["network"], settings.pop("network", {}))
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
@@ -172,7 +173,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         description=str(task.settings.get("description", "")),
         baseline=str(task.settings.get("baseline", "")),
         data=data,
-        network=tables["network"],
+        network=network,
         likelihood=tables["likelihood"],
         settings=settings,
         training=training,

@@ -46,18 +46,10 @@ COUNT, POSITIVE, NOT_NEGATIVE = partial(whole, least=0), partial(number, above=0
 
 TOP: dict[str, ValueRule] = {"title": TEXT, "description": TEXT, "methods": TEXTS, "baseline": TEXT}
 SECTIONS = (
-    "data",
-    "network",
-    "likelihood",
-    "method",
-    "training",
-    "evaluation",
-    "calibration",
-    "widths",
-    "grid",
-    "reference",
-    "size",
+    *("data", "network", "likelihood", "method", "training", "evaluation", "calibration"),
+    *("widths", "grid", "reference", "size"),
 )
+OWN = ("training", "network")  # sections that a method may change for itself, below [method.NAME]
 NETWORK: dict[str, ValueRule] = {
     "name": TEXT,  # of NETS, or package.module:name
     "weights": TEXT,  # a file with the state to start from
@@ -112,6 +104,8 @@ EVALUATION: dict[str, ValueRule] = {
     "attack_norm": ANY,  # "inf" or "2"; inf and 2 are read as those
     "attack_steps": whole,  # of PGD
     "attack_rows": whole,  # at most so many test rows
+    "implicit": POSITIVE,  # λ of implicit corruptions; not looked for where it is left out
+    "implicit_rows": whole,  # of so many test rows, 10 by default
     "fool_steps": COUNT,  # from noise to every class; 0: not done
     "score": TEXT,  # what OOD inputs are ranked by
     "prevalence": share,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
@@ -167,7 +161,7 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
             continue  # written in one of several forms, checked as such
         table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
         for key, value in table.items():
-            if section.startswith("method.") and key == "training":
+            if section.startswith("method.") and key in OWN:
                 continue  # a table of its own, checked as such
             if key not in known:  # a section may take any
                 one_of(f"a key of [{section}]", key, known)
@@ -190,7 +184,8 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
     for section in ("method", "size", "grid"):
         for name, value in settings.get(section, {}).items():
             TABLE(f"{where}: {section}.{name}", value)
-            TABLE(f"{where}: {section}.{name}.training", value.get("training", {}))
+            for own in OWN:
+                TABLE(f"{where}: {section}.{name}.{own}", value.get(own, {}))
     published = dict(settings.get("reference", {}))
     TEXT(f"{where}: reference.source", published.pop("source", ""))
     for name, row in published.items():
@@ -219,6 +214,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
         # What an own one takes is known when it is imported, which settings alone are no reason for.
         found[f"method.{name}"] = AnyKey() if imported(name) else method_keys(METHODS[base_name(name)])
         found[f"method.{name}.training"] = TRAINING
+        found[f"method.{name}.network"] = found["network"]
         own = settings.get("method", {}).get(name, {})
         for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
             if isinstance(own[key], Mapping) and "name" in own[key]:  # opened, so that one argument can be set

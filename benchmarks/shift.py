@@ -1,0 +1,124 @@
+"""Collects finished bench runs of the tasks on damaged inputs: one CSV each for benchmarks/results, and their figures.
+
+    dissensus bench node-corruptions --seeds 10 --jobs 16
+    dissensus bench remedies --seeds 10 --jobs 16
+    python benchmarks/shift.py runs/node-corruptions-short runs/remedies-short
+    python benchmarks/tables.py
+
+Tables in docs/covariate-shift.md are made from the CSV files alone; figures need the runs' folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from finished import finished
+from rows import Row, write_rows
+
+from dissensus.reporting import plots, scenes
+from dissensus.reporting.figures import write_png
+from dissensus.reporting.results import Results
+
+ROOT = Path(__file__).parents[1]
+SEVERITIES = (1, 2, 3, 4, 5)
+ORIGIN = ("task", "size", "method", "seed", "commit", "dissensus", "torch", "device")
+TEST = ("accuracy", "nll", "ece", "brier", "corrupt/accuracy", "corrupt/nll", "corrupt/ece")
+KEPT = (*TEST, "validation/corrupt/accuracy", "implicit/distance", "implicit/explained", "cost/train_seconds")
+KEPT += tuple(f"corrupt/severity{s}/{key}" for key in ("accuracy", "nll", "ece") for s in SEVERITIES)
+ROBUST = {
+    "accuracy": "accuracy", "nll": "NLL", "ece": "ECE",
+    "corrupt/accuracy": "accuracy, damaged", "corrupt/nll": "NLL, damaged", "corrupt/ece": "ECE, damaged",
+}  # fmt: skip
+COLUMNS = {
+    "node-corruptions": {
+        **ROBUST,
+        "corrupt/severity1/nll": "NLL, severity 1",
+        "corrupt/severity5/nll": "NLL, severity 5",
+        "corrupt/severity5/accuracy": "accuracy, severity 5",
+        "validation/corrupt/accuracy": "damaged validation images",
+        "implicit/distance": "implicit change of a pixel",
+        "implicit/explained": "explained by it",
+    },
+    "remedies": ROBUST,
+}
+HOT = ("node_bnn-gamma4", "node_bnn-gamma16", "node_bnn-gamma64")
+PAIRS = {  # by title: (method, what it is compared with)
+    "node-corruptions": {
+        "What a hotter posterior changes": [(hot, "node_bnn") for hot in HOT],
+        "NodeBNN beside the plain network": [(name, "map") for name in ("node_bnn", *HOT)],
+    },
+    "remedies": {
+        "Each alone, beside none": [
+            (name, "map") for name in ("map-augment", "mc_dropout", "deep_ensemble", "map-skip")
+        ],
+        "All four, beside all but one": [
+            ("mc_dropout-all", name)
+            for name in (
+                "mc_dropout-no_augment",
+                "deep_ensemble-no_dropout",
+                "mc_dropout-no_ensemble",
+                "mc_dropout-no_skip",
+            )
+        ],
+        "All four, beside none": [("mc_dropout-all", "map")],
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders that `dissensus bench` wrote, one per task")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the CSV files go")
+    parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="where the figures go")
+    arguments = parser.parse_args()
+    for folder in arguments.runs:
+        results = finished(folder)
+        task = next(iter(results.origins.values()))[0]["task"]
+        path = arguments.results / f"{task.replace('-', '_')}.csv"
+        write_rows(path, rows_of(results))
+        print(path)
+        write_figures(results, task, arguments.figures)
+
+
+def rows_of(results: Results) -> list[Row]:
+    return [
+        {key: origin[key] for key in ORIGIN} | {key: repr(evaluation.metrics[key]) for key in KEPT if key in evaluation.metrics}
+        for name, several in results.methods.items()
+        for origin, evaluation in zip(results.origins[name], several, strict=True)
+    ]  # fmt: skip
+
+
+def write_figures(results: Results, task: str, folder: Path) -> None:
+    """Error and NLL against severity, means over seeds; and what the latents of the first seed do to images."""
+    palette = plots.colours(list(results.methods))
+    for key, label in (("accuracy", "Error"), ("nll", "NLL (nats)")):
+        values = {}
+        for name, several in results.methods.items():
+            found = [(e.arrays[f"corrupt/clean/{key}"], e.arrays[f"corrupt/by_severity/{key}"]) for e in several]
+            clean, damaged = (np.mean([each.numpy() for each in part], axis=0) for part in zip(*found, strict=True))
+            values[name] = (1 - clean, 1 - damaged) if key == "accuracy" else (clean, damaged)
+        severities = next(iter(results.methods.values()))[0].severities
+        figure = plots.corruption_curves(severities, values, label=label, percent=key == "accuracy", palette=palette)
+        write_png(figure, folder / f"{task}-{'error' if key == 'accuracy' else key}.png")
+    made = scenes.corrupted_by_itself({name: several[0] for name, several in results.methods.items()})
+    for title, figure in made[2] if made else ():
+        write_png(figure, folder / f"{task}-{title.rsplit(' ', 1)[1]}.png")
+
+
+def shown(task: str) -> list[str]:
+    """Markdown of the figures that are there."""
+    figures = ROOT / "docs" / "figures"
+    return [f"![{path.stem}](figures/{path.name})" for path in sorted(figures.glob(f"{task}-*.png"))]
+
+
+def compared(task: str, known: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """The pairs of a task whose methods are both among the known."""
+    found = {title: [pair for pair in pairs if {*pair} <= {*known}] for title, pairs in PAIRS[task].items()}
+    return {title: pairs for title, pairs in found.items() if pairs}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Implicit corruptions: changes of the input that do to the mean network what one drawn function does by itself.
+
+Trinh, Heinonen, Acerbi & Kaski, "Tackling covariate shift with node-based Bayesian neural networks", ICML 2022: noise on
+nodes acts like corrupted inputs, which training under it then prepares for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dissensus.attacks.aim import Draw
+from dissensus.attacks.ball import per_input
+from dissensus.core.functions import DrawnFunctions
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.numerics.checks import number, one_of, whole
+
+AT_ONCE = 1000
+GROWN, SHRUNK = 1.3, 0.5  # of a step that was taken, and of one that was not
+
+
+@dataclass(frozen=True, eq=False)
+class ImplicitCorruptions:
+    """What S of the drawn functions amount to at B inputs.
+
+    Args:
+        inputs: (S, B, ...) corrupted inputs, on the posterior's device.
+        functions: (S,) numbers of the drawn functions.
+        explained: (S, B) share of ‖f_s(x) − f̄(x)‖² that the corrupted input brings about: 1 is all of it. 1 where
+            there is nothing to explain.
+    """
+
+    inputs: Tensor
+    functions: Tensor
+    explained: Tensor
+
+
+def implicit_corruptions(
+    posterior: Posterior,
+    x: Tensor,
+    *,
+    penalty: float = 0.1,
+    functions: int = 8,
+    steps: int = 100,
+    draw: Draw = "fixed",
+    at_once: int = AT_ONCE,
+) -> ImplicitCorruptions:
+    """Inputs at which the mean function says what one drawn function says at x.
+
+        x_s = argmin_x' ½ ‖f_s(x) − f̄(x')‖² + ½ λ ‖x' − x‖²,    f̄ = (1/M) Σ_m f_m
+
+    f: the networks' outputs, before any softmax and temperature. Found by gradient descent from x whose step is halved where
+    it does not lower the objective enough, for every input by itself: the objective never rises.
+
+    Args:
+        posterior: any; of a NodeBNN the functions are draws of the latents.
+        x: (B, ...), floating-point, as the network takes it. Distances are in its units.
+        penalty: λ; the smaller, the further inputs may go. The paper has 0.01 to 0.5.
+        functions: S, spread evenly over the M drawn ones; all of them where there are fewer.
+        steps: of descent, each a forward and a backward pass through all M functions.
+        draw: as in `pgd`; "fresh" draws once.
+        at_once: pairs of a function and an input in memory at a time, at most (but one input at least).
+    """
+    weight = float(number("penalty", penalty, above=0))
+    steps, wanted, at_once = whole("steps", steps, least=0), whole("functions", functions), whole("at_once", at_once)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"expected one floating-point tensor of inputs, got {what}; pass images as x / 255")
+    x = x.detach().to(expect_posterior(posterior).device)
+    with left_as_found(posterior):
+        if isinstance(draw, DrawnFunctions):
+            drawn = draw
+        else:
+            one_of("draw", draw, ("fixed", "fresh"))
+            drawn = posterior.draw()
+        chosen = torch.arange(min(wanted, drawn.members)) * drawn.members // min(wanted, drawn.members)
+        inputs, explained = [], []
+        for part in torch.split(x, max(at_once // (drawn.members * len(chosen)), 1)):
+            outputs = drawn(part)  # (M, B, ...)
+            aims = outputs[chosen.to(outputs.device)]  # (S, B, ...)
+            starts = part.expand(len(chosen), *part.shape).flatten(0, 1)
+            ends, apart = descend(drawn, starts, aims.flatten(0, 1), weight, steps)
+            before = (aims - outputs.mean(0)).flatten(2).square().sum(2)  # (S, B)
+            share = 1 - apart.view_as(before) / before
+            inputs.append(ends.view(len(chosen), *part.shape))
+            explained.append(torch.where(before == 0, 1.0, share))
+    return ImplicitCorruptions(torch.cat(inputs, 1), chosen, torch.cat(explained, 1))
+
+
+def descend(drawn: DrawnFunctions, start: Tensor, aim: Tensor, penalty: float, steps: int) -> tuple[Tensor, Tensor]:
+    """(inputs (P, ...), ‖aim − f̄(inputs)‖² (P,)) of P problems."""
+
+    def look(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            apart = (drawn(at).mean(0) - aim).flatten(1).square().sum(1)
+            value = apart / 2 + penalty / 2 * (at - start).flatten(1).square().sum(1)
+            (slope,) = torch.autograd.grad(value.sum(), at)
+        return value.detach(), slope, apart.detach()
+
+    x, step = start, torch.ones(len(start), dtype=start.dtype, device=start.device)
+    value, slope, apart = look(x)
+    for _ in range(steps):
+        tried = x - per_input(step, x) * slope
+        found = look(tried)
+        # a fall of at least a quarter of what the slope promises; NaN is no fall
+        taken = found[0] <= value - step / 4 * slope.flatten(1).square().sum(1)
+        x = torch.where(per_input(taken, x), tried, x)
+        value, apart = torch.where(taken, found[0], value), torch.where(taken, found[2], apart)
+        slope = torch.where(per_input(taken, x), found[1], slope)
+        step = torch.where(taken, GROWN * step, SHRUNK * step)
+    return x, apart
