@@ -77,7 +77,7 @@ FLOORS = {
         "build splits convert",
         "evaluating calibrating",
         "run",
-        "together",
+        "together recalibrate",
         "gather processes",
         "jobs",
         "images",

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import dissensus as ds
 from dissensus.bench.cli import app
 from dissensus.bench.run import jobs
-from dissensus.bench.run.run import Run, calibrate_run
+from dissensus.bench.run.recalibrate import calibrate_run
+from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
 from dissensus.reporting.measures import measures

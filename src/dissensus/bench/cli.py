@@ -21,7 +21,8 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.calibrating import CALIBRATED
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.images import write_maps
-from dissensus.bench.run.run import Run, calibrate_run, silent
+from dissensus.bench.run.recalibrate import calibrate_run
+from dissensus.bench.run.run import Run, silent
 from dissensus.bench.run.together import train_runs
 from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
 from dissensus.bench.task.schema import CALIBRATION
