@@ -11,8 +11,8 @@ from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.calibrating import check_calibration
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.processes import in_processes
-from dissensus.bench.run.run import Run, Tell, no_run, silent, untrained
-from dissensus.bench.run.same import withdraw
+from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.run.same import no_run, untrained, withdraw
 from dissensus.bench.run.together import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.variants import base_name

@@ -13,7 +13,6 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from dissensus.bench.run.learned import learning
 from dissensus.bench.run.pixels import image_facts
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.same import check_same
+from dissensus.bench.run.same import check_own, check_same, no_run, untrained
 from dissensus.bench.run.splits import (
     CHOOSE,
     CORRUPT,
@@ -55,11 +54,8 @@ from dissensus.evaluation.predictions import Predictions
 from dissensus.guarantees.calibrate import temperature_scale
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage.files import read_toml, write_json, write_text
-from dissensus.storage.sealed import is_posterior
 from dissensus.train import fit
 from dissensus.training.history import Epoch
-
-log = logging.getLogger("dissensus")
 
 Tell = Callable[[str], object]
 CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
@@ -67,17 +63,6 @@ CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopp
 
 def silent(text: str) -> None:
     """Says nothing."""
-
-
-def no_run(folder: Path) -> FileNotFoundError:
-    """The error for a folder that is none of a run; a saved posterior says nothing of the data it is to be measured on."""
-    advice = "pass a folder that `dissensus bench` wrote"
-    if is_posterior(folder):
-        inside = (folder.absolute().parent / "config.toml").is_file()
-        advice = f"pass {folder.parent}" if inside else f"measure it by ds.evaluate(ds.load({str(folder)!r}), loader)"
-    return FileNotFoundError(
-        f"expected a run folder, got no {folder / 'config.toml'}{' beside a saved posterior' * is_posterior(folder)}; {advice}"
-    )
 
 
 class Run:
@@ -277,15 +262,7 @@ class Run:
 
     def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
         """Raises where the user's own code, or rows, are not those of the run; only says so where it is done."""
-        now, there = build.own_parts(self.config, load), self.provenance.get("code", {})
-        then = {name: there.get(name, "none") for name in now}
-        if now == then:
-            return
-        changed = ", ".join(f"{name} ({then[name]}, now {now[name]})" for name in now if now[name] != then[name])
-        text = f"expected {self.folder} to be a run of your code and data as they are, got one before a change of {changed}"
-        if not done:
-            raise ValueError(f"{text}; delete the folder to run it again, or undo the change")
-        log.warning("%s. Its results are those of then; delete the folder to run it again", text)
+        check_own(self.folder, build.own_parts(self.config, load), self.provenance.get("code", {}), done=done)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """The trained posterior with what these settings of [calibration] ask for, saved in calibrated/."""
@@ -336,9 +313,3 @@ class Run:
         """Split -> file of its predictions."""
         names = split_names(self.config, lambda: self.data)
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in names}
-
-
-def untrained(folder: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"expected a trained run in {folder}, got none; run `dissensus bench` or `dissensus train` first"
-    )

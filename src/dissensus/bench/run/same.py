@@ -1,8 +1,13 @@
 """Whether a folder holds the run that is asked for: the same settings, from the same weights; or nothing that counts."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dissensus.storage.sealed import is_posterior
+
+log = logging.getLogger("dissensus")
 
 
 def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
@@ -33,3 +38,32 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
+
+
+def check_own(folder: Path, now: Mapping[str, str], there: Mapping[str, str], *, done: bool) -> None:
+    """Raises where digests of the user's own code and rows are not those of the run there; only says so where it is done."""
+    then = {name: there.get(name, "none") for name in now}
+    if now == then:
+        return
+    changed = ", ".join(f"{name} ({then[name]}, now {now[name]})" for name in now if now[name] != then[name])
+    text = f"expected {folder} to be a run of your code and data as they are, got one before a change of {changed}"
+    if not done:
+        raise ValueError(f"{text}; delete the folder to run it again, or undo the change")
+    log.warning("%s. Its results are those of then; delete the folder to run it again", text)
+
+
+def no_run(folder: Path) -> FileNotFoundError:
+    """The error for a folder that is none of a run; a saved posterior says nothing of the data it is to be measured on."""
+    advice = "pass a folder that `dissensus bench` wrote"
+    if is_posterior(folder):
+        inside = (folder.absolute().parent / "config.toml").is_file()
+        advice = f"pass {folder.parent}" if inside else f"measure it by ds.evaluate(ds.load({str(folder)!r}), loader)"
+    return FileNotFoundError(
+        f"expected a run folder, got no {folder / 'config.toml'}{' beside a saved posterior' * is_posterior(folder)}; {advice}"
+    )
+
+
+def untrained(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"expected a trained run in {folder}, got none; run `dissensus bench` or `dissensus train` first"
+    )
