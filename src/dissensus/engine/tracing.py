@@ -61,8 +61,11 @@ class Traced(nn.Module):
     def forward(self, *x: Tensor) -> Any:
         _forget(self.module)  # torch puts tensors of its own in place of the parameters
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
-        with torch.no_grad(), BatchFree():
-            return self.module(given)
+        try:
+            with torch.no_grad(), BatchFree():
+                return self.module(given)
+        finally:
+            _forget(self.module)
 
 
 def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
@@ -82,7 +85,6 @@ def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
         return exported.run_decompositions({})  # type: ignore[no-any-return]  # what is left of vmap becomes plain operations
     finally:
-        _forget(module)  # tensors of the tracer
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
 
