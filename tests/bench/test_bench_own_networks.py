@@ -149,7 +149,7 @@ def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module
 
 def test_a_name_that_is_none_offers_those_there_are_and_the_form_of_ones_own(module):
     with pytest.raises(
-        ValueError, match=r"expected network.name \(or package.module:name\) of MLP, ConvNet.*did you mean"
+        ValueError, match=r"expected network.name \(or package.module:name\) of MLP, .*ConvNet.*did you mean"
     ):
         task("ResNett")
 

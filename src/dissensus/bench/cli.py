@@ -3,8 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from rich.table import Table as Grid
 from dissensus.bench.capacity import LENET, capacities
 from dissensus.bench.names import listed
 from dissensus.bench.own import imported
-from dissensus.bench.printing import print_before_and_after, print_results, wide_console
+from dissensus.bench.printing import print_before_and_after, print_each, print_results, remarks, wide_console
 from dissensus.bench.rows.sources import SETS, present
 from dissensus.bench.run import jobs
 from dissensus.bench.run.calibrating import CALIBRATED
@@ -97,7 +96,7 @@ def bench_command(
         from dissensus.bench.width.report import bench_widths  # loads matplotlib
 
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
-        _print_each([*said, *files])
+        print_each([*said, *files])
         return
     asked: dict[str, Any] = {"methods": chosen, "seeds": seeds, "out": out, "source": data, "jobs": jobs_, "tell": tell}
     asked |= {"baseline": baseline, "holm": holm, "progress": not quiet}
@@ -105,11 +104,11 @@ def bench_command(
         from dissensus.bench.grid.report import bench_grid  # loads matplotlib
 
         said, files = bench_grid(loaded, **asked)
-        _print_each([*said, *files])
+        print_each([*said, *files])
         return
     results, written = jobs.bench(loaded, **asked)
     print_results(results)
-    _print_each(written)
+    print_each(written)
 
 
 @app.command("train")
@@ -174,7 +173,7 @@ def calibrate_command(
         if value is not None:
             CALIBRATION[name](f"--{name}", value)
     given = {name: value for name, value in asked.items() if value is not None}
-    with nullcontext() if quiet else _remarks(level=logging.WARNING):
+    with nullcontext() if quiet else remarks(level=logging.WARNING):
         before, after = jobs.calibrate_run(Run.open(run, source=data), given, rows=rows)
     print_before_and_after(before, after)
     print(run / CALIBRATED)
@@ -191,7 +190,7 @@ def report_command(
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
-    _print_each(written)
+    print_each(written)
 
 
 @app.command("predict")
@@ -202,7 +201,7 @@ def predict_command(
     tile: Annotated[int | None, typer.Option(help="Side of the parts that a very large image is cut into.")] = None,
 ) -> None:
     """Write maps of images as PNG files: classes, confidence, entropy and mutual information of every pixel."""
-    _print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
+    print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
 
 
 @app.command("convert")
@@ -219,7 +218,7 @@ def convert_command(
 
     A network of your own, network.name=package.module:name, is given to ds.load as well.
     """
-    with _remarks():
+    with remarks():
         convert(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
@@ -241,7 +240,7 @@ def capacity_command(
         grid.add_row(escape(name), f"{each.weights:,}", f"{each.nodes:,}", f"{each.ratio:,.0f}", f"{each.parameters:,}")
     wide_console().print(grid)
     left = {name: first_names(list(each.left)) for name, each in found.items() if each.left}
-    _print_each(f"{name}: no nodes in {layers}; ds.capacity(network).left says why" for name, layers in left.items())
+    print_each(f"{name}: no nodes in {layers}; ds.capacity(network).left says why" for name, layers in left.items())
     if not networks:
         print(LENET)
 
@@ -302,23 +301,3 @@ def _fail(text: str, *, code: int = 2) -> None:
 
 def _tell(text: str) -> None:
     Console(stderr=True, highlight=False).print(f"[bold]{escape(text)}[/bold]")
-
-
-@contextmanager
-def _remarks(level: int = logging.INFO) -> Iterator[None]:
-    """What is logged meanwhile, of this level or above, is printed to stderr."""
-    log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
-    shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
-    before = log.level
-    log.addHandler(shown)
-    log.setLevel(level)
-    try:
-        yield
-    finally:
-        log.removeHandler(shown)
-        log.setLevel(before)
-
-
-def _print_each(several: Iterable[str | Path]) -> None:
-    for each in several:
-        print(each)

@@ -1,7 +1,11 @@
 """Results on a terminal."""
 
+import logging
 import shutil
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -60,3 +64,24 @@ def print_results(results: Results) -> None:
         console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
     for sentence in (*tested(draws["nll"]), *few(draws), *claims(results), *cautions(results)):
         console.print(as_text(sentence))
+
+
+@contextmanager
+def remarks(level: int = logging.INFO) -> Iterator[None]:
+    """What is logged meanwhile, of this level or above, is printed to stderr."""
+    log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
+    before = log.level
+    log.addHandler(shown)
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.removeHandler(shown)
+        log.setLevel(before)
+
+
+def print_each(several: Iterable[str | Path]) -> None:
+    """One line for each."""
+    for each in several:
+        print(each)

@@ -114,10 +114,11 @@ class CycleSnapshots(Snapshots):
         if self._waiting or not steps:
             return super().upcoming
         done = int(self.observed) - began
-        cycle = min(done * self.cycles // steps, self.cycles - 1)
-        first, end = (math.ceil(each * steps / self.cycles) for each in (cycle, cycle + 1))
+        cycles = min(self.cycles, steps)
+        cycle = min(done * cycles // steps, cycles - 1)
+        first, end = (math.ceil(each * steps / cycles) for each in (cycle, cycle + 1))
         room = max(1, math.floor((1 - self.tail) * (end - first)))
-        each = (cycle + 1) * self.wanted // self.cycles - cycle * self.wanted // self.cycles  # all cycles: `wanted`
+        each = (cycle + 1) * self.wanted // cycles - cycle * self.wanted // cycles  # all cycles: `wanted`
         every, left = max(1, room // max(1, each)), end - 1 - done
         return left % every == 0 and 0 <= left < min(room, each * every)
 

@@ -47,6 +47,7 @@ class Regime:
     measured_correlation: float | None = None  # of the members as they are, over the inputs, not centred
     remedy: str = ""  # what would make members independent, "" where nothing is known to
     crowding: float = 0.0  # (M − 1)/N of the narrowest hidden layer
+    crowded: bool = False  # whether members would be independent but for the crowding
 
     @property
     def effective_members(self) -> float | None:
@@ -69,7 +70,7 @@ class Regime:
         if self.kind == "independent" and self.gamma < self.members / 2:
             slower = self.members / self.gamma
             return f'γ = {self.gamma:g} trains shared weights {slower:g} times slower; pass regime="independent"'
-        if self.kind == "between" and self.crowding > CROWDED:
+        if self.crowded:
             ratio = f"(M − 1)/N = {_two(self.crowding)} in the narrowest layer"
             return f"members crowd ({ratio}, more than {CROWDED:g}); pass fewer, or widen it"
         return ""

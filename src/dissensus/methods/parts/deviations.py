@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import left_as_found
 from dissensus.methods.parts.stacked import annealed
@@ -23,7 +22,7 @@ def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -
     if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
         return False  # β is not known where no run was begun
     with left_as_found(posterior), torch.inference_mode(False), torch.enable_grad():
-        batch, weight = next(iter(batches.each(loader)), None), float(annealed(posterior, annealing))
+        batch, weight = next(iter(posterior.read(loader)), None), float(annealed(posterior, annealing))
         if batch is None or weight == 0:
             return False
         try:
