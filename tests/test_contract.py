@@ -174,6 +174,12 @@ OURS = {each.name: each for each in (NoisyWeights, Rank1Ensemble, NodeNoise)}
 
 # Rows whose like is in the fast suite: recorders of several networks are there as multi_swag, and one by one.
 SLOW = {
+    "mc_dropout_rate",
+    "svgd_function",
+    "laplace_kron",
+    "batch_ensemble_signs",
+    "node_bnn_in",
+    "swa",
     "multi_tradi",
     "multi_swa",
     "multi_snapshot",

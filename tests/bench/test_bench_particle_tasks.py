@@ -59,7 +59,14 @@ def benched(tmp_path_factory):
 
 
 # Those whose like runs every time: the same kinds of data with other settings. All are built, below.
-SLOW = ("toy-regression-small", "toy-classification-small", "forde-variants", "lengthscales", "toy-classification")
+SLOW = (
+    "toy-regression",
+    "toy-regression-small",
+    "toy-classification-small",
+    "forde-variants",
+    "lengthscales",
+    "toy-classification",
+)
 
 
 @pytest.mark.parametrize(

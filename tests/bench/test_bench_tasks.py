@@ -63,7 +63,8 @@ def test_uci_regression_runs_split_by_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "methods"), [("standard", None), ("standard-uci", None), ("reference-uci", ["hmc", "map"])]
+    ("name", "methods"),
+    [("standard", None), pytest.param("standard-uci", None, marks=pytest.mark.slow), ("reference-uci", ["hmc", "map"])],
 )
 def test_the_standard_solutions_run_side_by_side(name, methods, tmp_path):
     folder = write_uci_files(tmp_path / "files")

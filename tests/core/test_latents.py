@@ -142,7 +142,8 @@ def traced(monkeypatch):
     monkeypatch.setattr("dissensus.engine.strategies._compile", compiler)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("loop", marks=pytest.mark.slow), "vectorised"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loop", "vectorised"])
 def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
     posterior, (x, y) = METHODS["rank1"]().double(), tiny.points()
     plain = strategy(kind)(posterior, Batch(x, y))

@@ -89,6 +89,7 @@ def test_rows_with_void_labels_are_as_if_they_were_not_there():
     torch.testing.assert_close(flat_gradients(half), flat_gradients(alone), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_training_from_near_equal_members_stays_bounded():
     """The penalty is bounded, and so is its slope: no floor is needed."""
     largest = [largest_weight_in_training(lambda nets: LIT(nets, strength=1.0), d) for d in DISTANCES]

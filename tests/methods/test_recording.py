@@ -149,7 +149,7 @@ def test_a_loop_of_ones_own_may_begin_late():
 
 
 @each_method
-@pytest.mark.parametrize("loader", [batches, Unsized], ids=["sized", "unsized"])
+@pytest.mark.parametrize("loader", [batches, pytest.param(Unsized, marks=pytest.mark.slow)], ids=["sized", "unsized"])
 def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, expected, loader, tmp_path):
     """Ctrl-C in the epoch after `stop`, then the same fit of the same object: the tail stays where it was."""
 

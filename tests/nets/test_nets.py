@@ -8,6 +8,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.nets import NETS
+from thinning import often
 
 BUILT = {
     "MLP": (lambda: ds.nets.MLP(12, 5, hidden=(7, 6), activation="gelu", batch_norm=True, dropout=0.2), (3, 3, 4)),
@@ -28,7 +29,7 @@ def test_every_network_is_tried():
     assert BUILT.keys() == NETS.keys()
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", often([name for name in NETS if name != "PSPNet"], ["PSPNet"]))
 def test_a_network_rebuilds_from_its_config(name):
     make, shape = BUILT[name]
     network = make()

@@ -59,8 +59,7 @@ def deviation(layers: nn.Module, x: torch.Tensor, networks: int, bias: float) ->
     ("make", "x"),
     [
         (dense, VECTORS),
-        (residual, IMAGES),
-        *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (flat, pooled)),
+        *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (residual, flat, pooled)),
     ],
 )
 def test_small_networks_have_the_analytic_kernels(make, x):

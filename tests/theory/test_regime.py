@@ -10,6 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus import Modulation, theory
 from dissensus.theory.regime import wide_limit
+from thinning import often
 
 LAWS = {"sign": Modulation.sign(), "normal": Modulation.normal(1, 0.5), "p": Modulation.between(0.3)}
 
@@ -87,7 +88,7 @@ def test_a_rate_of_the_modulations_own_is_taken_as_it_is():
     assert theory.regime(ensemble(LAWS["normal"], width=24, members=3, modulation_lr=1e3), x).rate == 0
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", often(["sign"], ["normal", "p"]))
 def test_descent_below_the_rate_never_climbs_and_at_three_times_it_diverges(law):
     posterior, x = ensemble(LAWS[law]), inputs()
     y = torch.randn(16, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -213,6 +213,7 @@ def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, m
         processes.finish([processes.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_give_the_numbers_of_one_after_another(tmp_path):
     moons = load_task("moons", size="smoke", overrides=["training.epochs=1"])
     chosen = {"methods": ["map", "deep_ensemble"], "seeds": [0]}
