@@ -17,7 +17,6 @@ from dissensus.methods.parts.strength import Strength
 from dissensus.numerics import kernels, scores
 from dissensus.numerics.annealing import Annealing
 from saved_files import config_of, reseal
-from thinning import often
 
 STRATEGIES = {
     "vectorised": strategies.vectorised,
@@ -523,7 +522,13 @@ def largest_weight_in_training(build, distance: float) -> float:
     return largest
 
 
-@pytest.mark.parametrize(("method", "limit"), [("weight", 6), *often([], [("function", 10), ("feature", 30)])])
+NEAR_EQUAL = [
+    ("weight", 6),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("function", 10), ("feature", 30))),
+]
+
+
+@pytest.mark.parametrize(("method", "limit"), NEAR_EQUAL)
 def test_training_from_near_equal_members_stays_bounded(method, limit):
     """Weights grow to 2.0, 3.4 and 16 with the floor, 1.7 without repulsion; 24, 119 and 376 with a thousandth of it."""
     build = builders()[method] if method != "feature" else lambda nets: FeatureRDE(nets, layer="1", head="2")

@@ -136,11 +136,9 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     law = getattr(posterior, "modulation", None)
     bound = math.inf if law is None else (members - 1) * law.collectivity
     kind = kind_of(members, between, correlation, bound) if members > 1 else "independent"
-    if kind == "independent" and crowding > CROWDED:
-        kind = "between"
-    return Regime(
-        members, gamma, kind, correlation, between, x is not None, rate, found, remedy_of(posterior), crowding
-    )
+    crowded = kind == "independent" and crowding > CROWDED
+    facts = (correlation, between, x is not None, rate, found, remedy_of(posterior), crowding, crowded)
+    return Regime(members, gamma, "between" if crowded else kind, *facts)
 
 
 def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
