@@ -43,6 +43,7 @@ def check(found, predictive):
         torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pt2_file_says_what_predict_says_at_every_batch_size(tmp_path):
     posterior = stored(METHODS["deep_ensemble"](tiny.mlp), inputs(5))  # batch norm, which vmap ties to a batch size
     posterior.classes = ("cat", "dog", "eel")

@@ -101,7 +101,8 @@ def script():
     return module
 
 
-@pytest.mark.parametrize("name", ["toy-regression", pytest.param("lengthscales", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["toy-regression", "lengthscales"])
 def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, script, tmp_path, monkeypatch):
     folder, results = benched(name)
     monkeypatch.setattr("sys.argv", ["", str(folder), "--results", str(tmp_path), "--figures", str(tmp_path)])

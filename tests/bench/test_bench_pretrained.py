@@ -163,6 +163,7 @@ def write_cifar(folder, count: int = 24) -> None:
     save_file(ds.nets.ResNet(20).state_dict(), folder / "resnet_cifar10" / "resnet20.safetensors")
 
 
+@pytest.mark.slow
 def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
     write_cifar(tmp_path)
     small = ["data.train=24", "data.test=20", "data.calibration=10", "data.ood_rows=10", "training.batch_size=12"]

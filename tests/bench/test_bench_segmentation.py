@@ -74,7 +74,9 @@ def test_scenes_to_look_at_are_those_with_most_unknown_pixels_of_each_part_of_th
 FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_enet.py
 
 
-@pytest.mark.parametrize("methods", [FEW, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "methods", [pytest.param(each, marks=pytest.mark.slow) for each in (FEW, None)], ids=["few", "all"]
+)
 def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
     task = load_task("camvid-ood", size="smoke")
     results, _ = bench(task, methods=methods, out=tmp_path / "runs", source=str(write_camvid(tmp_path)))

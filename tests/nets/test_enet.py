@@ -48,7 +48,7 @@ POSTERIORS = {
 }
 
 
-OFTEN = ("batch_ensemble", "tradi", "forde")  # one that cuts layers, one that watches, one that differentiates twice
+OFTEN = ("batch_ensemble", "tradi")  # one that cuts layers, one that watches
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_a_positive_mean_ties_members_under_the_theorems_conditions_and_not_outs
     assert float(odd.common_cross.abs().max()) < 1e-12
 
 
+@pytest.mark.slow
 def test_untrained_modulations_add_nothing():
     x = torch.randn(4, 3, dtype=torch.float64)
     given = partial(

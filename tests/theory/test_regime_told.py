@@ -143,7 +143,7 @@ def test_pooled_members_with_signs_on_features_are_indeed_nearer_than_a_chain_wo
 
 @pytest.mark.parametrize(
     "net",
-    [lambda: ds.nets.ResNet(18), lambda: ds.nets.ConvNet(3, 10, width=64), lambda: mlp(activation="tanh")],
+    often([lambda: ds.nets.ConvNet(3, 10, width=64), lambda: mlp(activation="tanh")], [lambda: ds.nets.ResNet(18)]),
 )
 def test_signs_on_the_last_layer_make_any_wide_network_independent(net):
     found = theory.regime(ds.BatchEnsemble(net(), members=4, modulation=SIGNS))
@@ -179,7 +179,7 @@ def test_the_line_is_as_documented(overlap, correlation, bound, kind):
     assert kind_of(4, overlap, correlation, bound) == kind
 
 
-@pytest.mark.parametrize("members", often([2, 16], [4, 8]))
+@pytest.mark.parametrize("members", often([16], [2, 4, 8]))
 @pytest.mark.parametrize(
     "law", [SIGNS, AROUND, Modulation.between(0.3), Modulation.between(0.58), Modulation.normal(1, 0.1)]
 )
