@@ -11,6 +11,7 @@ statistics, with Holm's adjustment for all comparisons of the task that are show
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,8 +254,13 @@ def number(rows: list[Row], key: str, column: Column) -> str:
     values = [column.factor * float(row[key]) for row in rows if row.get(key)]
     if not values:
         return "–"
-    half = f" ± {spread_of(values, 0.0).half_width():.{column.digits}f}" if len(set(values)) > 1 else ""
-    return f"{sum(values) / len(values):.{column.digits}f}{half}"
+    half = f" ± {rounded(spread_of(values, 0.0).half_width(), column.digits)}" if len(set(values)) > 1 else ""
+    return f"{rounded(math.fsum(values) / len(values), column.digits)}{half}"
+
+
+def rounded(value: float, digits: int) -> str:
+    """Halves away from zero, though the last bit of a sum may be another elsewhere."""
+    return f"{value * (1 + 1e-9):.{digits}f}"
 
 
 def sentence(pairs: list[Row], columns: dict[str, Column], axes: dict[str, str]) -> list[str]:

@@ -121,6 +121,8 @@ def test_signs_make_members_independent_and_training_goes_as_computed(run, tmp_p
 
 
 def test_a_server_answers_eight_threads_as_it_answers_one(run, tmp_path):
+    pytest.importorskip("fastapi", reason="fastapi is not installed: pip install -e .[test]")
+    pytest.importorskip("httpx", reason="httpx is not installed: pip install -e .[test]")
     (known, sure), (foreign, unsure) = run("serve")
     assert {known, foreign} <= {"upper", "lower"}
     assert sure[2] < unsure[2]  # epistemic, far from the data

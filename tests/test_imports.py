@@ -37,7 +37,7 @@ ROOMS = {
     "train": "numerics core data surgery engine training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
-    "export": "numerics core surgery engine methods standing storage version",
+    "exporting": "numerics core surgery engine methods standing storage version",
     "sklearn": "numerics core surgery methods nets data storage training train guarantees standing",
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads

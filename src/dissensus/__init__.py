@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
-    from dissensus.export import export
+    from dissensus.exporting import export
     from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
     from dissensus.guarantees.conformal import conformal
     from dissensus.guarantees.selective import ood_gate, selective
@@ -93,7 +93,7 @@ _HOMES = {
     "conformal": "guarantees.conformal",
     "convergence": "evaluation.convergence",
     "evaluate": "evaluation.evaluate",
-    "export": "export",
+    "export": "exporting",
     "fit": "train",
     "load": "storage",
     "member_distances": "evaluation.distances",

@@ -13,6 +13,8 @@ from dissensus.standing.scores import CLASS_SCORES
 
 CLASSES = 5
 
+MAPIE = "mapie is not installed: pip install -e .[test]"
+
 
 class Told(nn.Module):
     """Logits, or a mean, that are the inputs themselves: what the network says is what the test chose."""
@@ -146,7 +148,7 @@ class Probabilities:
 
 @pytest.mark.parametrize("score", ["lac", "aps"])
 def test_sets_are_mapies_on_the_same_scores(score, monkeypatch):
-    from mapie.classification import SplitConformalClassifier
+    SplitConformalClassifier = pytest.importorskip("mapie.classification", reason=MAPIE).SplitConformalClassifier
 
     (x, y), (new, _) = classified(150), classified(400)
     p, q = x.softmax(1).numpy(), new.softmax(1).numpy()
@@ -163,7 +165,7 @@ def test_sets_are_mapies_on_the_same_scores(score, monkeypatch):
 
 
 def test_randomised_sets_are_mapies_on_the_same_scores(monkeypatch):
-    from mapie.classification import SplitConformalClassifier
+    SplitConformalClassifier = pytest.importorskip("mapie.classification", reason=MAPIE).SplitConformalClassifier
 
     (x, y), (new, _) = classified(150), classified(400)
     theirs = SplitConformalClassifier(Probabilities(), conformity_score="aps", prefit=True, random_state=3)
@@ -191,7 +193,11 @@ class Moved:
 
 
 def test_intervals_are_mapies_on_the_same_scores():
-    from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegressor
+    mapie = pytest.importorskip("mapie.regression", reason=MAPIE)
+    ConformalizedQuantileRegressor, SplitConformalRegressor = (
+        mapie.ConformalizedQuantileRegressor,
+        mapie.SplitConformalRegressor,
+    )
 
     posterior, (x, y), (new, _) = regressor(), measured(150), measured(50)
     lower, upper = posterior.predict(x).interval(0.9)

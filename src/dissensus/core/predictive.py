@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, share, whole
+from dissensus.numerics.entropy import entropy_terms
 
 
 class Predictive(ABC):
@@ -162,7 +163,7 @@ class ClassificationPredictive(CategoricalPredictive):
     @property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        entropies: Tensor = torch.special.entr(self._members.exp()).sum(2)  # (M, B, ...)
+        entropies = entropy_terms(self._members.exp()).sum(2)  # (M, B, ...)
         return entropies.mean(0)
 
     @property

@@ -13,6 +13,7 @@ from dissensus.core.predictive import (
     Predictive,
     RegressionPredictive,
 )
+from dissensus.numerics.entropy import entropy_terms
 
 
 class SummaryPredictive(Predictive):
@@ -134,7 +135,7 @@ class RunningSummary:
         if self._classification:
             log_mean = self._sums[0] - math.log(self.count)
             aleatoric = self._sums[1] / self.count
-            entropy: Tensor = torch.special.entr(log_mean.exp()).sum(1)
+            entropy = entropy_terms(log_mean.exp()).sum(1)
             return ClassificationSummary(log_mean[None], aleatoric[None], (entropy - aleatoric).clamp(min=0)[None])
         mean, scatter, noise = self._sums
         return RegressionSummary(mean[None], (noise / self.count)[None], (scatter / self.count)[None])

@@ -11,6 +11,7 @@ from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.core.standing import Calibration
 from dissensus.core.summary import ClassificationSummary
 from dissensus.metrics.calibration import confidence_bin
+from dissensus.numerics.entropy import entropy_terms
 from dissensus.numerics.isotonic import between_knots
 
 
@@ -55,7 +56,7 @@ class MeanCalibration(Calibration, ABC):
         total, rows, uniform = by_class.sum(1, keepdim=True), self.rows, 1 / mean.shape[1]
         normalised = torch.where(total > 0, by_class / total, uniform)
         seen = (rows * normalised + uniform) / (rows + 1)
-        entropy: Tensor = torch.special.entr(seen).sum(1)
+        entropy = entropy_terms(seen).sum(1)
         epistemic = torch.minimum(predictive.epistemic, entropy)
         return ClassificationSummary(seen.log()[None], (entropy - epistemic)[None], epistemic[None])
 

@@ -12,6 +12,7 @@ from dissensus.core.posterior import left_as_found
 from dissensus.methods.parts.stacked import annealed
 from dissensus.numerics.annealing import Annealing
 from dissensus.numerics.flat import wide
+from dissensus.numerics.randomness import same_random_state
 
 LOOKS = 8
 
@@ -21,7 +22,12 @@ def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -
     annealing: Annealing = posterior.annealing
     if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
         return False  # β is not known where no run was begun
-    with left_as_found(posterior), torch.inference_mode(False), torch.enable_grad():
+    with (
+        left_as_found(posterior),
+        same_random_state(posterior.device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         batch, weight = next(iter(posterior.read(loader)), None), float(annealed(posterior, annealing))
         if batch is None or weight == 0:
             return False
