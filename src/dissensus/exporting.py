@@ -37,15 +37,6 @@ from dissensus.version import __version__
 log = logging.getLogger("dissensus")
 
 CLOSE = 1e-5  # between the file's numbers and those of `predict`, times the largest of them where that is above 1
-RANDOM = (
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-    "Dropout",
-)
 
 
 def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
