@@ -1,6 +1,6 @@
 """CamVid with unknown objects: the numbers of finished runs as CSV, and what they say.
 
-    python benchmarks/camvid_ood.py runs/camvid runs/camvid-car
+    python benchmarks/camvid_ood.py runs/camvid runs/camvid-car runs/camvid-tradi
     python benchmarks/tables.py
 
 docs/segmentation-results.md names the commands that make the runs. The network, the recipe and the paper's numbers stand in
@@ -49,6 +49,8 @@ NAMES = {
     "mc_dropout": "MC dropout",
     "swag": "SWAG",
     "tradi": "TRADI",
+    "tradi-wide": "TRADI, state noise 1e-2 and 5e-3",
+    "tradi-diagonal": "TRADI, diagonal",
     "deep_ensemble": "Deep ensemble",
     "batch_ensemble": "BatchEnsemble",
     "node_bnn": "NodeBNN",
@@ -67,6 +69,8 @@ def main() -> None:
         results = finished(folder)
         config = tomllib.loads(next(folder.glob("*/config.toml")).read_text())
         unknown = "+".join(config["data"]["unknown"])
+        if any(row["unknown"] == unknown for row in numbers):  # other settings on the same classes
+            unknown += f" ({folder.name})"
         for method, several in results.methods.items():
             for origin, evaluation in zip(results.origins[method], several, strict=True):
                 kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
@@ -171,7 +175,7 @@ def pair_table(rows: list[Row]) -> str:
 def said(rows: list[Row]) -> list[str]:
     """What the comparisons of deep ensemble and TRADI with MAP say of the paper's two claims."""
     sentences = []
-    for method in ("deep_ensemble", "tradi"):
+    for method in ("deep_ensemble", "tradi", "tradi-wide", "tradi-diagonal"):
         for key, better in ((f"{OOD}auroc", 1), (f"{OOD}fpr95", -1)):
             row = next((row for row in rows if row["method"] == method and row["metric"] == key), None)
             if row is None:
