@@ -6,7 +6,8 @@
 FOLDER holds CIFAR-10 as `ds.data` reads it; resnet56.npz (or .safetensors, .th) is the state dict of `ds.nets.ResNet(56)`,
 trained on pixels / 255 less the means .485 .456 .406 over .229 .224 .225, as this trains the other one. Losses are means over
 the first --rows training images as they are, at the statistics of batch norm that training left, as in Li et al. (NeurIPS
-2018). A network whose CSV is there is not measured again. Training has 60 epochs of 391 steps.
+2018). A network whose CSV is there is not measured again. Training has 60 epochs of 391 steps. Both CSV files together are
+results/landscape.csv, the figure is docs/figures/landscape.png.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from rows import read_rows, write_rows
+from rows import Row, markdown, read_rows, write_rows
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -125,8 +126,8 @@ def drawn(given: argparse.Namespace) -> None:
             write_rows(
                 table,
                 [
-                    {"network": name, "a": float(surface.first[i]), "b": float(surface.second[j])}
-                    | {"loss": float(surface.loss[i, j]), "accuracy": float(surface.accuracy[i, j])}
+                    {"network": name, "a": f"{surface.first[i]:.4g}", "b": f"{surface.second[j]:.4g}"}
+                    | {"loss": f"{surface.loss[i, j]:.5g}", "accuracy": f"{surface.accuracy[i, j]:.4g}"}
                     | origin
                     for i, j in places
                 ],
@@ -143,6 +144,21 @@ def drawn(given: argparse.Namespace) -> None:
     labels = {"xlabel": "first random direction, in filter norms", "ylabel": "second"}
     if shown:
         write_png(surfaces(shown, **labels, highest=30.0), given.out / "landscape.png")
+
+
+def page(rows: list[Row]) -> str:
+    """What docs/landscape.md says of the figure."""
+    lines = []
+    for name in dict.fromkeys(row["network"] for row in rows):
+        mine = [row for row in rows if row["network"] == name]
+        middle = min(mine, key=lambda row: abs(float(row["a"])) + abs(float(row["b"])))
+        low = sum(float(row["loss"]) < 1 for row in mine) / len(mine)
+        cells = [f"{float(middle['loss']):.4f}", f"{100 * float(middle['accuracy']):.1f} %", f"{100 * low:.0f} %"]
+        lines.append([f"ResNet-{mine[0]['depth']} {name}", *cells])
+    first = rows[0]
+    facts = f"the first {first['rows']} training images, seed {first['seed']}; commit {first['commit']}, torch {first['torch']}"
+    table = markdown(["network", "loss in the middle", "accuracy there", "of the plane below 1 nat"], lines)
+    return f"{table}\n\n*`python benchmarks/landscape.py draw`; {facts}, {first['device']}.*"
 
 
 if __name__ == "__main__":

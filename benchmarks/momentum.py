@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import Row, markdown, write_rows
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
@@ -59,9 +59,8 @@ def diverges(law: str, width: int, seed: int, beta: float, factor: float) -> boo
     return not losses[-1] < losses[0]
 
 
-def page(path: Path) -> str:
+def page(rows: list[Row]) -> str:
     """Shares of trials that diverged, a row for each momentum."""
-    rows = read_rows(path)
     factors = list(dict.fromkeys(row["factor"] for row in rows))
     lines = []
     for beta in dict.fromkeys(row["momentum"] for row in rows):
