@@ -23,6 +23,7 @@ from dissensus.reporting.figures import write_png
 from dissensus.reporting.results import Results
 
 ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
 SEVERITIES = (1, 2, 3, 4, 5)
 ORIGIN = ("task", "size", "method", "seed", "commit", "dissensus", "torch", "device")
 TEST = ("accuracy", "nll", "ece", "brier", "corrupt/accuracy", "corrupt/nll", "corrupt/ece")
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that `dissensus bench` wrote, one per task")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the CSV files go")
-    parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures", help="where the figures go")
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="where the figures go")
     arguments = parser.parse_args()
     for folder in arguments.runs:
         results = finished(folder)
@@ -108,10 +109,12 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
         write_png(figure, folder / f"{task}-{title.rsplit(' ', 1)[1]}.png")
 
 
-def shown(task: str) -> list[str]:
+def shown(task: str, methods: Sequence[str]) -> list[str]:
     """Markdown of the figures that are there."""
-    figures = ROOT / "docs" / "figures"
-    return [f"![{path.stem}](figures/{path.name})" for path in sorted(figures.glob(f"{task}-*.png"))]
+    titles = {"error": "Error against severity, means over seeds", "nll": "NLL against severity, means over seeds"}
+    titles |= {name: f"What drawn functions of {name} see in an image" for name in methods}
+    files = {f"{task}-{name}.png": title for name, title in titles.items()}
+    return [f"![{title}](figures/{file})" for file, title in files.items() if (FIGURES / file).exists()]
 
 
 def compared(task: str, known: Sequence[str]) -> dict[str, list[tuple[str, str]]]:

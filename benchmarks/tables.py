@@ -15,7 +15,9 @@ import camvid_ood
 import compose
 import compose_speed
 import embedded_width
+import landscape
 import mnist_ood
+import momentum
 import pretrained_page
 import shift
 import tables_uci
@@ -27,6 +29,8 @@ from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
 
 from dissensus.bench.capacity import capacities
+from dissensus.reporting.spread import holm
+from dissensus.reporting.statistics import SIGNIFICANT
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -147,17 +151,24 @@ def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *
 
 
 def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance."""
+    """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance, by Holm."""
     groups = by_key(found, "method")
+    cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
+    there = {key: each for key, each in cells.items() if each is not None}
+    adjusted = dict(zip(there, holm([each.p_value for each in there.values()]), strict=True))
     lines = []
     for column, title in columns.items():
-        cells = [title]
-        for first, second in pairs:
-            each = paired(groups[first], groups[second], column)
+        line = [title]
+        for pair in pairs:
+            each = cells[column, pair]
             text = "–" if each is None else f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
-            cells.append(f"**{text}**" if each is not None and each.p_value < 0.05 else text)
-        lines.append(cells)
-    return markdown(["", *(f"{first} − {second}" for first, second in pairs)], lines)
+            line.append(f"**{text}**" if adjusted.get((column, pair), 1) < SIGNIFICANT else text)
+        if line[1:] != ["–"] * len(pairs):
+            lines.append(line)
+    table = markdown(["", *(f"{first} − {second}" for first, second in pairs)], lines)
+    return (
+        f"{table}\n\nBold: p < {SIGNIFICANT:g} after Holm's adjustment for the {len(there)} comparisons of this table."
+    )
 
 
 def by_key(found: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
@@ -194,7 +205,7 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
     ]
     parts = [*sentences(found), *shown]
     if task in COMPARED:
-        parts.insert(0, "Seed by seed, with 95 % intervals over seeds; bold where zero is outside:")
+        parts.insert(0, "Seed by seed, with 95 % intervals over seeds:")
         parts.insert(1, difference_table(found, columns, COMPARED[task]))
     return "\n".join([table, *("\n" + part for part in parts)])
 
@@ -318,9 +329,9 @@ def shift_table(task: str) -> str:
     where = " and ".join(dict.fromkeys(row["device"] for row in found))
     parts = [seed_table(found, "method", shift.COLUMNS[task], where=where, command=command)]
     for title, pairs in shift.compared(task, list(by_key(found, "method"))).items():
-        text = f"{title}, seed by seed, with 95 % intervals over seeds; bold where zero is outside:"
+        text = f"{title}, seed by seed, with 95 % intervals over seeds:"
         parts += [text, difference_table(found, shift.COLUMNS[task], pairs)]
-    return "\n\n".join([*parts, *shift.shown(task)])
+    return "\n\n".join([*parts, *shift.shown(task, list(by_key(found, "method")))])
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
@@ -354,8 +365,12 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield docs / "standard-results.md", task, table
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
+    if found := rows("landscape.csv"):
+        yield docs / "landscape.md", "landscape", landscape.page(found)
+    if found := rows("momentum.csv"):
+        yield docs / "embedded.md", "momentum", momentum.page(found)
     if found := rows("tables_uci.csv"):
-        yield docs / "tables.md", "tables-uci", tables_uci.page(found)
+        yield docs / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
         yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()

@@ -83,14 +83,6 @@ SHOWN: dict[str, dict[str, Column]] = {
     },
     "data-size": CLASSES,
     "cold-posterior": CLASSES,
-    "node-corruptions": CLASSES
-    | {"corrupt/accuracy": Column("accuracy %, damaged", 100, 1), "corrupt/nll": Column("NLL, damaged")},
-    "remedies": CLASSES
-    | {
-        "corrupt/accuracy": Column("accuracy %, damaged", 100, 1),
-        "corrupt/nll": Column("NLL, damaged"),
-        "corrupt/ece": Column("ECE %, damaged", 100, 1),
-    },
 }
 UNCOMPARED = (*SECONDS, *(key for key in NEAR if key != "against/total_variation"))
 COMMANDS = {
@@ -106,8 +98,6 @@ COMMANDS = {
         ("label-noise", 3, ""),
         ("data-size", 3, ""),
         ("cold-posterior", 3, ""),
-        ("node-corruptions", 5, ""),
-        ("remedies", 5, ""),
     )
 }
 
