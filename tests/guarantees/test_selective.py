@@ -142,6 +142,21 @@ def test_gates_are_saved_with_the_posterior(tmp_path):
     assert not nothing(x).accept.any()
 
 
+def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
+    """What else stands on both posteriors is in the state, and stays."""
+    posteriors = [ds.MAP(ds.nets.MLP(4, 3, hidden=(5,))) for _ in range(2)]
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    for posterior in posteriors:
+        ds.conformal(posterior, [(x, y)])
+    gate = ds.ood_gate(posteriors[0], [(x, y)])
+    posteriors[0].load_state_dict(posteriors[1].state_dict())
+    sets = [posterior.promises["conformal"].set(x) for posterior in posteriors]
+    assert torch.equal(*sets)
+    assert "load_state_dict drops what stood on the predictions (ood_gate)" in caplog.text
+    with pytest.raises(ValueError, match="got one that was dropped"):
+        gate(x)
+
+
 def test_bad_input_is_refused():
     posterior, (x, y) = ds.MAP(Told()), classified(298)
     with pytest.raises(ValueError, match="at least 299 rows to promise a risk of 0"):
