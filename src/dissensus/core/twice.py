@@ -152,8 +152,9 @@ class _Convolution(torch.autograd.Function):
 def _leads_to_inputs(ctx: Any, i: int) -> bool:
     """Whether the i-th argument of a layer has a part in the derivative that is being taken: a kernel may depend on x."""
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
-    leaf = node is None or hasattr(node, "variable")  # weights: the derivative is by x alone
-    return not leaf and torch._C._will_engine_execute_node(node)
+    if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x alone
+        return False
+    return torch._C._will_engine_execute_node(node)
 
 
 class _Pulled(torch.autograd.Function):
