@@ -138,7 +138,7 @@ class _Convolution(torch.autograd.Function):
         (t,), (x, w) = gradients, ctx.saved_tensors
         for_x, for_w, for_b = ctx.needs_input_grad[:3]
         if ctx.stage.by_inputs_alone:
-            for_w = for_b = False
+            for_w, for_b = (_leads_to_inputs(ctx, i) for i in (1, 2))
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
@@ -147,6 +147,14 @@ class _Convolution(torch.autograd.Function):
         if for_w or for_b:
             _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
         return by_x, by_w, by_b, *[None] * (1 + len(ctx.how))
+
+
+def _leads_to_inputs(ctx: Any, i: int) -> bool:
+    """Whether the i-th argument of a layer has a part in the derivative that is being taken: a kernel may depend on x."""
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
+    if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x alone
+        return False
+    return torch._C._will_engine_execute_node(node)
 
 
 class _Pulled(torch.autograd.Function):

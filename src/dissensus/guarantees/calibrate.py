@@ -18,6 +18,7 @@ from dissensus.guarantees.fits import Rows, best_lens
 from dissensus.guarantees.temperature import SUSPICIOUS, WIDEST
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.predict import predict
+from dissensus.standing.values import DeviationScaling
 
 log = logging.getLogger("dissensus")
 
@@ -124,8 +125,9 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
             "these were held out, members are too unsure (for a regression: is its noise set too high?)",
             lens.temperature,
         )
-    elif method == "temperature" and lens.temperature > 0.99 * WIDEST:
-        log.warning("the temperature %.3g is the highest looked at: is the posterior trained at all?", lens.temperature)
+    widest = float(lens.calibration.factor) if isinstance(lens.calibration, DeviationScaling) else lens.temperature
+    if widest > 0.99 * WIDEST:
+        log.warning("the %s %.3g is the highest looked at: is the posterior trained at all?", method, widest)
     predictive = rows.predictive
     if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
         return
