@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dissensus.data.frames import NumberColumn, TableEncoder, table_columns
 from dissensus.data.frames import _numbers as numbers_in
-from dissensus.data.standardise import Standardiser
+from dissensus.data.standardise import Standardiser, check_columns
 from dissensus.numerics.arrays import as_tensor
 from dissensus.numerics.checks import number, whole
 
@@ -151,15 +151,17 @@ class RowInputs(InputTransform):
 
     kind = "rows"
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], columns: Sequence[str] = ()) -> None:
         self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
+        self.columns = list(columns)  # names, where training rows were a DataFrame
 
     @staticmethod
     def of(standardiser: Standardiser) -> RowInputs:
         """That of a `Standardiser.of_rows`, which the training rows went through."""
-        return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist())
+        return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist(), standardiser.columns)
 
     def raw(self, x: Any) -> Tensor:
+        check_columns(self.columns, x)
         rows = as_tensor(np.asarray(x) if isinstance(x, list | tuple) else x, torch.float64)
         if isinstance(rows, Tensor) and rows.ndim == 1:
             rows = rows[None]
@@ -175,7 +177,7 @@ class RowInputs(InputTransform):
         return (raw.to(torch.float64) - mean) / std
 
     def config(self) -> dict[str, Any]:
-        return {"mean": self.mean, "std": self.std}
+        return {"mean": self.mean, "std": self.std, "columns": self.columns}
 
 
 class TableInputs(InputTransform):
