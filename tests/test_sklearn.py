@@ -124,6 +124,16 @@ def test_the_order_of_rows_does_not_matter_and_whole_weights_repeat_them():
     assert not np.array_equal(Regressor(**settings).fit(x, y, sample_weight=0.5 + weights).predict(x), expected)
 
 
+def test_the_order_of_rows_does_not_matter_where_levels_are_many():
+    """More than have an input of their own, and all as frequent: which of them have one must not depend on the order."""
+    rng = np.random.default_rng(0)
+    x, y = pd.DataFrame({"word": [f"w{i % 150}" for i in range(300)]}), rng.integers(0, 2, 300)
+    order = rng.permutation(300)
+    settings = SMALL | {"epochs": 2}
+    expected = Classifier(**settings).fit(x, y).predict_proba(x)
+    assert np.array_equal(Classifier(**settings).fit(x.iloc[order], y[order]).predict_proba(x), expected)
+
+
 def test_held_out_rows_do_not_leak():
     """Neither into the scaling, nor as copies of rows that are trained on."""
     groups = np.repeat(np.arange(100), [1, 2, 1, 1] * 25)
@@ -277,6 +287,9 @@ def test_the_callers_random_numbers_are_left_alone():
         (lambda: Classifier(**SMALL).fit(houses()[0], np.ones(120)), "at least two classes, got one class"),
         (lambda: Regressor("deep_ensmble").fit(*houses()), "did you mean 'deep_ensemble'"),
         (lambda: Regressor(validation=1.0).fit(*houses()), "expected validation of at least 0 and below 1"),
+        (lambda: Regressor(validation=0.5, conformal=0.5).fit(*houses()), r"expected validation \+ conformal below 1"),
+        (lambda: Regressor(epochs=0).fit(*houses()), "expected epochs of at least 1"),
+        (lambda: Regressor(batch_size=0).fit(*houses()), "expected batch_size of at least 1"),
         (lambda: Regressor(**SMALL).fit(houses()[0], ["dear"] * 120), "could not convert string"),
         (lambda: Regressor(**SMALL).fit(*houses(), sample_weight=np.zeros(120)), "at least one non-zero"),
     ],

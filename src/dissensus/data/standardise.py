@@ -66,10 +66,10 @@ class Standardiser:
         given = isinstance(x, Tensor) and x.is_floating_point()
         x = tensor_of(x, torch.float64)
         self._check_shape(x)
+        # whole numbers, and those of frames, may be larger than float32 can tell apart
+        values = x if given else x.to(torch.float64)
         if x.dtype == torch.uint8 and self.mean.ndim != 1:
             values = x.float() / 255
-        else:  # whole numbers, and those of frames, may be larger than float32 can tell apart
-            values = x if given else x.to(torch.float64)
         z = (values - self.mean.to(values)) / self.std.to(values)
         return z if given else z.float()
 

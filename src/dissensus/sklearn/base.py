@@ -111,6 +111,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         for name in ("validation", "conformal"):
             number(name, getattr(self, name), least=0, below=1)
+        number("validation + conformal", self.validation + self.conformal, below=1)
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None; pass the targets of the rows"
@@ -150,9 +151,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
-        size = self.batch_size or min(256, max(32, len(x) // 16))
+        size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
         batches = Batches(x, y, weight=weight, batch_size=whole("batch_size", size), shuffle=True, seed=seed)
-        epochs = self.epochs or min(200, max(20, math.ceil(STEPS / len(batches))))
+        most = min(200, max(20, math.ceil(STEPS / len(batches))))
+        epochs = most if self.epochs is None else whole("epochs", self.epochs)
         posterior = posterior_of(
             self.method,
             lambda: (self.network or self._network)(x.shape[1], outputs),
