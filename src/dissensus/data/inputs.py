@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.data.class_folders import eight_bits
 from dissensus.data.frames import NumberColumn, TableEncoder, table_columns
 from dissensus.data.frames import _numbers as numbers_in
 from dissensus.data.standardise import Standardiser, check_columns
@@ -93,7 +94,8 @@ class ImageInputs(InputTransform):
                 raise ValueError(f"expected images of one size, got {len(images)} of several; pass them one by one")
             return torch.cat(images)
         if hasattr(x, "convert") and hasattr(x, "getbands"):  # PIL
-            x = np.asarray(x.convert({1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)))
+            mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)
+            x = np.asarray(eight_bits(x, mode, "a PIL image"))
         pixels = as_tensor(x)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             what = pixels.dtype if isinstance(pixels, Tensor) else type(x).__name__
