@@ -88,6 +88,22 @@ def test_one_artefact_predicts_the_same(regressor, tmp_path):
         load(tmp_path)
 
 
+def test_the_posterior_takes_tables_and_answers_in_units_without_the_estimator(regressor, tmp_path):
+    """Where it is taken out, loaded by `ds.load`, or exported: standardised numbers would look like any others."""
+    x, y = noisy(200, 0)
+    frame = pd.DataFrame(x, columns=["a", "b"])
+    fitted = Regressor(**SMALL | {"epochs": 2, "conformal": 0.3}).fit(frame, 1e6 + 1e4 * np.stack([y, -y], 1))
+    labelled = Classifier(**SMALL | {"epochs": 2}).fit(frame, np.where(y > 3, "dear", "cheap"))
+    labelled.save(tmp_path / "labels")
+    fitted.save(tmp_path / "values")
+    for posterior in (fitted.posterior_, ds.load(tmp_path / "values")):
+        mean, lower, upper = fitted.predict(frame, interval=0.9)
+        assert np.allclose(posterior.predict(frame).mean.numpy(), mean, rtol=1e-12)
+        for end, found in zip((lower, upper), posterior.promises["conformal"].interval(frame), strict=True):
+            assert np.allclose(found.numpy(), end, rtol=1e-12)
+    assert ds.load(tmp_path / "labels").classes == ("cheap", "dear")
+
+
 def test_labels_may_be_text_or_any_numbers(tmp_path):
     x, y = houses()
     for low, high in (("cheap", "dear"), (7, 3)):
@@ -256,9 +272,11 @@ def test_a_network_a_method_and_a_likelihood_of_ones_own():
     def network(inputs, outputs):
         return torch.nn.Linear(inputs, outputs)
 
-    own = Regressor(ds.MAP, network=network, likelihood=ds.Regression(noise=0.1), epochs=5, random_state=0).fit(x, y)
+    own = Regressor(ds.MAP, network=network, likelihood=ds.Regression(noise=2e4), epochs=5, random_state=0).fit(x, y)
     assert isinstance(own.posterior_.member(0), torch.nn.Linear)
-    assert np.allclose(own.predictive(x).aleatoric.sqrt().numpy(), 0.1 * float(own.scale_.std))
+    assert np.allclose(own.predictive(x).aleatoric.sqrt().numpy(), 2e4)  # in the units of y, as everywhere
+    with pytest.raises(TypeError, match="expected a likelihood of real targets, got Classification"):
+        Regressor(likelihood=ds.Classification()).fit(x, y)
 
 
 def test_objects_among_the_arguments_are_not_saved(tmp_path):
