@@ -250,7 +250,7 @@ def test_methods_go_by_their_names(method, tmp_path):
     x, y = houses(60)
     fitted = Regressor(method, hidden=(8,), epochs=3, random_state=0).fit(x, y)
     assert fitted.posterior_.name == method
-    assert np.isfinite(fitted.predict(x)).all()
+    assert 5e5 < fitted.predict(x).mean() < 1.5e6  # in units, also of a draw that is stored
     assert np.array_equal(fitted.predict(x), fitted.predict(x))
 
 

@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.particles import Particles
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.regression import HeteroscedasticRegression, RealTargets
 from dissensus.data.standardise import Standardiser
@@ -139,10 +140,11 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _finish(self) -> None:
         super()._finish()
-        likelihood = self.posterior_.likelihood
-        assert isinstance(likelihood, RealTargets)
-        likelihood.targets = None  # until now targets without their mean
-        likelihood.standardise(self.scale_)
+        families = [part for part in self.posterior_.modules() if isinstance(part, Particles)]  # stored draws, too
+        for likelihood in {template.likelihood for family in families for template in family.templates}:
+            assert isinstance(likelihood, RealTargets)
+            likelihood.targets = None  # until now targets without their mean
+            likelihood.standardise(self.scale_)
 
     def _state(self) -> dict[str, Any]:
         return {"targets_2d": self.targets_2d_}
