@@ -19,7 +19,7 @@ class NearestMeans:
 
     def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
         self.posterior, self.rows, self.patience = posterior, rows, patience
-        self.scores: list[float] = []  # root mean squared errors, epoch by epoch
+        self.scores: list[float] = []  # root mean squared errors, in deviations of the targets, epoch by epoch
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> bool:
@@ -40,7 +40,7 @@ class NearestMeans:
             drawn = self.posterior.current()
             for x, y, *weights in self.rows:
                 mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
-                each = (mean - y).square().mean(1)
+                each = ((mean - y) / self.posterior.likelihood.scale(y)[1]).square().mean(1)  # outputs count alike
                 weight = weights[0].double() if weights else torch.ones_like(each)
                 total, count = total + float((weight * each).sum()), count + float(weight.sum())
         return math.sqrt(total / count)
