@@ -128,9 +128,9 @@ class TableEncoder:
         made: list[NumberColumn | CategoryColumn] = []
         for name, column in given.items():
             if name in declared or _is_category(column):
-                made.append(CategoryColumn.of(name, column, most_levels))
-                text = [level for level in made[-1].levels if _reads_as_number(level)]
-                if 2 * len(text) > len(made[-1].levels) and name not in declared and str(column.dtype) != "category":
+                made.append(category := CategoryColumn.of(name, column, most_levels))
+                text = [level for level in category.levels if _reads_as_number(level)]
+                if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
                     log.warning(
                         "%s is taken as categories, though its text reads as numbers (%r): convert it, or name it in "
                         "categories",

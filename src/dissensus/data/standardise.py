@@ -70,7 +70,7 @@ class Standardiser:
         values = x if given else x.to(torch.float64)
         if x.dtype == torch.uint8 and self.mean.ndim != 1:
             values = x.float() / 255
-        z = (values - self.mean.to(values)) / self.std.to(values)
+        z: Tensor = (values - self.mean.to(values)) / self.std.to(values)
         return z if given else z.float()
 
     def inverse(self, z: Tensor) -> Tensor:

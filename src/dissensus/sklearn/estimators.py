@@ -159,7 +159,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
 
 def _scale(likelihood: Any) -> Standardiser:
-    return Standardiser(*(torch.tensor(likelihood.targets[key], dtype=torch.float64) for key in ("mean", "std")))
+    mean, std = (torch.tensor(likelihood.targets[key], dtype=torch.float64) for key in ("mean", "std"))
+    return Standardiser(mean, std)
 
 
 def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Classifier | Regressor:
@@ -176,6 +177,7 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         if state["names"]:
             estimator.feature_names_in_ = np.array(state["names"], dtype=object)
         estimator.posterior_ = load_posterior(folder, network)
-        estimator.encoder_ = estimator.posterior_.inputs.encoder
+        inputs: Any = estimator.posterior_.inputs
+        estimator.encoder_ = inputs.encoder
         estimator._restore(state)
     return estimator
