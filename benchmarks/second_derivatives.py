@@ -1,7 +1,7 @@
 """FoRDE's gradients with second derivatives written out (`core/twice.py`) and with torch's own, beside a deep ensemble's.
 
     python benchmarks/second_derivatives.py --case enet --members 5 --batch 8
-    python benchmarks/second_derivatives.py --case resnet18 --members 10 --batch 128 --csv benchmarks/results/second_derivatives.csv
+    python benchmarks/second_derivatives.py --case resnet18 --members 10 --batch 128 --csv FILE
 
 Milliseconds for the gradients of one batch, the median of replays of a CUDA graph where there is a GPU, each with the peak of
 memory. Rows of the file with the same case are replaced. `--kernels`: which kernels take the time of one member.
