@@ -1,8 +1,8 @@
 """Division: a posterior in training on a mesh, each process with its members and its rows of every batch.
 
-    in a step      rows of the batch (`part`) → gradients of share · loss, z gathered where members are coupled
-                   → one sum over the data axis (`completed`), shared tensors over the members axis too → the optimiser
-    in an epoch    `here`: particles and recorders hold the members that lie here; outside all processes hold all members
+in a step      rows of the batch (`part`) → gradients of share · loss, z gathered where members are coupled
+               → one sum over the data axis (`completed`), shared tensors over the members axis too → the optimiser
+in an epoch    `here`: particles and recorders hold the members that lie here; outside all processes hold all members
 """
 
 import math
@@ -27,6 +27,7 @@ from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
 from dissensus.distributed import noise
 from dissensus.distributed.alone import Undivided
+from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint, sampler_of
 from dissensus.distributed.mesh import Mesh, connected, start
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.distributed.statistics import SynchronisedNorms
@@ -44,14 +45,20 @@ class Division(Exchange, Undivided):
         self.particles: Particles = posterior.particles
         self.members: int = self.particles.members
         self.mine = mesh.rows(self.members)
-        self._share: Tensor | None = None
+        self._share: Tensor | None = None  # of the batch's weight that lies here, and that weight
+        self._total: Tensor | None = None
         self._rows = (0, slice(0, 0))  # of the batch: how many, and which lie here
         self._divided = True  # whether the batch is: one with fewer rows than ranks is seen whole by all
         self._plans: dict[Any, tuple[list[noise.Draw], list[tuple[int | None, int]]]] = {}
         self._noise: noise.WholeNoise | None = None
-        self._axes: list[tuple[int | None, int]] = []  # of z's leaves, in a run of one member: that of the rows, numbers per row
+        self._axes: list[
+            tuple[int | None, int]
+        ] = []  # of z's leaves, in a run of one member: that of the rows, numbers per row
         self._alike = False  # whether leaves of z without rows were seen to be the same everywhere
         self._probing = False
+        self.parts = False  # whether the loader gives this rank's rows alone
+        self._sizes: set[int] = set()  # of parts
+        self._began = False
         self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
         check_divisible(mesh, posterior)
 
@@ -59,10 +66,7 @@ class Division(Exchange, Undivided):
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
-        state = {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}
-        with torch.no_grad():
-            for tensor in state.values():
-                tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
+        self._same_tensors()
         streams = self.mesh.objects(
             (torch.get_rng_state(), torch.cuda.get_rng_state() if self.posterior.device.type == "cuda" else None)
         )[0]
@@ -70,9 +74,21 @@ class Division(Exchange, Undivided):
         if streams[1] is not None:
             torch.cuda.set_rng_state(streams[1])
 
+    @torch.no_grad()
+    def _same_tensors(self) -> None:
+        for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
+            tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
+
     @contextmanager
-    def here(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, particles, recorders and chains of the optimiser are those that lie here; afterwards all have all again."""
+    def here(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
+        """Inside, particles, recorders and chains of the optimiser are those that lie here; afterwards all have all again.
+
+        `batch`: the first one, which must be the same in processes that read whole batches.
+        """
+        self._compare(batch)
+        if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
+            self._same_tensors()
+        self._began = True
         for tensor, axis in self._with_members():
             whole = tensor.data
             self._whole.append((tensor, whole, axis))
@@ -137,12 +153,58 @@ class Division(Exchange, Undivided):
 
     # ------------------------------------------------------------------ a batch
 
+    def reads(self, loader: Any) -> Any:
+        if (sampler := sampler_of(loader)) is not None:
+            check_sampler(sampler, self.mesh.data)
+        self.parts = sampler is not None or self.mesh.batches == "parts"
+        return Parts(loader, self.posterior) if self.parts else loader
+
+    @property
+    def loaders(self) -> int:  # type: ignore[override]
+        return self.mesh.data.size if self.parts else 1
+
+    def together(self, loader: Any) -> Any:
+        given = sampler_of(loader) is not None or self.mesh.batches == "parts"
+        return Together(Parts(loader, self.posterior), self.mesh.data) if given else loader
+
+    def epoch(self, loader: Any, index: int) -> None:
+        if hasattr(sampler := sampler_of(loader), "set_epoch"):
+            sampler.set_epoch(index)
+
+    def _compare(self, batch: Batch) -> None:
+        """Raises where processes that should read the same batch do not."""
+        mine = fingerprint(batch)
+        others = self.mesh.members.objects(mine) if self.parts else self.mesh.objects(mine)
+        if any(other != mine for other in others):
+            raise ValueError(
+                "expected the same batches in every process, got others; give shuffling loaders the same seed everywhere, or, "
+                'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
+            )
+
+    def _own(self, batch: Batch) -> Batch:
+        """The batch, which is this rank's part of a whole one."""
+        self._divided, size, ranks = True, batch.size, self.mesh.data.size
+        mine = counted(self.posterior, batch).sum()
+        sizes = self.mesh.data.gather(torch.stack([mine.new_tensor(size), mine])[None], ranks)  # (R, 2)
+        if size not in self._sizes:
+            self._sizes.add(size)
+            if (found := sizes[:, 0].tolist()) != [size] * ranks:
+                raise ValueError(
+                    f"expected parts of a batch with as many rows in every process, got {found}; make them even"
+                )
+        self._total = total = sizes[:, 1].sum()
+        self._rows = size * ranks, slice(size * self.mesh.data.rank, size * (self.mesh.data.rank + 1))
+        self._share = torch.where(total > 0, mine / total, 1 / ranks)
+        return batch
+
     def part(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
+        if self.parts and self.mesh.data.group is not None:
+            return self._own(batch)
         size, here = batch.size, self.mesh.share(batch.size)
         self._divided = size >= self.mesh.data.size
         if self.mesh.data.group is None or not self._divided:
-            self._rows, self._share = (size, slice(0, size)), None
+            self._rows, self._share, self._total = (size, slice(0, size)), None, None
             if self.mesh.data.group is not None:
                 self._share = torch.tensor(1 / self.mesh.data.size, dtype=torch.float64, device=self.posterior.device)
             return batch
@@ -153,7 +215,7 @@ class Division(Exchange, Undivided):
 
         weight = counted(self.posterior, batch)
         total, mine = weight.sum(), weight[here].sum()
-        self._share = torch.where(total > 0, mine / total, (here.stop - here.start) / size)
+        self._total, self._share = total, torch.where(total > 0, mine / total, (here.stop - here.start) / size)
         return Batch(apply(batch.x, rows), rows(batch.y), None if batch.weight is None else batch.weight[here])
 
     def engine(self, engine: str) -> str:
@@ -179,6 +241,9 @@ class Division(Exchange, Undivided):
 
     def weighed(self, value: Tensor) -> Tensor:
         return value if self._share is None else value * self._share.to(value.dtype)
+
+    def counted(self, weight: Tensor) -> Tensor:
+        return weight if self._total is None else self._total.to(weight.dtype)
 
     @property
     def share(self) -> Tensor | None:
@@ -349,7 +414,7 @@ def _states(optimizer: Optimizer, own: set[int]) -> list[tuple[Tensor, str, Tens
 UNDIVIDED = "divide members alone: mesh(data=1)"
 
 
-def divided(posterior: Posterior, mesh: Mesh | None) -> Undivided:
+def divided(posterior: Posterior, mesh: Mesh | None, loader: Any) -> Undivided:
     """How the posterior trains: on this mesh, or on one that suits the processes there are, members first; or on one process.
 
     Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
@@ -357,7 +422,9 @@ def divided(posterior: Posterior, mesh: Mesh | None) -> Undivided:
     if mesh is None and posterior.ranks is None:
         start()
         size = distributed.get_world_size() if connected() else 1
-        mesh = make_mesh(members=math.gcd(size, posterior.particles.members)) if size > 1 else None
+        rows = getattr(sampler_of(loader), "num_replicas", None)  # a sampler has divided rows already
+        members = math.gcd(size, posterior.particles.members) if rows is None else size // rows
+        mesh = make_mesh(members=members) if size > 1 else None
     return Undivided() if mesh is None else Division(mesh, posterior)
 
 
