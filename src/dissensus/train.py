@@ -111,12 +111,12 @@ def fit(
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
-    with training(expect_posterior(posterior).particles.template.network):
+    with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
         posterior.ranks = ranks or posterior.ranks
-        division = divided(posterior, mesh, loader)
+        division = processes.enter_context(divided(posterior, mesh, loader))
         if one_of("targets", targets, (None, "standardised")) is not None:
             standardise_targets(posterior, division.together(loader))
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)

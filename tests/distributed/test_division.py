@@ -14,15 +14,22 @@ STEPS = 200
 
 
 def small(dropout=0.0):
-    """4 inputs, batch norm, 3 outputs; no bias before the norm, whose gradient is rounding, which Adam makes steps of."""
+    """4 inputs, batch norm, 3 outputs. No bias right before the norm: its gradient is rounding, which Adam makes steps of."""
     drop = [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), *drop, nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), *drop, nn.Linear(6, 3))
+
+
+# Methods of the contract's table whose line there runs chains before `fit` does
+METHODS = test_contract.METHODS | {
+    "hmc": lambda net: ds.HMC(net(), samples=3, warmup=1, leapfrog=1, data_size=12),
+    "multi_hmc": lambda net: ds.HMC([net(), net()], samples=3, warmup=1, leapfrog=1, data_size=12),
+}
 
 
 def trained(method, mesh=None, *, net=small, epochs=40, batch_size=5, keywords=None, **settings):
     """(state, losses, predictions) after 40 epochs over 12 points in batches of 5, 5 and 2."""
     torch.manual_seed(0)
-    posterior = test_contract.METHODS[method](net, **(keywords or {})).to(torch.float64)
+    posterior = METHODS[method](net, **(keywords or {})).to(torch.float64)
     x, y = tiny.points()
     loader = ds.data.Batches(x, y, batch_size=batch_size, shuffle=True)
     torch.manual_seed(1)
@@ -36,7 +43,8 @@ def off(found, expected):
     """The largest difference between what two runs gave."""
     (state, losses, members), (wanted, wanted_losses, wanted_members) = found, expected
     assert state.keys() == wanted.keys()
-    pairs = [(state[name], wanted[name]) for name in wanted]
+    # Eigenvectors of equal eigenvalues turn with the rounding: what is made of them is compared.
+    pairs = [(state[name], wanted[name]) for name in wanted if not name.endswith(".vectors")]
     pairs += [(torch.tensor(losses), torch.tensor(wanted_losses)), (members, wanted_members)]
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
@@ -80,7 +88,6 @@ def with_sampler(mesh=None, accumulate=1, batch_size=2, method="function_rde"):
     posterior = test_contract.METHODS[method](plain, likelihood=ds.Classification(ignore_index=255)).double()
     data = Weighted()
     if mesh is None:
-        order = [[[*range(0, 13, 2), 1][i] for i in (0, 1)] for _ in ()]
         first, second = [*range(0, 13, 2)], [*range(1, 13, 2), 0]  # what the two ranks read, the last of them again
         order = [first[i : i + 2] + second[i : i + 2] for i in range(0, 7, 2)]
         loader = [data[rows] for rows in order]

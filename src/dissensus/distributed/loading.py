@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus.core.batch import Batch, apply
 from dissensus.core.posterior import Posterior
-from dissensus.distributed.mesh import Axis
+from dissensus.distributed.mesh import Axis, Mesh
 
 
 def sampler_of(loader: Any) -> Any:
@@ -55,23 +55,23 @@ class Parts:
 
 
 class Together:
-    """Whole batches, put together from the parts that the ranks of an axis read: the same in all of them."""
+    """Whole batches, put together from the parts that the ranks of the data axis read: the same in all of them."""
 
-    def __init__(self, parts: Parts, axis: Axis) -> None:
-        self.parts, self.axis = parts, axis
+    def __init__(self, parts: Parts, mesh: Mesh) -> None:
+        self.parts, self.mesh = parts, mesh
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        device = self.parts.posterior.device
+        device, axis = self.mesh.device, self.mesh.data
         for batch in self.parts:
             size = batch.size
 
             def gathered(tensor: Tensor, size: int = size) -> Tensor:
                 if not tensor.ndim or len(tensor) != size:
                     return tensor
-                whole = self.axis.gather(tensor.to(device), size * self.axis.size)
+                whole = axis.gather(tensor.to(device), size * axis.size)
                 return whole.to(tensor.device)
 
             weight = None if batch.weight is None else gathered(batch.weight)

@@ -124,6 +124,12 @@ class Mesh:
         return self.members.rank * self.data.size + self.data.rank
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be exchanged."""
+        cuda = self.device_mesh is not None and self.device_mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
