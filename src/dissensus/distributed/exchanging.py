@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
@@ -55,6 +55,8 @@ class MeshExchange(Exchange):
         self._noise: noise.WholeNoise | None = None
         self._alike = False  # whether leaves of z without rows were seen to be the same everywhere
         self._probing = False
+        self._works: list[distributed.Work] = []  # sums that have begun
+        self._summed = False  # whether they were those of this batch
 
     def rows(self, size: int) -> tuple[int, slice]:
         # In a trial run of a few rows, any that are as many.
@@ -122,6 +124,17 @@ class MeshExchange(Exchange):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
+        try:
+            with self._others_drawn():
+                yield
+        finally:
+            for work in self._works:
+                work.wait()
+            self._summed, self._works = bool(self._works), []
+
+    @contextmanager
+    def _others_drawn(self) -> Iterator[None]:
+        """Before and after, the noise of members that lie elsewhere is drawn."""
         if self._noise is None or not self.apart:
             yield
             return
@@ -202,10 +215,25 @@ class MeshExchange(Exchange):
     # ------------------------------------------------------------------ gradients that are complete
 
     @torch.no_grad()
+    def found(self, gradients: Gradients) -> Gradients:
+        """One member's loss and gradients, whose sum over the data axis has begun."""
+        names, each = list(gradients.gradients), [self.weighed(gradients.losses), *gradients.gradients.values()]
+        if self.mesh.data.group is None:
+            return gradients
+        losses, *summed = _summed(self._begin, each)
+        return gradients._replace(losses=losses, gradients=dict(zip(names, summed, strict=True)))
+
+    def _begin(self, flat: Tensor) -> Tensor:
+        self._works += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
+        return flat
+
+    @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
-        losses, gradients = self.weighed(found.losses), dict(found.gradients)
-        if self.mesh.data.group is not None:
-            losses, *summed = _summed(self.mesh.data.sum, [losses, *gradients.values()])
+        losses, gradients = found.losses, dict(found.gradients)
+        if self._summed:
+            self._summed = False
+        elif self.mesh.data.group is not None:
+            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *gradients.values()])
             gradients = dict(zip(gradients, summed, strict=True))
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
