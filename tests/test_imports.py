@@ -26,6 +26,7 @@ ROOMS = {
     "core": "numerics",
     "surgery": "numerics nets core",  # the NTK form of a linear layer is cut as the plain one is
     "engine": "numerics core",
+    "distributed": "numerics core engine",  # who has which members and rows
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
@@ -34,7 +35,7 @@ ROOMS = {
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
     "reporting": "numerics core metrics evaluation storage",
-    "train": "numerics core data surgery engine training",
+    "train": "numerics core data surgery engine distributed training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
     "exporting": "numerics core surgery engine methods standing storage version",
