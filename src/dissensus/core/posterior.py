@@ -301,6 +301,33 @@ class Posterior(TrainingRules, ABC):
         return (self.batch(given, anywhere=anywhere) for given in loader)
 
     @final
+    def whole(self, loader: Any) -> Any:
+        """The loader; where its sampler gives every process a part of the data, one of all the parts."""
+        if getattr(getattr(loader, "sampler", None), "num_replicas", 1) == 1 or self.ranks == "independent":
+            return loader
+        if self.mesh is None:
+            raise ValueError(
+                "expected a posterior on a mesh for a loader that gives each process a part of the data, got none; set "
+                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for numbers of the part'
+            )
+        return self.mesh.whole(loader)
+
+    @final
+    def shared(
+        self, work: Callable[[Any], Any], given: Iterable[Any], drawn: DrawnFunctions, device: Any = "cpu"
+    ) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch, in order. Processes of the mesh take turns, and each gets all that was found.
+
+        Args:
+            drawn: the functions that the work is done with, the same on all processes.
+            device: where what other processes found shall lie.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return ((batch, work(batch)) for batch in given)
+        found: Iterator[tuple[Any, Any]] = self.mesh.in_turns(work, given, drawn=drawn, device=device)
+        return found
+
+    @final
     def take(self, batch: Batch) -> Batch:
         """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""
         self.check_batch(batch)

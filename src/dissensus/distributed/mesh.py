@@ -8,12 +8,14 @@ together in the order of ranks are the whole. With one process an axis has no gr
 """
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dissensus.distributed.sharing import WholeBatches, in_turns
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
@@ -136,6 +138,17 @@ class Mesh:
         """What every process has of a Python object, in the order of ranks."""
         along = self.data.objects(mine)
         return [each for row in self.members.objects(along) for each in row]
+
+    def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch on every process, each worked on by one of them: `sharing.in_turns`."""
+        return in_turns(self, work, batches, **about)
+
+    def whole(self, loader: Any) -> Any:
+        """A loader of all processes' batches, where this one's gives its part."""
+        return WholeBatches(self, loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        return self  # a copied posterior is on the same mesh, and process groups cannot be copied
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first process's tensor, in place of this one's."""
