@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dissensus import storage
+from dissensus.bench import ranks
 from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
@@ -39,7 +40,7 @@ from dissensus.bench.run.splits import (
     attack_curves,
     corruptions,
     split_names,
-    write_split,
+    split_writer,
 )
 from dissensus.bench.run.watch import ROWS, watcher
 from dissensus.bench.task.config import RunConfig, run_config_of
@@ -73,6 +74,7 @@ class Run:
         self.config = config
         self.load = load or LastData()
         self.fresh = False  # whether `begin` made the folder
+        self.shared = False  # whether all processes that `torchrun` started work on it
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
@@ -156,6 +158,16 @@ class Run:
             augment=written("augment", augment).made(),
         )
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what comes of the run: where several share it, the first."""
+        return not self.shared or ranks.rank() == 0
+
+    def written(self) -> None:
+        """Where several processes share the run, waits until the first has written what all of them will read."""
+        if self.shared:
+            ranks.wait()
+
     # ------------------------------------------------------------------ stages
 
     @property
@@ -165,7 +177,8 @@ class Run:
     def train_alone(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
-            (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
+            if self.writes:
+                (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -189,10 +202,17 @@ class Run:
                 progress=self.config.method if progress else False,  # a variant's own name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
+                ranks=self.ranks,
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
-        checkpoint.unlink(missing_ok=True)
+        if self.writes:
+            checkpoint.unlink(missing_ok=True)
+
+    @property
+    def ranks(self) -> Literal["independent"] | None:
+        """As `fit` takes it: processes that do not share the run each train what is theirs."""
+        return "independent" if ranks.size() > 1 and not self.shared else None
 
     def _keep_untrained(self, posterior: Posterior) -> None:
         """Keeps what the method makes of its network without training, by the training rows as they are."""
@@ -220,15 +240,17 @@ class Run:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
         scaled = self.config.training.get("temperature", False)
         temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
-        storage.save(posterior, self.folder / "posterior")
-        # Written whole once more: a run that was stopped may have lost or doubled its last line.
-        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
-        facts |= image_facts(self.data)
-        write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+        if self.writes:
+            storage.save(posterior, self.folder / "posterior")
+            # Written whole once more: a run that was stopped may have lost or doubled its last line.
+            write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+            facts |= image_facts(self.data)
+            write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+        self.written()
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
         """What is done after each epoch: a line in the log, and looks at how members differ and at what is learned."""
-        asked, watching = self.config.evaluation, []
+        asked, watching = self.config.evaluation if self.writes else {}, []
         if "distances_every" in asked:
             watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
         if "curves_every" in asked:
@@ -250,8 +272,9 @@ class Run:
 
     def log(self, epoch: Epoch) -> None:
         """Adds a line to log.jsonl."""
-        with (self.folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(epoch)) + "\n")
+        if self.writes:
+            with (self.folder / "log.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(epoch)) + "\n")
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
@@ -278,19 +301,28 @@ class Run:
         if not waiting:
             return
         self._check_own(lambda: self.data)
-        with self._threads(), drawn_once(self.posterior()) as functions:
+        posterior = self.posterior()
+        posterior.mesh = ranks.mesh() if self.shared else None
+        with self._threads(), drawn_once(posterior) as functions:
             for split, path in waiting.items():
-                write_split(path, split, self.config, self.data, functions, self.loader, tell)
+                write = split_writer(split, self.config, self.data, functions, self.loader, tell)
+                if self.writes:
+                    write(path)
+        self.written()
 
     def measure(self) -> Evaluation:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
+            return read_evaluation(self.folder)
+        if not self.writes:
+            self.written()
             return read_evaluation(self.folder)
         about = (self.config, self.kind, self.data, self.posterior(), self._compared)
         # Always anew: the one in the folder may be calibrated otherwise. On the processor, as files of predictions are.
         calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
         evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
         write_evaluation(self.folder, evaluation)
+        self.written()
         return evaluation
 
     def evaluate(self, *, tell: Tell = silent) -> Evaluation:
@@ -307,7 +339,9 @@ class Run:
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
-            path.unlink(missing_ok=True)
+            if self.writes:
+                path.unlink(missing_ok=True)
+        self.written()
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
