@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from dissensus.core.posterior import Posterior, expect_posterior, left_as_found,
 from dissensus.core.progress import Progress
 from dissensus.core.turns import training
 from dissensus.data.batches import as_loader
+from dissensus.distributed.alone import Undivided
+from dissensus.distributed.division import divided
+from dissensus.distributed.mesh import Mesh
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
@@ -55,6 +58,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
+    mesh: Mesh | None = None,
     draw: bool = True,
     targets: Literal["standardised"] | None = None,
 ) -> History:
@@ -86,7 +90,10 @@ def fit(
         progress: whether progress is shown, or the title to show it under.
         checkpoint: a file written after each epoch; if it exists, training resumes from it.
         checkpoint_seconds: least time between two writes; the last epoch is always written.
-        ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
+        ranks: "independent" lets every process of a distributed group train a model of its own; None trains one model with
+            all of them.
+        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses where there are several. To be
+            called by all of them with the same posterior and loader, whose batches fit divides.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and deviation of a regression's targets, in a pass over the loader of its own,
             and lets the network learn (y − mean) / std; y, losses, predictions and metrics stay in the units of y.
@@ -111,8 +118,10 @@ def fit(
         if one_of("targets", targets, (None, "standardised")) is not None:
             standardise_targets(posterior, loader)
         posterior.ranks = ranks or posterior.ranks
+        division = divided(posterior, mesh)
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
+        division.begin()
         default = optimizer is None
         if optimizer is None:
             optimizer = posterior.default_optimizer()
@@ -121,8 +130,9 @@ def fit(
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
         history, best, told = Resumed(History(), Best(), {})
-        if checkpoint is not None and Path(checkpoint).exists():
-            history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+        if checkpoint is not None and division.first(Path(checkpoint).exists()):
+            with division.whole(optimizer):
+                history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
@@ -130,9 +140,9 @@ def fit(
         length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
-        run = _Run(posterior, optimizer, engine, steps=steps, **settings)
+        run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
-        bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
+        bar = Progress(epochs, length.batches, title=posterior.name, show=division.is_first and progress)
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
@@ -147,9 +157,9 @@ def fit(
                 length.epoch_over()
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
-                score = None if validation is None else validation_nll(posterior, validation)
+                score = None if validation is None else validation_nll(posterior, validation, None, division)
                 drawn = None if validation is None else look(posterior, index, epochs, validation)
-                sampled = None if validation is None or drawn is None else validation_nll(posterior, validation, drawn)
+                sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
                 if isinstance(scheduler, ReduceLROnPlateau):
@@ -162,13 +172,17 @@ def fit(
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
-                if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
-                    write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                if checkpoint is not None and division.first(time.monotonic() - written >= checkpoint_seconds):
+                    with division.whole(optimizer):
+                        if division.is_first:
+                            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
                     written, unwritten = time.monotonic(), False
-                if callback is not None and callback(epoch):
+                if callback is not None and division.first(callback(epoch)):
                     break
             if checkpoint is not None and unwritten:
-                write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                with division.whole(optimizer):
+                    if division.is_first:
+                        write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
 
         if best.state is not None:
             posterior.load_state_dict(best.state)
@@ -183,10 +197,13 @@ def fit(
 class _Run:
     """The step of a run, built when the first batch is there, and the epochs made of it."""
 
-    def __init__(self, posterior: Posterior, optimizer: Optimizer, engine: str, **settings: Any) -> None:
+    def __init__(
+        self, posterior: Posterior, optimizer: Optimizer, division: Undivided, engine: str, **settings: Any
+    ) -> None:
         self.posterior = posterior
         self.optimizer = optimizer
-        self.engine = engine
+        self.division = division
+        self.engine = division.engine(engine)
         self.settings = settings
         self.step: Step | None = None
         self.memory: Memory | None = None
@@ -195,23 +212,28 @@ class _Run:
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
         posterior, total, sizes = self.posterior, None, []
-        for given in posterior.read(loader):
-            if given.size == 0:
-                raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
-            batch = posterior.take(given)
-            posterior.before_step(batch)
-            with enough_examples(batch.x):
-                step = self.step or self._build(batch)
-                losses = step(batch)
-            total = losses.clone() if total is None else total.add_(losses)
-            sizes.append(batch.size)
-            bar.step()
-        if total is None or self.step is None:
-            raise ValueError(
-                "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
-            )
-        self.step.finish()
-        self.step.check()
+        with ExitStack() as divided:
+            for given in posterior.read(loader):
+                if given.size == 0:
+                    raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
+                batch = posterior.take(given)
+                posterior.before_step(batch)
+                if not sizes:  # not before: at the first batch, what the first member does may count for all
+                    divided.enter_context(self.division.here(self.optimizer))
+                part = self.division.part(batch)
+                with enough_examples(batch.x):
+                    step = self.step or self._build(part)
+                    losses = step(part)
+                total = losses.clone() if total is None else total.add_(losses)
+                sizes.append(batch.size)
+                bar.step()
+            if total is None or self.step is None:
+                raise ValueError(
+                    "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
+                )
+            self.step.finish()
+            self.step.check()
+            total = self.division.losses(total)
         self.way = self.step.way
         checks.say_data_size(posterior, sum(sizes))
         return (total / len(sizes)).double().cpu()
@@ -230,16 +252,23 @@ class _Run:
             self.step.close()
 
 
-def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given."""
+def validation_nll(
+    posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None, division: Undivided | None = None
+) -> float:
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given.
+
+    Divided, each process looks at some of the batches.
+    """
+    division = division or Undivided()
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for given in posterior.read(loader, anywhere=True):
+        for given in division.apart(posterior.read(loader, anywhere=True)):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
             total, count = total + float(found), count + float(counted)
+    total, count = division.total(total, count)
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count
