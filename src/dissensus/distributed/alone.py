@@ -14,6 +14,7 @@ class Undivided:
     """Training on one process. `is_first`: whether it writes and prints."""
 
     is_first = True
+    mesh: Any = None
 
     def begin(self) -> None:
         """Before anything trains."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dissensus.core.progress import let_speak
 from dissensus.distributed.sharing import WholeBatches, in_turns
 from dissensus.numerics.checks import one_of, whole
 
@@ -107,6 +108,7 @@ class Mesh:
         self.data = data
         self.statistics = statistics
         self.device_mesh = device_mesh
+        let_speak(self.is_first)
 
     def __repr__(self) -> str:
         return f"Mesh(members={self.members!r}, data={self.data!r})"
@@ -149,6 +151,9 @@ class Mesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # one that is sent elsewhere is on none
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first process's tensor, in place of this one's."""

@@ -139,8 +139,11 @@ def begun(
         for run in runs:  # a folder of another run is an error before anything is trained
             run.begin()
     ranks.wait()
-    for run in runs if ranks.rank() else ():
-        Run.open(run.folder)  # an error where another machine does not see the folder
+    if not all((run.folder / "config.toml").is_file() for run in runs):
+        raise FileNotFoundError(
+            f"expected a folder that all processes see, got {out}, which the first alone does; choose an --out on a file "
+            "system that all machines have"
+        )
     return runs
 
 

@@ -13,6 +13,7 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -163,6 +164,12 @@ class Run:
         """Whether this process writes what comes of the run: where several share it, the first."""
         return not self.shared or ranks.rank() == 0
 
+    def _remove(self, path: Path) -> None:
+        if self.writes and path.is_dir():
+            shutil.rmtree(path)
+        elif self.writes:
+            path.unlink(missing_ok=True)
+
     def written(self) -> None:
         """Where several processes share the run, waits until the first has written what all of them will read."""
         if self.shared:
@@ -177,8 +184,7 @@ class Run:
     def train_alone(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
-            if self.writes:
-                (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
+            self._remove(self.folder / "checkpoint.pt")  # of a run that was stopped on its last line
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -206,8 +212,7 @@ class Run:
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
-        if self.writes:
-            checkpoint.unlink(missing_ok=True)
+        self._remove(checkpoint)
 
     @property
     def ranks(self) -> Literal["independent"] | None:
@@ -339,8 +344,7 @@ class Run:
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
-            if self.writes:
-                path.unlink(missing_ok=True)
+            self._remove(path)
         self.written()
 
     def _splits(self) -> dict[str, Path]:
