@@ -73,7 +73,7 @@ FLOORS = {
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records measured pixels same weights",
+        "provenance records measured pixels same weights writing",
         "watch",
         "learned",
         "build splits convert",

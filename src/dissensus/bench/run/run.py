@@ -13,12 +13,11 @@ runs/ID/config.toml                     what the run depends on, and where it wa
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -44,6 +43,7 @@ from dissensus.bench.run.splits import (
     split_writer,
 )
 from dissensus.bench.run.watch import ROWS, watcher
+from dissensus.bench.run.writing import Folder
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
@@ -67,15 +67,14 @@ def silent(text: str) -> None:
     """Says nothing."""
 
 
-class Run:
+class Run(Folder):
     """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
 
     def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.config = config
         self.load = load or LastData()
         self.fresh = False  # whether `begin` made the folder
-        self.shared = False  # whether all processes that `torchrun` started work on it
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
@@ -159,22 +158,6 @@ class Run:
             augment=written("augment", augment).made(),
         )
 
-    @property
-    def writes(self) -> bool:
-        """Whether this process writes what comes of the run: where several share it, the first."""
-        return not self.shared or ranks.rank() == 0
-
-    def _remove(self, path: Path) -> None:
-        if self.writes and path.is_dir():
-            shutil.rmtree(path)
-        elif self.writes:
-            path.unlink(missing_ok=True)
-
-    def written(self) -> None:
-        """Where several processes share the run, waits until the first has written what all of them will read."""
-        if self.shared:
-            ranks.wait()
-
     # ------------------------------------------------------------------ stages
 
     @property
@@ -184,7 +167,7 @@ class Run:
     def train_alone(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
-            self._remove(self.folder / "checkpoint.pt")  # of a run that was stopped on its last line
+            self.remove(self.folder / "checkpoint.pt")  # of a run that was stopped on its last line
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -212,12 +195,7 @@ class Run:
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
-        self._remove(checkpoint)
-
-    @property
-    def ranks(self) -> Literal["independent"] | None:
-        """As `fit` takes it: processes that do not share the run each train what is theirs."""
-        return "independent" if ranks.size() > 1 and not self.shared else None
+        self.remove(checkpoint)
 
     def _keep_untrained(self, posterior: Posterior) -> None:
         """Keeps what the method makes of its network without training, by the training rows as they are."""
@@ -274,12 +252,6 @@ class Run:
     def _compared(self) -> Batches:
         """The training rows at which members are compared."""
         return self.loader(self.data.train.first(ROWS, seed=0))
-
-    def log(self, epoch: Epoch) -> None:
-        """Adds a line to log.jsonl."""
-        if self.writes:
-            with (self.folder / "log.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(epoch)) + "\n")
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
@@ -344,7 +316,7 @@ class Run:
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
-            self._remove(path)
+            self.remove(path)
         self.written()
 
     def _splits(self) -> dict[str, Path]:
