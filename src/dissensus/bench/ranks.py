@@ -19,7 +19,7 @@ from torch import distributed
 Item = TypeVar("Item")
 
 LONGEST = timedelta(days=30)  # that processes wait for others' runs
-SECOND = 1.0  # in which the first process may say what is wrong everywhere
+SECONDS = 5.0  # in which the first process may say what is wrong everywhere
 
 
 def connect() -> None:
@@ -73,7 +73,7 @@ def failed(text: str) -> str:
     """What a failing process says, with its number; not the first only where that one does not say the same and ends all."""
     if rank() == 0:
         return text
-    time.sleep(SECOND)
+    time.sleep(SECONDS)
     return f"{text} (rank {rank()})"
 
 
