@@ -111,14 +111,14 @@ def fit(
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
-    with training(expect_posterior(posterior).particles.template.network):
+    with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
-        if one_of("targets", targets, (None, "standardised")) is not None:
-            standardise_targets(posterior, loader)
         posterior.ranks = ranks or posterior.ranks
-        division = divided(posterior, mesh)
+        division = processes.enter_context(divided(posterior, mesh, loader))
+        if one_of("targets", targets, (None, "standardised")) is not None:
+            standardise_targets(posterior, division.together(loader))
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
         division.begin()
@@ -136,7 +136,8 @@ def fit(
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
-        posterior.batches_per_step = accumulate
+        read = division.reads(loader)
+        posterior.batches_per_step = accumulate * division.loaders
         length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
@@ -152,13 +153,14 @@ def fit(
                     break
                 start = time.perf_counter()
                 posterior.train()
-                losses = run.epoch(loader, bar)  # (M,)
+                division.epoch(loader, index)
+                losses = run.epoch(read, bar)  # (M,)
                 seconds = time.perf_counter() - start
                 length.epoch_over()
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = None if validation is None else look(posterior, index, epochs, validation)
+                drawn = None if validation is None else look(posterior, index, epochs, division.together(validation))
                 sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
@@ -188,7 +190,7 @@ def fit(
             posterior.load_state_dict(best.state)
         if draw:
             start = time.perf_counter()
-            refresh(posterior, loader)
+            refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
         posterior.mesh = division.mesh  # whoever trained it together predicts together
@@ -220,7 +222,7 @@ class _Run:
                 batch = posterior.take(given)
                 posterior.before_step(batch)
                 if not sizes:  # not before: at the first batch, what the first member does may count for all
-                    divided.enter_context(self.division.here(self.optimizer))
+                    divided.enter_context(self.division.here(self.optimizer, batch))
                 part = self.division.part(batch)
                 with enough_examples(batch.x):
                     step = self.step or self._build(part)
@@ -264,7 +266,7 @@ def validation_nll(
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for given in division.apart(posterior.read(loader, anywhere=True)):
+        for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)

@@ -1,6 +1,7 @@
 """Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit."""
 
 import functools
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -151,6 +152,33 @@ def test_parts_of_a_sampler_are_put_together_in_the_order_of_the_set(size):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def of_uneven_parts():
+    """Rank r reads rows of its own: 40, none, 33 and 17 of them."""
+    sizes = [40, 0, 33, 17]
+    rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    x, y = rows()
+    parts = [
+        Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
+    ]
+    parts.insert(1, [])
+    mine = parts[rank] if size > 1 else [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
+    posterior = ensemble().double()
+    posterior.mesh = ds.distributed.mesh(data=size, batches="parts") if size > 1 else None
+    ds.calibrate(posterior, mine, "vector")
+    scores = ds.conformal(posterior, mine, score="aps").scores
+    twice = said(ds.predict, posterior, (x, y)) if size > 1 else ""
+    return numbers(ds.evaluate(posterior, mine, progress=False)) | {"scores": scores, "twice": twice}
+
+
+def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
+    expected = alone(of_uneven_parts)
+    for found in workers().run(4, of_uneven_parts):
+        assert found.pop("twice").startswith("ValueError: expected other rows on every rank")
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
+        assert torch.equal(found["test/correct"], expected["test/correct"])
 
 
 def said(function, *args, **keywords):

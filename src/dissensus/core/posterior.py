@@ -302,15 +302,16 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def whole(self, loader: Any) -> Any:
-        """The loader; where its sampler gives every process a part of the data, one of all the parts."""
-        if getattr(getattr(loader, "sampler", None), "num_replicas", 1) == 1 or self.ranks == "independent":
-            return loader
-        if self.mesh is None:
+        """The loader; where it gives each process a part of the data, one of all the parts."""
+        if self.mesh is not None:
+            return self.mesh.whole(loader)
+        parts = batches.sampler_of(loader)
+        if parts is not None and parts.num_replicas > 1 and self.ranks is None:
             raise ValueError(
                 "expected a posterior on a mesh for a loader that gives each process a part of the data, got none; set "
                 'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for numbers of the part'
             )
-        return self.mesh.whole(loader)
+        return loader
 
     @final
     def shared(

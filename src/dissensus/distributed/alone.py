@@ -15,11 +15,12 @@ class Undivided:
 
     is_first = True
     mesh: Any = None
+    loaders = 1  # whose batches make a whole one
 
     def begin(self) -> None:
         """Before anything trains."""
 
-    def here(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+    def here(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[object]:
         """Around the steps of an epoch."""
         return nullcontext()
 
@@ -30,6 +31,17 @@ class Undivided:
     def engine(self, engine: str) -> str:
         """How members run."""
         return engine
+
+    def reads(self, loader: Any) -> Any:
+        """What training reads from a loader."""
+        return loader
+
+    def together(self, loader: Any) -> Any:
+        """The loader's batches, whole: for what is measured on all rows."""
+        return loader
+
+    def epoch(self, loader: Any, index: int) -> None:
+        """Before an epoch of this number."""
 
     def part(self, batch: Batch) -> Batch:
         """The rows of a batch that lie here."""

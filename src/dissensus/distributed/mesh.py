@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dissensus.core.batch import sampler_of
 from dissensus.core.progress import let_speak
-from dissensus.distributed.sharing import WholeBatches, in_turns
+from dissensus.distributed.sharing import Interleaved, Joined, in_turns
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
+Given = Literal["whole", "parts"]
 
 
 class Axis:
@@ -93,6 +95,7 @@ class Mesh:
         members: the `Axis` along which ranks hold different members.
         data: the `Axis` along which ranks see different rows of a batch.
         statistics: of batch norm in training, "synchronised" over the data axis, or of each rank's rows, "per rank".
+        batches: what loaders give: the "whole" batches, everywhere the same, or each rank of the data axis its "parts".
         device_mesh: torch's, with the axes "members" and "data"; None where there is no process group.
     """
 
@@ -102,11 +105,13 @@ class Mesh:
         data: Axis,
         *,
         statistics: Statistics = "synchronised",
+        batches: Given = "whole",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         self.members = members
         self.data = data
         self.statistics = statistics
+        self.batches = batches
         self.device_mesh = device_mesh
         let_speak(self.is_first)
 
@@ -122,6 +127,12 @@ class Mesh:
     def rank(self) -> int:
         """This process's number among all."""
         return self.members.rank * self.data.size + self.data.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be exchanged."""
+        cuda = self.device_mesh is not None and self.device_mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     @property
     def is_first(self) -> bool:
@@ -146,8 +157,11 @@ class Mesh:
         return in_turns(self, work, batches, **about)
 
     def whole(self, loader: Any) -> Any:
-        """A loader of all processes' batches, where this one's gives its part."""
-        return WholeBatches(self, loader)
+        """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        sampler = sampler_of(loader)
+        if sampler is not None and sampler.num_replicas > 1:
+            return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
+        return Joined(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
@@ -162,7 +176,13 @@ class Mesh:
         return tensor
 
 
-def mesh(members: int | None = None, data: int | None = None, *, statistics: Statistics = "synchronised") -> Mesh:
+def mesh(
+    members: int | None = None,
+    data: int | None = None,
+    *,
+    statistics: Statistics = "synchronised",
+    batches: Given = "whole",
+) -> Mesh:
     """The mesh of all processes: `members` × `data` of them; without either number, the other takes what is left.
 
     To be called by every process. Under `torchrun` it connects them first (`start`) where nobody has.
@@ -172,8 +192,12 @@ def mesh(members: int | None = None, data: int | None = None, *, statistics: Sta
         data: ranks that see different rows; None is 1, or what `members` leaves.
         statistics: "synchronised" gives batch norm the statistics of the whole batch, as one process would have;
             "per rank" those of each rank's rows, which saves an exchange per layer and is another model.
+        batches: "whole" where every process's loader gives the same batches, of which `fit` takes the rows that are its own;
+            "parts" where each rank of the data axis reads its own rows, as many batches of as many rows as the others. A
+            loader with a `DistributedSampler` gives parts in any case.
     """
     one_of("statistics", statistics, ("synchronised", "per rank"))
+    one_of("batches", batches, ("whole", "parts"))
     start()
     size = distributed.get_world_size() if connected() else 1
     given = whole("members", 1 if members is None else members) * whole("data", 1 if data is None else data)
@@ -186,14 +210,14 @@ def mesh(members: int | None = None, data: int | None = None, *, statistics: Sta
             f"expected a mesh of {size} processes, got {members} × {data} (members × data); let them multiply to {size}"
         )
     if not connected():
-        return Mesh(Axis(), Axis(), statistics=statistics)
+        return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
     axes = [
         Axis(found.get_local_rank(name), number, found.get_group(name))
         for name, number in (("members", members), ("data", data))
     ]
-    return Mesh(*axes, statistics=statistics, device_mesh=found)
+    return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
 
 
 def connected() -> bool:

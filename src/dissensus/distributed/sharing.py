@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions
 
 Given = TypeVar("Given")
@@ -69,11 +70,10 @@ def in_turns(
             return
 
 
-class WholeBatches:
-    """The batches of a DataLoader whose DistributedSampler gives this rank its part, put together: all rows, in order.
+class Joined:
+    """The batches of loaders that give each rank rows of its own, joined: those of all ranks, in their order.
 
-    Rank r of W has rows r, r + W, r + 2W, … of the set, and the sampler repeats a few at the end where W does not divide it:
-    those are left out. Each rank reads its own rows from the disk, and inputs are exchanged.
+    Ranks may have other numbers of rows, or none. Each reads its own from the disk, and inputs are exchanged.
     """
 
     def __init__(self, ranks: Ranks, loader: Any) -> None:
@@ -83,19 +83,53 @@ class WholeBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        sampler = self.loader.sampler
-        about = sampler.num_replicas, len(sampler.dataset), len(self.loader)
-        everyone = exchanged(self.ranks, lambda: (about, sampler.rank))
+        left, mine = iter(self.loader), list[Any]()
+
+        def read() -> tuple[int, bytes]:
+            mine[:] = islice(left, 1)
+            return _mark(mine), _packed(mine) if mine else b""
+
+        while True:
+            everyone = exchanged(self.ranks, read)
+            if mine and isinstance(mine[0], Batch):  # from a posterior's door: joined before
+                yield mine[0]
+                yield from left
+                return
+            parts = {mark: _unpacked(packed, "cpu")[0] for mark, packed in everyone if packed}
+            if not parts:
+                return
+            if len(parts) < sum(bool(packed) for _, packed in everyone):
+                raise ValueError(
+                    "expected other rows on every rank, since the mesh says that loaders give parts, got the same on two; pass "
+                    'each rank its own, or mesh(batches="whole")'
+                )
+            yield pytree.tree_map(lambda *each: torch.cat(each), *parts.values())
+
+
+class Interleaved(Joined):
+    """The batches of DataLoaders whose DistributedSamplers give each rank its part, joined: all rows, in the samplers' order.
+
+    Rank r of W has rows r, r + W, r + 2W, …, and samplers repeat a few at the end where W does not divide their number: those
+    are left out.
+    """
+
+    def __init__(self, ranks: Ranks, loader: Any, sampler: Any) -> None:
+        super().__init__(ranks, loader)
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        about = self.sampler.num_replicas, len(self.sampler.dataset), len(self.loader)
+        everyone = exchanged(self.ranks, lambda: (about, self.sampler.rank))
         check_same([each for each, _ in everyone], "sampler and set", DATA)
-        if [rank for _, rank in everyone] != [*range(about[0])]:
+        if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
             raise ValueError(
-                f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {[rank for _, rank in everyone]} of {about[0]}; "
-                "build them after the ranks are connected, by DistributedSampler(data, shuffle=False)"
+                f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {found} of {about[0]}; build them by "
+                "DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
             )
         left, rows = iter(self.loader), about[1]
         for _ in range(about[2]):
             parts = [_unpacked(each, "cpu") for each in exchanged(self.ranks, lambda: _packed(next(left)))]
-            # (B, W, ...) flattened is in the order of the set: row i of rank r is number i·W + r
+            # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
             whole = pytree.tree_map(lambda *each: torch.stack(each, 1).flatten(0, 1), *parts)
             size = len(pytree.tree_leaves(whole)[0])
             yield whole if size <= rows else pytree.tree_map(itemgetter(slice(rows)), whole)
