@@ -159,6 +159,7 @@ def of_uneven_parts():
     sizes = [40, 0, 33, 17]
     rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     x, y = rows()
+    x = x.double()
     parts = [
         Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
     ]
