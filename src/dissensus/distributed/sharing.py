@@ -144,9 +144,9 @@ def exchanged(ranks: Ranks, make: Callable[[], Found]) -> list[Found]:
     except Exception as error:
         failed = error
     everyone = ranks.objects((_sendable(failed), mine))
-    for rank, (error, _) in enumerate(everyone):
-        if error is not None:
-            raise failed if rank == ranks.rank and failed is not None else error
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs is not None:
+            raise failed if rank == ranks.rank and failed is not None else theirs
     return [found for _, found in everyone]
 
 
@@ -177,7 +177,7 @@ def _mark(tree: Any) -> int:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            found = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
 
 

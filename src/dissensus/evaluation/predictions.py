@@ -112,7 +112,7 @@ def predictions(
         shown_at = labelled and is_image(x) and len(shapes) == 1
         if shown_at and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
-            shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
+            shown = x.cpu() if picture is None else picture(x.cpu())
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
         if promises:
             true = y.cpu() if labelled else None

@@ -223,8 +223,8 @@ def pixel_ood(
         rankings, bins = empty()
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
-        batch, classes, *place = answer.predictive.mean.shape
-        expected = (batch, *place)
+        size, classes, *place = answer.predictive.mean.shape
+        expected = (size, *place)
         if mask.is_floating_point() or mask.shape != expected:
             raise ValueError(
                 f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
