@@ -52,6 +52,10 @@ class Exchange:
         """couple(z) of all members and all rows, cut to those that lie here."""
         return couple(z)
 
+    def found(self, gradients: Found) -> Found:
+        """One member's gradients, in a pass over members: they may be exchanged while the next one's are found."""
+        return gradients
+
     def completed(self, posterior: Any, found: Found) -> Found:
         """Losses and gradients (`core.gradients.Gradients`) of the whole batch, of shared tensors over all members."""
         return found

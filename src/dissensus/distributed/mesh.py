@@ -58,6 +58,13 @@ class Axis:
             distributed.all_reduce(tensor, group=self.group)
         return tensor
 
+    def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
+        """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
+        if self.group is None:
+            return None
+        self.sent["sum"] += tensor.nbytes
+        return distributed.all_reduce(tensor, group=self.group, async_op=True)
+
     def largest(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
         if self.group is not None:
@@ -213,8 +220,9 @@ def mesh(
         return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
+    # One rank has nobody to exchange with; one process that asks for a mesh all the same goes through every exchange.
     axes = [
-        Axis(found.get_local_rank(name), number, found.get_group(name))
+        Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
         for name, number in (("members", members), ("data", data))
     ]
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
