@@ -262,7 +262,7 @@ def _predicted(
         with batches.unchanged(x):
             described = describe(x)
         # On a mesh an error must come with its batch, so that all processes raise it.
-        soon = None if posterior.mesh is not None else later
+        soon = None if posterior.others is not None else later
         yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=soon)
 
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:

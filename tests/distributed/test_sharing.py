@@ -257,6 +257,18 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them():
         assert {name: text[: len(expected[name])] for name, text in found.items()} == expected
 
 
+def after_the_group():
+    """One rank goes on alone when the group is no more."""
+    posterior = ensemble()
+    distributed.destroy_process_group()
+    return ds.predict(posterior, loader())[0].members if posterior.mesh.is_first else None
+
+
+def test_a_rank_may_go_on_alone_after_the_group():
+    found = workers().run(2, after_the_group)
+    assert torch.equal(found[0], ds.predict(ensemble(), loader())[0].members)
+
+
 def test_one_process_takes_no_turns():
     posterior = ensemble()
     posterior.mesh = ds.distributed.mesh()

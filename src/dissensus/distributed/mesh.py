@@ -120,6 +120,7 @@ class Mesh:
         self.statistics = statistics
         self.batches = batches
         self.device_mesh = device_mesh
+        self._world = distributed.group.WORLD if connected() else None
         let_speak(self.is_first)
 
     def __repr__(self) -> str:
@@ -140,6 +141,11 @@ class Mesh:
         """Where tensors must lie to be exchanged."""
         cuda = self.device_mesh is not None and self.device_mesh.device_type == "cuda"
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its processes are still connected."""
+        return connected() and distributed.group.WORLD is self._world
 
     @property
     def is_first(self) -> bool:

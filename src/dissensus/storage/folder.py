@@ -81,7 +81,7 @@ def save(
         **standing_on(posterior),
         **transforms_of(posterior, inputs, classes),
     }
-    if posterior.mesh is not None and not posterior.mesh.is_first:
+    if posterior.others is not None and not posterior.others.is_first:
         return  # all processes have the same, and the first writes it
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
