@@ -43,7 +43,7 @@ ROOMS = {
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
-    "predict guarantees standing version",
+    "predict guarantees standing version distributed",
     "__main__": "bench",
 }
 HEAVY = {"scipy", "matplotlib", "typer", "jinja2", "rich", "torchmetrics"}
@@ -69,11 +69,11 @@ FLOORS = {
         "plots curves maps panels scenes promises figures",
         "report",
     ],
-    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid capacity", "cli"],
+    "bench": ["names fitting printing own ranks", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records measured pixels same weights",
+        "provenance records measured pixels same weights writing",
         "watch",
         "learned",
         "build splits convert",

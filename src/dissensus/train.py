@@ -143,7 +143,7 @@ def fit(
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
         run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
-        bar = Progress(epochs, length.batches, title=posterior.name, show=division.is_first and progress)
+        bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
@@ -193,6 +193,7 @@ def fit(
             refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
+        posterior.mesh = division.mesh  # whoever trained it together predicts together
         return history
 
 

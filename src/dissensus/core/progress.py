@@ -1,5 +1,9 @@
-"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted."""
+"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted.
 
+Of processes that work together only the first shows it, logs, and writes reports (`speaks`).
+"""
+
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -7,6 +11,21 @@ from types import TracebackType
 from typing import Any, Self
 
 SECONDS = 10.0  # without a line, after which an epoch that still runs gets one
+
+_others = {"speak": False}  # whether another process of a mesh speaks for this one
+
+
+def speaks() -> bool:
+    """Whether this process shows progress, logs and writes reports: on a mesh the first one does, for all."""
+    return not _others["speak"]
+
+
+def let_speak(first: bool) -> None:
+    """Called where a mesh is made: whether this is its first process."""
+    _others["speak"] = not first
+
+
+logging.getLogger("dissensus").addFilter(lambda record: speaks())
 
 
 class Progress:
@@ -17,6 +36,7 @@ class Progress:
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
+        show = speaks() and show
         self.lines = bool(show) and not sys.stderr.isatty()
         self.done, self.steps, self.told = (
             0,

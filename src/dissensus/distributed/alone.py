@@ -14,6 +14,7 @@ class Undivided:
     """Training on one process. `is_first`: whether it writes and prints."""
 
     is_first = True
+    mesh: Any = None
     loaders = 1  # whose batches make a whole one
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, apply
+from dissensus.core.batch import Batch, apply, sampler_of
 from dissensus.core.errors import Diverged
 from dissensus.core.exchange import Exchange
 from dissensus.core.likelihood import spread
@@ -19,7 +19,7 @@ from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.exchanging import MeshExchange, Share
-from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint, sampler_of
+from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint
 from dissensus.distributed.mesh import Mesh, connected, start
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.engine.optimisers import lay_out

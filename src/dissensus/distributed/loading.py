@@ -1,27 +1,14 @@
 """Loaders on a mesh: whole batches that every process reads alike, or parts of them, one for each rank of the data axis."""
 
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dissensus.core.batch import Batch, apply
+from dissensus.core.batch import Batch, apply, sampler_of
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.mesh import Axis, Mesh
-
-
-def sampler_of(loader: Any) -> Any:
-    """The loader's sampler where that gives each rank its own rows, as torch's DistributedSampler does; else None."""
-    for path in ("sampler", "batch_sampler.sampler"):
-        try:
-            sampler = attrgetter(path)(loader)
-        except AttributeError:
-            continue
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return sampler
-    return None
 
 
 def check_sampler(sampler: Any, axis: Axis) -> None:

@@ -8,12 +8,16 @@ together in the order of ranks are the whole. With one process an axis has no gr
 """
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dissensus.core.batch import sampler_of
+from dissensus.core.progress import let_speak
+from dissensus.distributed.sharing import Interleaved, Joined, in_turns
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
@@ -117,6 +121,8 @@ class Mesh:
         self.statistics = statistics
         self.batches = batches
         self.device_mesh = device_mesh
+        self._world = distributed.group.WORLD if connected() else None
+        let_speak(self.is_first)
 
     def __repr__(self) -> str:
         return f"Mesh(members={self.members!r}, data={self.data!r})"
@@ -138,6 +144,11 @@ class Mesh:
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     @property
+    def alive(self) -> bool:
+        """Whether its processes are still connected."""
+        return connected() and distributed.group.WORLD is self._world
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
@@ -154,6 +165,23 @@ class Mesh:
         """What every process has of a Python object, in the order of ranks."""
         along = self.data.objects(mine)
         return [each for row in self.members.objects(along) for each in row]
+
+    def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch on every process, each worked on by one of them: `sharing.in_turns`."""
+        return in_turns(self, work, batches, **about)
+
+    def whole(self, loader: Any) -> Any:
+        """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        sampler = sampler_of(loader)
+        if sampler is not None and sampler.num_replicas > 1:
+            return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
+        return Joined(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        return self  # a copied posterior is on the same mesh, and process groups cannot be copied
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # one that is sent elsewhere is on none
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first process's tensor, in place of this one's."""

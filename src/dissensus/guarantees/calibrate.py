@@ -87,7 +87,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     """What the posterior says of the loader's rows, uncalibrated."""
-    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
+    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     view = copy.copy(posterior)  # uncalibrated: other threads may predict meanwhile with what it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
