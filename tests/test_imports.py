@@ -26,6 +26,7 @@ ROOMS = {
     "core": "numerics",
     "surgery": "numerics nets core",  # the NTK form of a linear layer is cut as the plain one is
     "engine": "numerics core",
+    "distributed": "numerics core engine",  # who has which members and rows
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold

@@ -1,0 +1,192 @@
+"""The mesh: processes in a grid of two axes, members and data, and what lies on which of them.
+
+    rank = members.rank × data.size + data.rank
+
+Ranks along *members* hold different members and see the same rows; ranks along *data* hold the same members and see
+different rows of every batch. Both axes divide what they divide into contiguous parts, the larger ones first, so that parts put
+together in the order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
+"""
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dissensus.numerics.checks import one_of, whole
+
+Statistics = Literal["synchronised", "per rank"]
+
+
+class Axis:
+    """One direction of a mesh: this process's `rank` among `size` and their `group` (None: nobody to exchange with).
+
+    `sent` counts the bytes that this process has put into collectives, by kind.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.sent = {"sum": 0, "gather": 0}
+
+    def __repr__(self) -> str:
+        return f"{self.rank} of {self.size}"
+
+    def part(self, count: int, rank: int | None = None) -> slice:
+        """Which of `count` things are this rank's (or another one's): a contiguous part."""
+        rank = self.rank if rank is None else rank
+        least, more = divmod(count, self.size)
+        start = rank * least + min(rank, more)
+        return slice(start, start + least + (rank < more))
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` things each rank has."""
+        parts = [self.part(count, rank) for rank in range(self.size)]
+        return [part.stop - part.start for part in parts]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, which becomes the sum over ranks in place."""
+        if self.group is not None:
+            self.sent["sum"] += tensor.nbytes
+            distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
+        if self.group is not None:
+            self.sent["sum"] += tensor.nbytes
+            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor, count: int, *, axis: int = 0) -> Tensor:
+        """All ranks' tensors put together along an axis, of which each rank has its part of `count`. Without a graph."""
+        if self.group is None:
+            return tensor
+        sizes = self.sizes(count)
+        mine = tensor.detach().movedim(axis, 0)
+        # Collectives want equal shapes: shorter parts are filled up, and cut again.
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        self.sent["gather"] += padded.nbytes
+        parts = [torch.empty_like(padded) for _ in sizes]
+        distributed.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, axis)
+
+    def objects(self, mine: Any) -> list[Any]:
+        """What every rank has of a Python object, in the order of ranks."""
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+class Mesh:
+    """Who has what. Made by `mesh`, or by `fit` from the number of processes and members.
+
+    Attributes:
+        members: the `Axis` along which ranks hold different members.
+        data: the `Axis` along which ranks see different rows of a batch.
+        statistics: of batch norm in training, "synchronised" over the data axis, or of each rank's rows, "per rank".
+        device_mesh: torch's, with the axes "members" and "data"; None where there is no process group.
+    """
+
+    def __init__(
+        self,
+        members: Axis,
+        data: Axis,
+        *,
+        statistics: Statistics = "synchronised",
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.members = members
+        self.data = data
+        self.statistics = statistics
+        self.device_mesh = device_mesh
+
+    def __repr__(self) -> str:
+        return f"Mesh(members={self.members!r}, data={self.data!r})"
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.members.size * self.data.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self.members.rank * self.data.size + self.data.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def rows(self, members: int) -> slice:
+        """Which of M members lie here."""
+        return self.members.part(members)
+
+    def share(self, examples: int) -> slice:
+        """Which of the B examples of a batch lie here."""
+        return self.data.part(examples)
+
+    def objects(self, mine: Any) -> list[Any]:
+        """What every process has of a Python object, in the order of ranks."""
+        along = self.data.objects(mine)
+        return [each for row in self.members.objects(along) for each in row]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, in place of this one's."""
+        if self.device_mesh is not None:
+            distributed.broadcast(tensor, src=0)
+        return tensor
+
+
+def mesh(members: int | None = None, data: int | None = None, *, statistics: Statistics = "synchronised") -> Mesh:
+    """The mesh of all processes: `members` × `data` of them; without either number, the other takes what is left.
+
+    To be called by every process. Under `torchrun` it connects them first (`start`) where nobody has.
+
+    Args:
+        members: ranks that hold different members; None leaves all processes that `data` does not take.
+        data: ranks that see different rows; None is 1, or what `members` leaves.
+        statistics: "synchronised" gives batch norm the statistics of the whole batch, as one process would have;
+            "per rank" those of each rank's rows, which saves an exchange per layer and is another model.
+    """
+    one_of("statistics", statistics, ("synchronised", "per rank"))
+    start()
+    size = distributed.get_world_size() if connected() else 1
+    given = whole("members", 1 if members is None else members) * whole("data", 1 if data is None else data)
+    left = max(size // given, 1)
+    if members is None:
+        members, data = left, data or 1
+    data = left if data is None else data
+    if members * data != size:
+        raise ValueError(
+            f"expected a mesh of {size} processes, got {members} × {data} (members × data); let them multiply to {size}"
+        )
+    if not connected():
+        return Mesh(Axis(), Axis(), statistics=statistics)
+    kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
+    found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
+    axes = [
+        Axis(found.get_local_rank(name), number, found.get_group(name))
+        for name, number in (("members", members), ("data", data))
+    ]
+    return Mesh(*axes, statistics=statistics, device_mesh=found)
+
+
+def connected() -> bool:
+    """Whether this process is in a group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def start() -> None:
+    """Connects the processes that `torchrun` started, each with a GPU of its own where there are any; else does nothing."""
+    if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
