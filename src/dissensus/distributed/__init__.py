@@ -3,6 +3,7 @@
 `torchrun` starts the processes and torch.distributed connects them; this room says who has which members and which rows.
 """
 
-from dissensus.distributed.mesh import Axis, Mesh, mesh, start
+from dissensus.distributed.mesh import Axis, Mesh, mesh
+from dissensus.distributed.start import start
 
 __all__ = ["Axis", "Mesh", "mesh", "start"]

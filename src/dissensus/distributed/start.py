@@ -27,8 +27,8 @@ def start(*, timeout: float = 1800.0) -> bool:
         timeout: seconds after which a collective that not all ranks have joined fails. `fit` then names the ranks that hang.
     """
     number("timeout", timeout, above=0)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
-        return distributed.is_initialized() and distributed.get_world_size() > 1
+    if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        return connected() and distributed.get_world_size() > 1
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -40,6 +40,11 @@ def start(*, timeout: float = 1800.0) -> bool:
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     _stores[:] = [(distributed.PrefixStore("dissensus", store), timeout)]
     return size > 1
+
+
+def connected() -> bool:
+    """Whether this process is in a group."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def check_seen(folder: Path) -> None:
