@@ -35,7 +35,7 @@ ROOMS = {
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
     "reporting": "numerics core metrics evaluation storage",
-    "train": "numerics core data surgery engine training",
+    "train": "numerics core data surgery engine distributed training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
     "exporting": "numerics core surgery engine methods standing storage version",

@@ -21,6 +21,7 @@ from dissensus.core.posterior import Posterior, expect_posterior, left_as_found,
 from dissensus.core.progress import Progress
 from dissensus.core.turns import training
 from dissensus.data.batches import as_loader
+from dissensus.distributed.leaving import Leaving
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
@@ -31,6 +32,7 @@ from dissensus.training.checkpoint import Resumed, restart, resume, write_checkp
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
+from dissensus.training.part import Part
 from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -84,7 +86,8 @@ def fit(
         device: where to train; None is the GPU if there is one.
         callback: called with each `Epoch`; a true return value stops training.
         progress: whether progress is shown, or the title to show it under.
-        checkpoint: a file written after each epoch; if it exists, training resumes from it.
+        checkpoint: a file written after each epoch; if it exists, training resumes from it. At SIGTERM it is written after the
+            step at hand, and the process ends; the resumed run goes on within that epoch.
         checkpoint_seconds: least time between two writes; the last epoch is always written.
         ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
         draw: whether to store a draw at the end (`ds.refresh`).
@@ -120,9 +123,9 @@ def fit(
         checks.check_stepping(posterior, optimizer)
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
-        history, best, told = Resumed(History(), Best(), {})
+        history, best, told, part = Resumed(History(), Best(), {})
         if checkpoint is not None and Path(checkpoint).exists():
-            history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+            history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
@@ -133,17 +136,22 @@ def fit(
         run = _Run(posterior, optimizer, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
+        leaving = Leaving(hears=checkpoint is not None)
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
-        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
+        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, leaving:
             for index in range(len(history), epochs):
                 judged = best.state is not None and looks(posterior, index - 1, epochs)
                 if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
-                start = time.perf_counter()
                 posterior.train()
-                losses = run.epoch(loader, bar)  # (M,)
-                seconds = time.perf_counter() - start
+                part = part or (Part() if checkpoint is None else Part.beginning(loader, posterior.device))
+                losses = run.epoch(loader, bar, part, leaving)  # (M,)
+                if losses is None:
+                    if checkpoint is not None and posterior.steps_per_epoch is not None:
+                        write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader, part)
+                    leaving.leave()
+                seconds, part = part.seconds, None
                 length.epoch_over()
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
@@ -192,10 +200,10 @@ class _Run:
         self.memory: Memory | None = None
         self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
-    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
-        """(M,) mean losses over the loader's batches, on the host."""
-        posterior, total, sizes = self.posterior, None, []
-        for given in posterior.read(loader):
+    def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, leaving: Leaving) -> Tensor | None:
+        """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
+        posterior, start = self.posterior, time.perf_counter() - part.seconds
+        for given in posterior.read(part.rest(loader, posterior.device, bar)):
             if given.size == 0:
                 raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
             batch = posterior.take(given)
@@ -203,18 +211,24 @@ class _Run:
             with enough_examples(batch.x):
                 step = self.step or self._build(batch)
                 losses = step(batch)
-            total = losses.clone() if total is None else total.add_(losses)
-            sizes.append(batch.size)
+            part.total = losses.clone() if part.total is None else part.total.add_(losses)
+            part.batches, part.examples = part.batches + 1, part.examples + batch.size
             bar.step()
-        if total is None or self.step is None:
+            if leaving.due() and part.batches % self.settings["accumulate"] == 0:
+                step.check()
+                part.seconds = time.perf_counter() - start
+                return None
+        if part.total is None:
             raise ValueError(
                 "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
             )
-        self.step.finish()
-        self.step.check()
-        self.way = self.step.way
-        checks.say_data_size(posterior, sum(sizes))
-        return (total / len(sizes)).double().cpu()
+        if self.step is not None:  # else all was done before the run was broken off
+            self.step.finish()
+            self.step.check()
+            self.way = self.step.way
+        checks.say_data_size(posterior, part.examples)
+        part.seconds = time.perf_counter() - start
+        return (part.total / part.batches).double().cpu()
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]

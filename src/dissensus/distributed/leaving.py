@@ -4,7 +4,7 @@ import signal
 import threading
 from collections import deque
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor, distributed
@@ -19,15 +19,15 @@ class Leaving:
     In other threads than the main one, where Python hears no signals, nothing is noted.
     """
 
-    def __init__(self, *, group: distributed.ProcessGroup | None = None) -> None:
-        """`group`: of the ranks that stop together, on the host; None for a process alone."""
-        self.group = group
-        self.asked = False
+    def __init__(self, *, hears: bool = True, group: distributed.ProcessGroup | None = None) -> None:
+        """`hears`: False leaves the signal alone; `group`: of the ranks that stop together, None for a process alone."""
+        self.mine = hears and threading.current_thread() is threading.main_thread()
+        self.group = group if hears else None
+        self.asked = self.agreed = False
         self.words: deque[tuple[Tensor, distributed.Work]] = deque()
         self.before: object = None
 
     def __enter__(self) -> Self:
-        self.mine = threading.current_thread() is threading.main_thread()
         if self.mine:
             self.before = signal.signal(signal.SIGTERM, self._note)
         return self
@@ -47,13 +47,14 @@ class Leaving:
         # Not waited for: the answer of some steps ago is there already.
         work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
         self.words.append((word, work))  # type: ignore[arg-type]
-        if len(self.words) <= SLACK:
-            return False
-        word, work = self.words.popleft()
-        work.wait()
-        return bool(word)
+        if len(self.words) > SLACK:
+            word, work = self.words.popleft()
+            work.wait()
+            self.agreed = self.agreed or bool(word)
+        return self.agreed
 
-    def leave(self) -> None:
-        """Does what SIGTERM would have done."""
+    def leave(self) -> NoReturn:
+        """Does what SIGTERM would have done, and ends the process in any case."""
         self.__exit__()
         signal.raise_signal(signal.SIGTERM)
+        raise SystemExit(128 + signal.SIGTERM)

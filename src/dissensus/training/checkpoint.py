@@ -25,14 +25,16 @@ from dissensus.training.belonging import (
 )
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.loaderstate import loader_state, restore_loader
+from dissensus.training.part import Part
 
 
 class Resumed(NamedTuple):
-    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them."""
+    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them; `part`: of the next epoch."""
 
     history: History
     best: Best
     told: dict[str, Any]
+    part: Part | None = None
 
 
 OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
@@ -46,12 +48,14 @@ def write_checkpoint(
     history: History,
     best: Best,
     loader: Iterable[Any] = (),
+    part: Part | None = None,
 ) -> None:
-    """Everything needed to go on, under a temporary name first."""
+    """Everything needed to go on, under a temporary name first. `part`: of an epoch that is broken off here."""
     state = _state(posterior, optimizer, scheduler) | {
         "run": description(posterior, optimizer, scheduler),
         "told": {"done": int(posterior.steps) - posterior.began, "steps_per_epoch": posterior.steps_per_epoch},
-        "loader": loader_state(loader),
+        "loader": loader_state(loader) if part is None else part.loader,
+        "part": None if part is None else {**vars(part), "loader": None},
         "history": [asdict(epoch) for epoch in history.epochs],
         "engine": history.engine,
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
@@ -75,6 +79,7 @@ def resume(
             History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
             Best(**state["best"]),
             state["told"],
+            None if state.get("part") is None else Part(**{**state["part"], "loader": state["loader"]}),
         )
         if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
             raise ValueError(
