@@ -76,7 +76,8 @@ def workers() -> Workers:
 
 def _start(number: int) -> tuple[Any, Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "dissensus.train", "dissensus.methods"])
+    preloaded = ["torch.distributed.device_mesh", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    context.set_forkserver_preload(["torch", *preloaded, "dissensus.train", "dissensus.methods"])
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, sys.path), daemon=True, name=f"worker {number}")
     process.start()
