@@ -4,6 +4,6 @@
 """
 
 from dissensus.distributed.mesh import Axis, Mesh, mesh
-from dissensus.distributed.start import start
+from dissensus.distributed.joining import start
 
 __all__ = ["Axis", "Mesh", "mesh", "start"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dissensus.distributed.start import connected, start
+from dissensus.distributed.joining import connected, start
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]

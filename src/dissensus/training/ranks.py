@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from dissensus.distributed.mesh import Mesh
-from dissensus.distributed.start import connected
+from dissensus.distributed.joining import connected
 
 SPREAD = ("posterior", "optimizer", "best")  # parts of a state whose tensors all ranks write; of others the first alone
 RUN = "run.pt"

@@ -12,8 +12,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from dissensus.numerics.checks import number
 
-SEEN_SECONDS = 10.0  # network file systems show a new file late
-
 _stores: list[tuple[distributed.Store, float]] = []  # of the group that `start` has joined, and its time limit
 
 
@@ -47,8 +45,11 @@ def connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def check_seen(folder: Path) -> None:
-    """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be."""
+def check_seen(folder: Path, *, seconds: float = 10.0) -> None:
+    """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be.
+
+    `seconds`: how long to look, since network file systems show a new file late.
+    """
     rank, name = distributed.get_rank(), [""]
     mark = folder / f".seen-{os.getpid()}-{time.time_ns()}"
     if rank == 0:
@@ -57,7 +58,7 @@ def check_seen(folder: Path) -> None:
         name = [mark.name]
     try:
         distributed.broadcast_object_list(name)
-        deadline = time.monotonic() + SEEN_SECONDS
+        deadline = time.monotonic() + seconds
         while not (seen := (folder / name[0]).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         found: list[tuple[bool, str]] = [(False, "")] * distributed.get_world_size()
