@@ -57,12 +57,11 @@ def exchanging():
     store = distributed.PrefixStore("watch", _get_default_store())
     watch = Watch(store, distributed.get_rank(), 2, seconds=0.4, progress=lambda: count)
     with mock.patch.object(os, "_exit", ended.append), watch:
-        end = time.monotonic() + 1.2
-        while bool(going := torch.tensor(int(time.monotonic() < end))):
+        end, going = time.monotonic() + 1.2, torch.ones(())
+        while bool(going):
             count += 1
+            going.fill_(time.monotonic() < end)
             distributed.all_reduce(going, op=distributed.ReduceOp.MIN)
-            if not going:
-                break
     return ended
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.joining import connected
+from dissensus.distributed.mesh import Mesh
 
 SPREAD = ("posterior", "optimizer", "best")  # parts of a state whose tensors all ranks write; of others the first alone
 RUN = "run.pt"
