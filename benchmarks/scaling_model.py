@@ -61,6 +61,7 @@ class Work:
     each: float = 0.0
     activations: int = 0
     at_once: bool = True  # activations of all members of a rank live together
+    fully: bool = False  # tensors are divided over the data axis, too (`fully_shard`)
 
     @property
     def coupled(self) -> bool:
@@ -69,11 +70,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks on the two axes. `fully`: own and shared tensors are sharded over the data axis (`fully_shard`)."""
+    """Ranks on the two axes."""
 
     members: int = 1
     data: int = 1
-    fully: bool = False
 
     @property
     def ranks(self) -> int:
@@ -91,7 +91,7 @@ def collectives(work: Work, layout: Layout) -> list[Collective]:
     m, b = math.ceil(work.members / layout.members), work.batch
     s, found = work.bytes, []
     trained = s * (m * work.own + work.shared)
-    if layout.data > 1 and layout.fully:
+    if layout.data > 1 and work.fully:
         # Parameters are gathered for the forward and again for the backward pass.
         found += [Collective("all_gather", "data", layout.data, trained, "parameters")] * 2
         found.append(Collective("reduce_scatter", "data", layout.data, trained, "gradients"))
@@ -116,7 +116,7 @@ def memory(work: Work, layout: Layout) -> float:
     """Bytes of one rank: weights, gradients, the optimiser's moments and activations."""
     m, b = math.ceil(work.members / layout.members), math.ceil(work.batch / layout.data)
     parameters = m * work.own + work.shared
-    kept = parameters * (2 + work.moments) * work.bytes / (layout.data if layout.fully else 1)
+    kept = parameters * (2 + work.moments) * work.bytes / (layout.data if work.fully else 1)
     return kept + (m if work.at_once else 1) * b * work.activations
 
 

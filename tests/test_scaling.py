@@ -49,11 +49,10 @@ def test_members_alone_exchange_nothing_and_data_alone_one_all_reduce():
 
 
 def test_sharding_over_the_data_axis_divides_what_is_kept_and_sends_half_as_much_again():
-    work = model.Work("one", members=1, own=1000, batch=64, activations=10)
-    plain, fully = model.Layout(1, 4), model.Layout(1, 4, fully=True)
-    assert model.sent(work, fully) == 1.5 * model.sent(work, plain)
-    activations = 16 * 10
-    assert model.memory(work, fully) - activations == (model.memory(work, plain) - activations) / 4
+    plain, fully = (model.Work("one", 1, own=1000, batch=64, activations=10, fully=each) for each in (False, True))
+    layout, activations = model.Layout(1, 4), 16 * 10
+    assert model.sent(fully, layout) == 1.5 * model.sent(plain, layout)
+    assert model.memory(fully, layout) - activations == (model.memory(plain, layout) - activations) / 4
 
 
 @pytest.mark.parametrize("data", [1, 4, 16])
