@@ -3,8 +3,8 @@
     python benchmarks/scaling.py measure --csv benchmarks/results/scaling_measured.csv
     python benchmarks/scaling.py predict --csv benchmarks/results/scaling_predicted.csv
 
-`predict` simulates; it takes the seconds of a step on one H200 from benchmarks/results/speed_h200.csv. `measure` trains with 1, 2
-and 4 gloo processes and counts what they send: in the program, and on the wire where Linux lets it have a network of its own.
+`predict` simulates, with seconds of a step on one H200 from benchmarks/results/speed_h200.csv. `measure` trains with 1, 2 and
+4 gloo processes and counts what they send: in the program, and on the wire where Linux lets it have a network of its own.
 """
 
 import argparse

@@ -1,16 +1,19 @@
 """Checkpoints of several processes: any number of them resumes what another number wrote, bit for bit."""
 
+import pytest
 import torch
+from torch.optim import Adam
 from workers import workers
 
 import dissensus as ds
+import tiny
 from dissensus.training.ranks import newest, read_ranks, write_ranks
 
 
 def state_of(mesh, members):
-    """A state of M members: (what every rank knows, ids of own tensors)."""
+    """A state of M members: (what this rank knows, ids of tensors with a row for each member that lies here)."""
     generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(members, 3, 2, dtype=torch.float64, generator=generator)[mesh.rows(members)].clone()
+    weight = torch.randn(members, 3, 2, dtype=torch.float64, generator=generator)
     moment = torch.randn(members, 3, 2, generator=generator)[mesh.rows(members)].clone()
     shared, count = torch.randn(4, generator=generator).bfloat16(), torch.tensor(7)
     optimizer = {"state": {0: {"step": count, "exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
@@ -21,24 +24,22 @@ def state_of(mesh, members):
         "random": torch.get_rng_state(),
         "history": [{"loss": 1.5}],
     }
-    return state, {id(weight), id(moment), id(state["best"]["state"]["own.weight"])}
+    return state, {id(moment)}
 
 
 def write(path, members, shape=(None, None)):
     mesh = ds.distributed.mesh(*shape)
     state, own = state_of(mesh, members)
-    write_ranks(path, state, mesh, members, own)
-    return mesh.rank
+    write_ranks(path, state, mesh if mesh.size > 1 else None, members, own)
 
 
 def read(path, members, shape=(None, None), rewrite=False):
     """Whether the state is this rank's part of what was written."""
     mesh = ds.distributed.mesh(*shape)
-    found, (expected, own) = read_ranks(path, mesh, torch.device("cpu")), state_of(mesh, members)
+    together = mesh if mesh.size > 1 else None
+    found, (expected, _) = read_ranks(path, together, torch.device("cpu")), state_of(mesh, members)
     if rewrite:
-        own = {id(found["posterior"]["own.weight"]), id(found["optimizer"]["state"][0]["exp_avg"])}
-        own.add(id(found["best"]["state"]["own.weight"]))
-        write_ranks(path, found, mesh, members, own)
+        write_ranks(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
     return same(expected, found)
 
 
@@ -51,6 +52,7 @@ def same(a, b):
 
 
 def test_four_ranks_then_two_then_one_then_four(tmp_path):
+    """Five members: ranks have two, or one, or none that another rank has."""
     path = tmp_path / "run.ckpt"
     workers().run(4, write, path, 5, (2, 2))
     assert all(workers().run(2, read, path, 5, (2, 1), True))
@@ -69,3 +71,67 @@ def test_what_killed_processes_left_is_not_read_and_goes_with_the_next_write(tmp
     assert newest(path).name == "00000000"
     write(path, 3)
     assert {each.name for each in path.iterdir()} == {"00000001", "notes.txt"}
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+BUILD = {
+    "deep_ensemble": lambda: ds.DeepEnsemble([tiny.mlp().double() for _ in range(4)]),
+    "sghmc": lambda: ds.SGHMC(tiny.mlp().double(), members=4, data_size=1200),
+    "batch_ensemble": lambda: ds.BatchEnsemble(tiny.mlp().double(), members=4, modulation=ds.Modulation.sign()),
+}
+
+
+def fit(name, path, epochs, shape=(None, None)):
+    """Everything that the run has after so many epochs: state, optimiser's state of all members, losses, random state."""
+    torch.manual_seed(2)
+    mesh, posterior = ds.distributed.mesh(*shape), BUILD[name]()
+    optimizer = posterior.default_optimizer() if name == "sghmc" else Adam(posterior.parameters(), lr=0.01)
+    x, y = tiny.points(24)
+    settings = {"optimizer": optimizer, "checkpoint": path, "progress": False, "draw": False}
+    loader = ds.data.Batches(x, y, batch_size=8, shuffle=True, seed=1)
+    history = ds.fit(posterior, loader, epochs=epochs, validation=[(x, y)], mesh=mesh, **settings)
+    moments = [
+        mesh.members.gather(value, 4) if value.ndim and len(value) == len(range(4)[mesh.rows(4)]) else value
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    losses = [epoch.loss for epoch in history.epochs]
+    return tiny.state(posterior), moments, losses, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
+    path = tmp_path / "run.ckpt"
+    four = workers().run(4, fit, name, path, 2, (2, 2))
+    for found in workers().run(2, fit, name, path, 2, (2, 1)):  # resumed and not trained
+        assert same(found, four[0])
+    two = workers().run(2, fit, name, path, 4, (1, 2))
+    assert same(fit(name, path, 4), two[0])
+    found, expected = fit(name, path, 6), fit(name, None, 6)  # on to the end by one, and never interrupted
+    assert len(list(path.iterdir())) == 1
+    assert tiny.largest_difference(expected[0], found[0]) < 1e-10
+    assert found[2] == pytest.approx(expected[2], abs=1e-10)
+    assert torch.equal(found[3], expected[3])
+
+
+def test_a_file_of_one_process_is_resumed_by_several_and_stays_a_file(tmp_path):
+    path = tmp_path / "run.pt"
+    alone = fit("deep_ensemble", path, 2)
+    assert same(workers().run(2, fit, "deep_ensemble", path, 2, (2, 1))[0], alone)
+    workers().run(2, fit, "deep_ensemble", path, 4, (2, 1))
+    assert path.is_file()
+    assert tiny.largest_difference(fit("deep_ensemble", path, 4)[0], fit("deep_ensemble", None, 4)[0]) < 1e-10
+
+
+def refused(path):
+    try:
+        fit("deep_ensemble", path, 1)
+    except IsADirectoryError as error:
+        return str(error)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    found = workers().run(2, refused, tmp_path)
+    assert all("expected a folder of checkpoints, got" in word for word in found)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
+from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, check_initialised, emptied, member_index
-from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
+from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
@@ -30,7 +31,12 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class Particles(nn.Module):
-    """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all."""
+    """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all.
+
+    While several processes train, each with some of the members, `members` counts those and `everywhere` all.
+    """
+
+    exchange: Exchange = ALONE
 
     def __init__(
         self, *templates: Member, own: nn.Module, shared: nn.Module, members: int, frozen: Collection[str] = ()
@@ -124,6 +130,11 @@ class Particles(nn.Module):
     @property
     def likelihood(self) -> Likelihood:
         return self.template.likelihood
+
+    @property
+    def everywhere(self) -> int:
+        """M, over all processes that train together."""
+        return self.exchange.members or self.members
 
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
@@ -241,7 +252,7 @@ class Particles(nn.Module):
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
             if targets:
-                sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
+                sources = [*(buffers[name] for name in mine), *(self.exchange.averaged(buffers[name]) for name in common)]
                 torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None) -> Rows:

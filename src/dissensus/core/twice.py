@@ -19,6 +19,7 @@ and J is symmetric: the derivative of Σ u · J t by t is J u. By x and by w it 
 torch's kernel for J t also gives Σ x̂ t and Σ t, the gradients by weight and bias, and n r cov(t, u) with u in the place of x.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,13 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
         stage.by_inputs_alone = False
 
 
+class _Thread(threading.local):
+    norms = True  # whether batch norm takes the form written here: not where its statistics are those of several processes
+
+
+thread = _Thread()
+
+
 class _Stage:
     """What a layer's backward pass asks, in whichever thread: are we in the context still, where weights need no gradients?"""
 
@@ -74,7 +82,7 @@ class _Forms(TorchFunctionMode):
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
         if func is F.batch_norm:
-            return batch_norm(*args, **kwargs)
+            return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)
         return convolution(self.stage, func, *args, **kwargs)

@@ -45,6 +45,18 @@ def connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def joined() -> tuple[distributed.Store, float] | None:
+    """(store, time limit) of the group that `start` has joined; None where somebody else has made it."""
+    return next(iter(_stores), None)
+
+
+def host_group() -> distributed.ProcessGroup:
+    """A group of all ranks for tensors on the host; to be called by all of them."""
+    if "gloo" in str(distributed.get_backend()):
+        return distributed.group.WORLD  # type: ignore[return-value]
+    return distributed.new_group(backend="gloo")  # type: ignore[no-any-return]
+
+
 def check_seen(folder: Path, *, seconds: float = 10.0) -> None:
     """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be.
 
