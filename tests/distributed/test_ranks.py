@@ -8,6 +8,7 @@ from workers import workers
 import dissensus as ds
 import tiny
 from dissensus.training.ranks import newest, read_ranks, write_ranks
+from thinning import often
 
 
 def state_of(mesh, members):
@@ -77,7 +78,7 @@ def test_what_killed_processes_left_is_not_read_and_goes_with_the_next_write(tmp
 
 BUILD = {
     "deep_ensemble": lambda: ds.DeepEnsemble([tiny.mlp().double() for _ in range(4)]),
-    "sghmc": lambda: ds.SGHMC(tiny.mlp().double(), members=4, data_size=1200),
+    "sghmc": lambda: ds.SGHMC([tiny.mlp().double() for _ in range(4)], members=4, data_size=1200),
     "batch_ensemble": lambda: ds.BatchEnsemble(tiny.mlp().double(), members=4, modulation=ds.Modulation.sign()),
 }
 
@@ -88,7 +89,7 @@ def fit(name, path, epochs, shape=(None, None)):
     mesh, posterior = ds.distributed.mesh(*shape), BUILD[name]()
     optimizer = posterior.default_optimizer() if name == "sghmc" else Adam(posterior.parameters(), lr=0.01)
     x, y = tiny.points(24)
-    settings = {"optimizer": optimizer, "checkpoint": path, "progress": False, "draw": False}
+    settings = {"optimizer": optimizer, "checkpoint": path, "checkpoint_seconds": 1e6, "progress": False, "draw": False}
     loader = ds.data.Batches(x, y, batch_size=8, shuffle=True, seed=1)
     history = ds.fit(posterior, loader, epochs=epochs, validation=[(x, y)], mesh=mesh, **settings)
     moments = [
@@ -100,28 +101,28 @@ def fit(name, path, epochs, shape=(None, None)):
     return tiny.state(posterior), moments, losses, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", often(["deep_ensemble"], ["sghmc", "batch_ensemble"]))
 def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
     path = tmp_path / "run.ckpt"
-    four = workers().run(4, fit, name, path, 2, (2, 2))
-    for found in workers().run(2, fit, name, path, 2, (2, 1)):  # resumed and not trained
+    four = workers().run(4, fit, name, path, 1, (2, 2))
+    for found in workers().run(2, fit, name, path, 1, (2, 1)):  # resumed and not trained
         assert same(found, four[0])
-    two = workers().run(2, fit, name, path, 4, (1, 2))
-    assert same(fit(name, path, 4), two[0])
-    found, expected = fit(name, path, 6), fit(name, None, 6)  # on to the end by one, and never interrupted
+    two = workers().run(2, fit, name, path, 2, (1, 2))
+    assert same(fit(name, path, 2), two[0])
+    found, expected = fit(name, path, 4), fit(name, None, 4)  # on to the end by one, and never interrupted
     assert len(list(path.iterdir())) == 1
-    assert tiny.largest_difference(expected[0], found[0]) < 1e-10
-    assert found[2] == pytest.approx(expected[2], abs=1e-10)
+    assert tiny.largest_difference(expected[0], found[0]) < 1e-8
+    assert found[2] == pytest.approx(expected[2], abs=1e-8)
     assert torch.equal(found[3], expected[3])
 
 
 def test_a_file_of_one_process_is_resumed_by_several_and_stays_a_file(tmp_path):
     path = tmp_path / "run.pt"
-    alone = fit("deep_ensemble", path, 2)
-    assert same(workers().run(2, fit, "deep_ensemble", path, 2, (2, 1))[0], alone)
-    workers().run(2, fit, "deep_ensemble", path, 4, (2, 1))
+    alone = fit("deep_ensemble", path, 1)
+    assert same(workers().run(2, fit, "deep_ensemble", path, 1, (2, 1))[0], alone)
+    two = workers().run(2, fit, "deep_ensemble", path, 2, (2, 1))
     assert path.is_file()
-    assert tiny.largest_difference(fit("deep_ensemble", path, 4)[0], fit("deep_ensemble", None, 4)[0]) < 1e-10
+    assert same(fit("deep_ensemble", path, 2), two[0])
 
 
 def refused(path):
