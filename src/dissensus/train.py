@@ -115,14 +115,14 @@ def fit(
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
-    with training(expect_posterior(posterior).particles.template.network):
+    with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
-        if one_of("targets", targets, (None, "standardised")) is not None:
-            standardise_targets(posterior, loader)
         posterior.ranks = ranks or posterior.ranks
-        division = divided(posterior, mesh)
+        division = processes.enter_context(divided(posterior, mesh, loader))
+        if one_of("targets", targets, (None, "standardised")) is not None:
+            standardise_targets(posterior, division.together(loader))
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
         division.begin()
@@ -139,14 +139,15 @@ def fit(
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
-        posterior.batches_per_step = accumulate
+        read = division.reads(loader)
+        posterior.batches_per_step = accumulate * division.loaders
         length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
         run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
         bar = Progress(epochs, length.batches, title=posterior.name, show=division.is_first and progress)
-        days = BadDays(division.together, hears=checkpoint is not None)
+        days = BadDays(division.several, hears=checkpoint is not None)
 
         def write(best: Best, part: Part | None = None) -> None:
             path = Path(checkpoint or "")
@@ -159,8 +160,9 @@ def fit(
                 if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
                 posterior.train()
+                division.epoch(loader, index)
                 part = part or (Part() if checkpoint is None else Part.beginning(loader, posterior.device))
-                losses = run.epoch(loader, bar, part, days)  # (M,)
+                losses = run.epoch(read, bar, part, days)  # (M,)
                 if losses is None:
                     if posterior.steps_per_epoch is not None:
                         write(best, part)
@@ -170,7 +172,7 @@ def fit(
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = None if validation is None else look(posterior, index, epochs, validation)
+                drawn = None if validation is None else look(posterior, index, epochs, division.together(validation))
                 sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
@@ -196,7 +198,7 @@ def fit(
             posterior.load_state_dict(best.state)
         if draw:
             start = time.perf_counter()
-            refresh(posterior, loader)
+            refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
         return history
@@ -229,8 +231,8 @@ class _Run:
                 posterior.before_step(batch)
                 if (
                     part.batches == first
-                ):  # not before: at the first batch, what the first member does may count for all
-                    divided.enter_context(self.division.here(self.optimizer))
+                ):  # at the first batch, not before: what the first member does may count for all
+                    divided.enter_context(self.division.here(self.optimizer, batch))
                     total = None if total is None else total[self.division.mine].clone()
                 rows = self.division.part(batch)
                 with enough_examples(batch.x):
@@ -281,7 +283,7 @@ def validation_nll(
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for given in division.apart(posterior.read(loader, anywhere=True)):
+        for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)

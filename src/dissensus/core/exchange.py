@@ -39,6 +39,10 @@ class Exchange:
         """What a mean over the rows that lie here adds to the mean over all: value · (their weight / the whole weight)."""
         return value
 
+    def counted(self, weight: Tensor) -> Tensor:
+        """() the weight of the whole batch, asked with that of the rows that lie here."""
+        return weight
+
     @property
     def share(self) -> Tensor | None:
         """() that factor; None for 1."""

@@ -137,7 +137,7 @@ def looped(
         if posterior.coupled:
             seen = []
             for i, mine in enumerate(members):
-                # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have another z than v was found for.
+                # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have a z that v was not found for.
                 streams.append(random_state())
                 with lane(i), torch.no_grad():
                     seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])

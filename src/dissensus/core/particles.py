@@ -252,7 +252,10 @@ class Particles(nn.Module):
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
             if targets:
-                sources = [*(buffers[name] for name in mine), *(self.exchange.averaged(buffers[name]) for name in common)]
+                sources = [
+                    *(buffers[name] for name in mine),
+                    *(self.exchange.averaged(buffers[name]) for name in common),
+                ]
                 torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None) -> Rows:

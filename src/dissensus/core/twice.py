@@ -60,7 +60,9 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    norms = True  # whether batch norm takes the form written here: not where its statistics are those of several processes
+    norms = (
+        True  # whether batch norm takes the form written here: not where its statistics are those of several processes
+    )
 
 
 thread = _Thread()

@@ -14,13 +14,14 @@ class Undivided:
     """Training on one process. `is_first`: whether it writes and prints; `mine`: which members lie here."""
 
     is_first = True
-    together: Any = None  # the mesh, where there are several processes
+    several: Any = None  # the mesh, where there are several processes
     mine: slice = slice(None)
+    loaders = 1  # whose batches make a whole one
 
     def begin(self) -> None:
         """Before anything trains."""
 
-    def here(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+    def here(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[object]:
         """Around the steps of an epoch."""
         return nullcontext()
 
@@ -31,6 +32,17 @@ class Undivided:
     def engine(self, engine: str) -> str:
         """How members run."""
         return engine
+
+    def reads(self, loader: Any) -> Any:
+        """What training reads from a loader."""
+        return loader
+
+    def together(self, loader: Any) -> Any:
+        """The loader's batches, whole: for what is measured on all rows."""
+        return loader
+
+    def epoch(self, loader: Any, index: int) -> None:
+        """Before an epoch of this number."""
 
     def part(self, batch: Batch) -> Batch:
         """The rows of a batch that lie here."""

@@ -17,6 +17,7 @@ from dissensus.distributed.joining import connected, start
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
+Given = Literal["whole", "parts"]
 
 
 class Axis:
@@ -90,6 +91,7 @@ class Mesh:
         members: the `Axis` along which ranks hold different members.
         data: the `Axis` along which ranks see different rows of a batch.
         statistics: of batch norm in training, "synchronised" over the data axis, or of each rank's rows, "per rank".
+        batches: what loaders give: the "whole" batches, everywhere the same, or each rank of the data axis its "parts".
         device_mesh: torch's, with the axes "members" and "data"; None where there is no process group.
     """
 
@@ -99,11 +101,13 @@ class Mesh:
         data: Axis,
         *,
         statistics: Statistics = "synchronised",
+        batches: Given = "whole",
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         self.members = members
         self.data = data
         self.statistics = statistics
+        self.batches = batches
         self.device_mesh = device_mesh
 
     def __repr__(self) -> str:
@@ -118,6 +122,12 @@ class Mesh:
     def rank(self) -> int:
         """This process's number among all."""
         return self.members.rank * self.data.size + self.data.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be exchanged."""
+        cuda = self.device_mesh is not None and self.device_mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     @property
     def is_first(self) -> bool:
@@ -144,7 +154,13 @@ class Mesh:
         return tensor
 
 
-def mesh(members: int | None = None, data: int | None = None, *, statistics: Statistics = "synchronised") -> Mesh:
+def mesh(
+    members: int | None = None,
+    data: int | None = None,
+    *,
+    statistics: Statistics = "synchronised",
+    batches: Given = "whole",
+) -> Mesh:
     """The mesh of all processes: `members` × `data` of them; without either number, the other takes what is left.
 
     To be called by every process. Under `torchrun` it connects them first (`start`) where nobody has.
@@ -154,8 +170,12 @@ def mesh(members: int | None = None, data: int | None = None, *, statistics: Sta
         data: ranks that see different rows; None is 1, or what `members` leaves.
         statistics: "synchronised" gives batch norm the statistics of the whole batch, as one process would have;
             "per rank" those of each rank's rows, which saves an exchange per layer and is another model.
+        batches: "whole" where every process's loader gives the same batches, of which `fit` takes the rows that are its own;
+            "parts" where each rank of the data axis reads its own rows, as many batches of as many rows as the others. A
+            loader with a `DistributedSampler` gives parts in any case.
     """
     one_of("statistics", statistics, ("synchronised", "per rank"))
+    one_of("batches", batches, ("whole", "parts"))
     start()
     size = distributed.get_world_size() if connected() else 1
     given = whole("members", 1 if members is None else members) * whole("data", 1 if data is None else data)
@@ -168,11 +188,11 @@ def mesh(members: int | None = None, data: int | None = None, *, statistics: Sta
             f"expected a mesh of {size} processes, got {members} × {data} (members × data); let them multiply to {size}"
         )
     if not connected():
-        return Mesh(Axis(), Axis(), statistics=statistics)
+        return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
     axes = [
         Axis(found.get_local_rank(name), number, found.get_group(name))
         for name, number in (("members", members), ("data", data))
     ]
-    return Mesh(*axes, statistics=statistics, device_mesh=found)
+    return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)

@@ -48,15 +48,21 @@ class Draw:
         like, *rest = args
         # In the order of axes in memory, which is the order that numbers are drawn in.
         order = sorted(range(len(shape)), key=lambda axis: -like.stride(axis))
-        whole = like.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(shape))])
-        return self.func(whole.fill_(0.5) if packet in (aten.bernoulli, aten.native_dropout) else whole, *rest, **kwargs)
+        whole = like.new_empty([shape[axis] for axis in order]).permute(
+            [order.index(axis) for axis in range(len(shape))]
+        )
+        return self.func(
+            whole.fill_(0.5) if packet in (aten.bernoulli, aten.native_dropout) else whole, *rest, **kwargs
+        )
 
 
 def shape_of(func: Any, args: tuple[Any, ...]) -> torch.Size:
     """The shape of what a random operation draws."""
     sizes = next((each for each in args if isinstance(each, list | tuple | torch.Size)), None)
     found = next((each for each in args if isinstance(each, Tensor)), None)
-    return torch.Size(sizes) if found is None and sizes is not None else found.shape if found is not None else torch.Size()
+    return (
+        torch.Size(sizes) if found is None and sizes is not None else found.shape if found is not None else torch.Size()
+    )
 
 
 class Recorded(TorchDispatchMode):

@@ -82,7 +82,9 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The sum over members reaches the head M times.
         shared = self.particles.shared_parameters()
-        used = {n: with_gradient_times(p, 1 / self.particles.everywhere) if n in shared else p for n, p in params.items()}
+        used = {
+            n: with_gradient_times(p, 1 / self.particles.everywhere) if n in shared else p for n, p in params.items()
+        }
         if not self.coupled:
             return super().member_loss(params, buffers, batch)
 

@@ -61,11 +61,11 @@ def write_checkpoint(
 
     One process writes a file, several a folder; what is there already stays what it is.
     """
-    folder = path.is_dir() if division.together is None else not division.first(path.is_file())
+    folder = path.is_dir() if division.several is None else not division.first(path.is_file())
     with nullcontext() if folder else division.whole(optimizer):
         state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
-            write_ranks(path, state, division.together, posterior.particles.members, _rows(state, posterior, optimizer))
+            write_ranks(path, state, division.several, posterior.particles.members, _rows(state, posterior, optimizer))
         elif division.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
@@ -74,12 +74,12 @@ def write_checkpoint(
 
 def is_there(path: Path, division: Undivided = ALONE) -> bool:
     """Whether there is a checkpoint to go on from. Raises where not all processes see it, or a folder holds other things."""
-    if division.together is not None:
+    if division.several is not None:
         check_seen(path.parent)
     found = path.exists()
-    if path.is_dir() and holds_only_ours(path) and (division.together is not None or any(path.iterdir())):
+    if path.is_dir() and holds_only_ours(path) and (division.several is not None or any(path.iterdir())):
         found = newest(path) is not None
-    elif path.is_dir() and division.together is not None:
+    elif path.is_dir() and division.several is not None:
         raise IsADirectoryError(
             f"expected a folder of checkpoints, got {path} with other files; pass another checkpoint="
         )
@@ -131,7 +131,7 @@ def resume(
     whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of members that lie here
     with whole, reading(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
-            state = read_ranks(path, division.together, posterior.device)
+            state = read_ranks(path, division.several, posterior.device)
         else:
             check_archive(path)
             state = torch.load(path, map_location=posterior.device, weights_only=True)
