@@ -231,9 +231,10 @@ class Division(Undivided):
 
     def engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
-        if engine == "auto":
-            return "loop" if self.members == 1 else self.particles.how
-        return one_of("engine on a mesh", engine, ("auto", "loop", "vectorised"))
+        if one_of("engine on a mesh", engine, ("auto", "loop", "vectorised")) == "auto":
+            engine = "loop" if self.members == 1 else self.particles.how
+        self.exchange.at_once = engine == "vectorised"
+        return engine
 
     def losses(self, losses: Tensor) -> Tensor:
         return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses

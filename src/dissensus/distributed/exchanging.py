@@ -23,6 +23,8 @@ from dissensus.distributed.statistics import SynchronisedNorms
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 
+# Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
+Plan = tuple[list[noise.Draw], list[tuple[int | None, int]]]
 UNDIVIDED = "divide members alone: mesh(data=1)"
 
 
@@ -46,9 +48,10 @@ class MeshExchange(Exchange):
         self.mine = mesh.rows(self.members)
         self.apart = mesh.members.group is not None and self.members > 1  # whether members lie in different processes
         self.taken = Share(0, slice(0, 0))
-        # Random operations of a run, and for each leaf of z of one member: its axis of rows, and how many numbers a row has
-        self._plans: dict[Any, tuple[list[noise.Draw], list[tuple[int | None, int]]]] = {}
+        self.at_once = False  # whether members run by vmap, where they can
+        self._plans: dict[Any, Plan] = {}
         self._axes: list[tuple[int | None, int]] = []
+        self._batch = Batch((), torch.zeros(0))
         self._noise: noise.WholeNoise | None = None
         self._alike = False  # whether leaves of z without rows were seen to be the same everywhere
         self._probing = False
@@ -70,21 +73,32 @@ class MeshExchange(Exchange):
     # ------------------------------------------------------------------ a run of members
 
     def running(self, posterior: Any, batch: Batch) -> AbstractContextManager[object]:
-        stack, key = ExitStack(), (posterior.acts, posterior.training, self.particles.how, *_kinds(batch))
-        if key not in self._plans:
-            self._plans[key] = self._probed(batch)
-        draws, self._axes = self._plans[key]
-        self._noise = None
+        stack, self._batch, self._noise = ExitStack(), batch, None
+        at_once = self.at_once and self.particles.how == "vectorised"
+        draws, self._axes = self._planned(at_once=at_once)
         if any(draw.drew for draw in draws):
-            together = (self.members, self.mine) if self.apart else None
+            together = (self.members, self.mine) if self.apart and at_once else None
             self._noise = noise.WholeNoise(draws, members=together, rows=(self.taken.size, self.taken.here))
             stack.enter_context(self._noise)
         if self.taken.divided and self.mesh.statistics == "synchronised":
             stack.enter_context(SynchronisedNorms(self.mesh.data))
         return stack
 
-    def _probed(self, batch: Batch) -> tuple[list[noise.Draw], list[tuple[int | None, int]]]:
-        """(random operations of a run, axes of what z holds), by running members that lie here on two and on three rows."""
+    def _planned(self, *, at_once: bool) -> Plan:
+        """(random operations of a run, axes of what z holds), for batches like this one."""
+        posterior = self.posterior
+        key = (posterior.acts, posterior.training, at_once, *_kinds(self._batch))
+        if key not in self._plans:
+            try:
+                self._plans[key] = self._probed(self._batch, at_once=at_once)
+            except Exception:
+                if not at_once:
+                    raise
+                self._plans[key] = self._planned(at_once=False)  # what cannot run at once will run in a loop
+        return self._plans[key]
+
+    def _probed(self, batch: Batch, *, at_once: bool) -> Plan:
+        """The plan, by running members that lie here on two and on three rows."""
         particles = self.particles
         shared, common = particles.shared_parameters(), particles.shared_buffers()
 
@@ -93,7 +107,7 @@ class MeshExchange(Exchange):
                 z = self.posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, some)[1]
                 return pytree.tree_leaves(z)
 
-            if particles.how == "loop" or self.members == 1:
+            if not at_once:
                 return [leaf.shape for leaf in one(particles.rows().at(0))]
             with particles.vectorising():
                 return [leaf.shape[1:] for leaf in torch.func.vmap(one, randomness="different")(particles.rows())]
@@ -111,7 +125,8 @@ class MeshExchange(Exchange):
         if self._noise is None or not self.apart:
             yield
             return
-        self._noise.members = None
+        self._noise.paused = True  # all at once may have failed, whose draws were others
+        self._noise.draws, self._noise.members, self._noise.position = self._planned(at_once=False)[0], None, 0
         self._noise.skip(self.mine.start)
         yield
         self._noise.skip(self.members - self.mine.stop)

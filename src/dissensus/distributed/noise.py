@@ -137,6 +137,7 @@ class WholeNoise(TorchDispatchMode):
         super().__init__()
         self.draws, self.members, self.rows = draws, members, rows
         self.position = 0
+        self.paused = False
 
     def whole(self, draw: Draw, shape: torch.Size) -> tuple[list[int], tuple[slice, ...]]:
         """(the shape for all, which of it lies here)."""
@@ -153,15 +154,17 @@ class WholeNoise(TorchDispatchMode):
 
     def skip(self, runs: int) -> None:
         """Draws what so many other members would."""
+        self.paused = True
         for draw in [each for each in self.draws if each.drew] * runs:
             shape = list(draw.shape)
             if draw.axis is not None:
                 shape[draw.axis] = self.rows[0] * draw.per_row
             draw.drawn(shape, draw.args, draw.kwargs)
+        self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if self.paused or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         draw = self.draws[self.position % len(self.draws)] if self.draws else None
         self.position += 1
