@@ -1,6 +1,7 @@
 """Member: one network, its likelihood and its latents as one module; the template that each member's tensors are put into."""
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,12 @@ def member_index(index: int, members: int) -> int:
             f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
         )
     return index % members
+
+
+def is_fully_sharded(network: nn.Module) -> bool:
+    """Whether torch's `fully_shard` has divided the network's tensors over processes."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported where it was used: the import takes seconds
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
 
 
 def check_initialised(network: nn.Module) -> None:

@@ -77,6 +77,8 @@ class Division(Undivided):
     @torch.no_grad()
     def _same_tensors(self) -> None:
         for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
+            if hasattr(tensor, "full_tensor"):  # each process has a part of its own
+                continue
             tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
     @contextmanager
@@ -240,6 +242,8 @@ class Division(Undivided):
         return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses
 
     def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
+        if self.particles.fully:  # all must run it together
+            return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
     def total(self, *numbers: float) -> list[float]:

@@ -62,6 +62,7 @@ def write_checkpoint(
     One process writes a file, several a folder; what is there already stays what it is.
     """
     folder = path.is_dir() if division.several is None else not division.first(path.is_file())
+    folder = folder or posterior.particles.fully
     with nullcontext() if folder else division.whole(optimizer):
         state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
@@ -114,6 +115,17 @@ def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> 
     return {id(value) for number, each in states if order[number] in own for value in each.values() if _has_rows(value)}
 
 
+def _divided(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Name in a state -> tensor that `fully_shard` divides; the optimiser's moments by their parameter's number."""
+    if not posterior.particles.fully:
+        return {}
+    named = posterior.state_dict().items()
+    states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
+    return {name: tensor.detach() for name, tensor in states.items() if hasattr(tensor, "full_tensor")}
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
@@ -131,7 +143,7 @@ def resume(
     whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of members that lie here
     with whole, reading(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
-            state = read_ranks(path, division.several, posterior.device)
+            state = read_ranks(path, division.several, posterior.device, _divided(posterior, optimizer))
         else:
             check_archive(path)
             state = torch.load(path, map_location=posterior.device, weights_only=True)
@@ -207,6 +219,7 @@ def check_archive(path: Path) -> None:
 def check_tensors(state: Any) -> None:
     """Raises where tensors are far larger than the memory they were read into: copies would take what no file holds."""
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    overlapping = sum(t.nbytes for t in tensors if t.nbytes > t.untyped_storage().nbytes())
+    plain = [t for t in tensors if not hasattr(t, "full_tensor")]
+    overlapping = sum(t.nbytes for t in plain if t.nbytes > t.untyped_storage().nbytes())
     if overlapping > OVERLAPPING:
         raise ValueError(f"tensors of {overlapping} bytes in far fewer")

@@ -10,7 +10,7 @@ killed processes leave is never read, and goes with the next write.
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,13 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
             shutil.rmtree(before)
 
 
-def read_ranks(path: Path, mesh: Mesh | None, device: torch.device) -> dict[str, Any]:
-    """The newest state in the folder; of tensors with a row for each member those that lie here. To be called by all ranks."""
+def read_ranks(
+    path: Path, mesh: Mesh | None, device: torch.device, divided: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """The newest state in the folder; of tensors with a row for each member those that lie here. To be called by all ranks.
+
+    `divided`: by name, or by the name of what they belong to, tensors that `fully_shard` divides, as they are to be divided.
+    """
     from torch.distributed import checkpoint as dcp
 
     chosen = [str(newest(path)) if mesh is None or mesh.is_first else ""]
@@ -82,7 +87,7 @@ def read_ranks(path: Path, mesh: Mesh | None, device: torch.device) -> dict[str,
     here = range(state.pop("members"))
     here = here if mesh is None else here[mesh.rows(len(here))]
     tensors: dict[str, Tensor] = {}
-    whole = {key: _put_in(value, tensors, here, device) for key, value in state.items()}
+    whole = {key: _put_in(value, tensors, here, device, divided or {}) for key, value in state.items()}
     with _quiet():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=mesh is None)
     return whole
@@ -117,16 +122,22 @@ def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, o
     return {MARK: name, "rows": rows, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _put_in(value: Any, tensors: dict[str, Tensor], here: range, device: torch.device) -> Any:
+def _put_in(
+    value: Any, tensors: dict[str, Tensor], here: range, device: torch.device, divided: Mapping[str, Tensor]
+) -> Any:
     """The value with empty tensors in place of words, which are put among `tensors` to be filled."""
     if isinstance(value, list):
-        return [_put_in(each, tensors, here, device) for each in value]
+        return [_put_in(each, tensors, here, device, divided) for each in value]
     if not isinstance(value, dict):
         return value
     if MARK not in value:
-        return {key: _put_in(each, tensors, here, device) for key, each in value.items()}
+        return {key: _put_in(each, tensors, here, device, divided) for key, each in value.items()}
     name, rows, shape = value[MARK], value["rows"], value["shape"]
     shape = [len(here), *shape[1:]] if rows else shape
-    made = torch.empty(shape, dtype=getattr(torch, value["dtype"]), device=device)
+    like = divided.get(name, divided.get(name.rpartition("/")[0]))
+    if like is not None and list(like.shape) == shape:
+        made = torch.empty_like(like)
+    else:
+        made = torch.empty(shape, dtype=getattr(torch, value["dtype"]), device=device)
     tensors.update({f"{name}/{row}": made[i] for i, row in enumerate(here)} if rows else {name: made})
     return made
