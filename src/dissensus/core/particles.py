@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, emptied, is_fully_sharded, member_index
+from dissensus.core.member import PREFIX, Member, check_initialised, check_whole, emptied, is_fully_sharded, member_index
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -94,11 +94,6 @@ class Particles(nn.Module):
         `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
         None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
         """
-        if any(map(is_fully_sharded, networks)):
-            raise ValueError(
-                "expected networks that lie whole in a process, since members are stacked, got one divided by fully_shard; wrap "
-                "it alone, ds.MAP(network)"
-            )
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
         apart = difference(networks) is not None
@@ -340,6 +335,7 @@ class Particles(nn.Module):
     def copied_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
+        check_whole(self.template.network)
         with self.turn(), torch.no_grad():
             copied = copy.deepcopy(part, unmade(part))
             values = {**self.shared_parameters(), **self.shared_buffers()}
