@@ -8,14 +8,23 @@
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import scaling_model as model
 import torch
 from rows import Row, markdown, read_rows, write_rows
 
+import dissensus as ds
 from dissensus.bench.run.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,30 +45,30 @@ def resnet18() -> tuple[float, float]:
     return quick - each * 10 * small, each
 
 
-def works() -> list[model.Work]:
-    """What the page shows: one network, five ways to make a distribution of it, and a member too large for one device."""
+def works(ranks: int) -> list[model.Work]:
+    """What the page shows: one network and ways to make a distribution of it, and a member too large for one device."""
     start, each = resnet18()
     base = model.Work("deep ensemble", 64, RESNET18, batch=128, start=start, each=each, activations=12_000_000)
-    shared = replace(base, own=9_610, shared=RESNET18)
     # 6 FLOPs for each parameter and token, at 400 of the 989 TFLOP/s that an H200 has in bfloat16.
     tokens, large = 2048, 7_000_000_000
     return [
+        replace(base, name="deep ensemble, 8 members a GPU", members=8 * ranks),
         base,
-        replace(base, name="repulsive, outputs", compared_each=10),
-        replace(base, name="repulsive, weights", compared=RESNET18),
-        replace(base, name="SVGD, weights", compared=2 * RESNET18),
-        replace(shared, name="BatchEnsemble"),
+        replace(base, name="repulsion of outputs", compared_each=10),
+        replace(base, name="repulsion of weights, SVGD", compared=2 * RESNET18),
+        replace(base, name="BatchEnsemble", own=9_610, shared=RESNET18),
         model.Work(
-            "one network of 7 billion", 1, large, batch=1024, bytes=4, start=2e-3,
-            each=6 * large * tokens / 400e12, activations=1_200_000_000, fully=True,
+            "one network of 7 billion", 1, large, batch=1024, start=2e-3, each=6 * large * tokens / 400e12,
+            activations=1_200_000_000, fully=True,
         ),
     ]  # fmt: skip
 
 
 def predict() -> list[Row]:
     cluster, rows = model.Cluster(), []
-    for work in works():
+    for place in range(len(works(1))):
         for ranks in GPUS:
+            work = works(ranks)[place]
             layout = model.chosen(work, ranks)
             found = model.predicted(work, layout, cluster)
             rows.append(
@@ -119,13 +128,168 @@ def predicted_page(rows: list[Row]) -> str:
     return f"{table}\n\n*`python benchmarks/scaling.py predict --csv FILE`; simulated, {facts}.*"
 
 
+# ---------------------------------------------------------------------------------------------------- measured here
+
+MEMBERS, BATCH, INPUTS, CLASSES, SKIPPED, STEPS = 8, 64, 64, 10, 10, 60
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (1, 4), (2, 2)]}
+HIDDEN = 100
+
+
+def network() -> torch.nn.Module:
+    return ds.nets.MLP(INPUTS, CLASSES, hidden=(HIDDEN, HIDDEN))
+
+
+def networks() -> list[torch.nn.Module]:
+    return [network() for _ in range(MEMBERS)]
+
+
+METHODS: dict[str, Callable[[], ds.Posterior]] = {
+    "deep_ensemble": lambda: ds.DeepEnsemble(networks()),
+    "function_rde": lambda: ds.FunctionRDE(networks(), data_size=4000),
+    "forde": lambda: ds.FoRDE(networks(), data_size=4000),
+    "weight_rde": lambda: ds.WeightRDE(networks(), data_size=4000),
+    "svgd": lambda: ds.SVGD(networks(), data_size=4000),
+    "batch_ensemble": lambda: ds.BatchEnsemble(network(), members=MEMBERS, modulation=ds.Modulation.sign()),
+}
+
+
+def work_of(name: str, posterior: ds.Posterior) -> model.Work:
+    """What the model is told of a method: numbers that its tensors and its paper give."""
+    particles = posterior.particles
+    own = sum(p[0].numel() for p in particles.own_parameters().values())
+    shared = sum(p.numel() for p in particles.shared_parameters().values())
+    compared = {"weight_rde": 2 * own, "svgd": 2 * own}.get(name, 0)
+    each = {"function_rde": CLASSES, "forde": INPUTS}.get(name, 0)
+    return model.Work(name, MEMBERS, own, shared, BATCH, compared, each)
+
+
+class Looking(ds.data.Batches):
+    """Batches that note, before each one, what was sent so far, and the time."""
+
+    def watch(self, mesh: ds.distributed.Mesh) -> "Looking":
+        self.mesh, self.seen = mesh, []
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            axes = (self.mesh.members, self.mesh.data)
+            sent = [axis.sent[kind] for axis in axes for kind in ("sum", "gather")]
+            self.seen.append((sent, time.perf_counter(), time.process_time(), wire()))
+            yield batch
+
+
+def wire() -> int:
+    """Bytes sent over the loopback device of this process's network."""
+    (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
+    return int(line.split()[9])
+
+
+def rank(folder: Path) -> None:
+    """One of several processes: measures every method on every mesh of as many."""
+    ds.distributed.start(timeout=300)
+    torch.set_num_threads(1)
+    size, rows = int(os.environ["WORLD_SIZE"]), []
+    for name, build in METHODS.items():
+        for shape in LAYOUTS[size]:
+            torch.manual_seed(0)
+            mesh, posterior = ds.distributed.mesh(*shape), build()
+            x, y = torch.randn(BATCH * STEPS, INPUTS), torch.arange(BATCH * STEPS) % CLASSES
+            loader = Looking(x, y, batch_size=BATCH).watch(mesh)
+            work = work_of(name, posterior)
+            optimizer = torch.optim.Adam(posterior.parameter_groups(1e-3))
+            ds.fit(posterior, loader, epochs=1, optimizer=optimizer, mesh=mesh, progress=False, draw=False)
+            rows.append(measured(work, model.Layout(*shape), loader.seen))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(rows))
+
+
+def measured(work: model.Work, layout: model.Layout, seen: list[Any]) -> Row:
+    """Counted and predicted bytes of one rank in one step."""
+    (first, *_, before), (last, *_, after) = seen[SKIPPED], seen[-1]
+    steps = len(seen) - 1 - SKIPPED
+    counted = [(b - a) / steps for a, b in zip(first, last, strict=True)]
+    each = model.collectives(work, layout)
+    expected = [
+        sum(c.payload / (c.ranks if kind == "gather" else 1) for c in each if c.axis == axis and (kind == "gather") == (c.kind == "all_gather"))
+        for axis in ("members", "data")
+        for kind in ("sum", "gather")
+    ]  # fmt: skip
+    pairs = list(zip(seen[SKIPPED:], seen[SKIPPED + 1 :], strict=False))
+    return {
+        "method": work.name,
+        "mesh": f"{layout.members} × {layout.data}",
+        "members": MEMBERS,
+        "batch": BATCH,
+        "parameters": work.own,
+        "shared": work.shared,
+        **dict(zip(("members_sum", "members_gather", "data_sum", "data_gather"), counted, strict=True)),
+        "counted": sum(counted),
+        "model": sum(expected),
+        "equal": counted == expected,
+        "wire_model": layout.ranks * model.sent(work, layout),
+        "wire": (after - before) / steps,
+        "step_ms": round(1e3 * median(b[1] - a[1] for a, b in pairs), 3),
+        "processor_ms": round(1e3 * median(b[2] - a[2] for a, b in pairs), 3),
+    }
+
+
+def measure() -> list[Row]:
+    """Rows of rank 0, of 1, 2 and 4 processes, each in a network of its own where that is allowed."""
+    rows: list[Row] = []
+    alone = subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
+    for size in LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {size}"
+            command = f"{launch} {__file__} rank --folder {folder}"
+            inside = ["unshare", "-n", "sh", "-c", f"ip link set lo up && {command}"]
+            subprocess.run(inside if alone else command.split(), check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            found = json.loads((Path(folder) / "0.json").read_text())
+        rows += [{**row, "wire": row["wire"] if alone else ""} for row in found]
+    return rows
+
+
+def measured_page(rows: list[Row]) -> str:
+    """The table of bytes, counted and predicted."""
+    shown = [row for row in rows if row["mesh"] != "1 × 1"]
+    lines = [
+        [
+            row["method"],
+            row["mesh"],
+            f"{float(row['model']):,.0f}",
+            "the same" if row["equal"] == "True" else f"{float(row['counted']):,.0f}",
+            f"{float(row['wire_model']):,.0f}",
+            f"{float(row['wire']) / max(float(row['wire_model']), 1):.3f}" if row["wire"] else "–",
+            row["processor_ms"],
+        ]
+        for row in shown
+    ]
+    header = [
+        "method",
+        "members × data",
+        "bytes given to collectives, model",
+        "counted",
+        "bytes on the wire, model",
+        "counted / model",
+    ]
+    table = markdown([*header, "processor ms a step and rank"], lines)
+    single = "; ".join(f"{row['method']} {row['processor_ms']}" for row in rows if row["mesh"] == "1 × 1")
+    first = rows[0]
+    facts = f"{first['members']} members, batch {first['batch']}, {STEPS - 1 - SKIPPED} steps, seed 0"
+    made = f"commit {first['commit']}, torch {first['torch']}, {first['device']}"
+    text = f"One process takes, in milliseconds of the processor: {single}."
+    return f"{table}\n\n{text}\n\n*`python benchmarks/scaling.py measure --csv FILE`; {facts}; {made}.*"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "predict"))
+    parser.add_argument("what", choices=("measure", "predict", "rank"))
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--folder", type=Path, help="of one process of a measurement")
     given = parser.parse_args()
+    if given.what == "rank":
+        rank(given.folder)
+        return
     facts: dict[str, Any] = provenance(torch.device("cpu"))
-    rows = [row | facts for row in (predict() if given.what == "predict" else [])]
+    rows = [row | facts for row in (predict() if given.what == "predict" else measure())]
     for row in rows:
         print({key: row[key] for key in row if key not in facts})
     if given.csv:

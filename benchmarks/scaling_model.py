@@ -90,13 +90,16 @@ def collectives(work: Work, layout: Layout) -> list[Collective]:
     """What is exchanged in one step."""
     m, b = math.ceil(work.members / layout.members), work.batch
     s, found = work.bytes, []
-    trained = s * (m * work.own + work.shared)
+    trained, losses = s * (m * work.own + work.shared), s * m
     if layout.data > 1 and work.fully:
         # Parameters are gathered for the forward and again for the backward pass.
         found += [Collective("all_gather", "data", layout.data, trained, "parameters")] * 2
         found.append(Collective("reduce_scatter", "data", layout.data, trained, "gradients"))
+        found.append(Collective("all_reduce", "data", layout.data, losses, "losses"))
     elif layout.data > 1:
-        found.append(Collective("all_reduce", "data", layout.data, trained, "gradients"))
+        found.append(Collective("all_reduce", "data", layout.data, trained + losses, "gradients and losses"))
+    if layout.members > 1:
+        found.append(Collective("all_reduce", "members", layout.members, 4, "whether all is finite"))
     if layout.members > 1 and work.shared:
         found.append(Collective("all_reduce", "members", layout.members, s * work.shared, "shared gradients"))
     if work.coupled and layout.data > 1 and work.compared_each:
@@ -113,10 +116,15 @@ def sent(work: Work, layout: Layout) -> float:
 
 
 def memory(work: Work, layout: Layout) -> float:
-    """Bytes of one rank: weights, gradients, the optimiser's moments and activations."""
+    """Bytes of one rank: weights, gradients, the optimiser's moments and activations of members and examples that lie there.
+
+    Where members lie in different ranks, each keeps the weights of all as well, as they were after the last epoch.
+    """
     m, b = math.ceil(work.members / layout.members), math.ceil(work.batch / layout.data)
     parameters = m * work.own + work.shared
     kept = parameters * (2 + work.moments) * work.bytes / (layout.data if work.fully else 1)
+    if layout.members > 1:
+        kept += work.members * work.own * work.bytes
     return kept + (m if work.at_once else 1) * b * work.activations
 
 

@@ -41,17 +41,17 @@ def test_a_ring_that_is_walked_through_sends_as_many_bytes(kind, ranks):
     assert set(sent) == {model.Collective(kind, "data", ranks, parts * ranks).sent}
 
 
-def test_members_alone_exchange_nothing_and_data_alone_one_all_reduce():
-    work = model.Work("ensemble", members=8, own=1000, batch=64)
-    assert model.sent(work, model.Layout(8, 1)) == 0
-    assert model.sent(work, model.Layout(1, 4)) == 2 * 3 / 4 * 4 * 8 * 1000
-    assert model.sent(work, model.Layout(8, 4)) == 2 * 3 / 4 * 4 * 1000
+def test_members_alone_exchange_a_flag_and_data_alone_one_all_reduce():
+    work, flag = model.Work("ensemble", members=8, own=1000, batch=64), 2 * 7 / 8 * 4
+    assert model.sent(work, model.Layout(8, 1)) == flag
+    assert model.sent(work, model.Layout(1, 4)) == 2 * 3 / 4 * 4 * (8 * 1000 + 8)
+    assert model.sent(work, model.Layout(8, 4)) == 2 * 3 / 4 * 4 * (1000 + 1) + flag
 
 
 def test_sharding_over_the_data_axis_divides_what_is_kept_and_sends_half_as_much_again():
     plain, fully = (model.Work("one", 1, own=1000, batch=64, activations=10, fully=each) for each in (False, True))
-    layout, activations = model.Layout(1, 4), 16 * 10
-    assert model.sent(fully, layout) == 1.5 * model.sent(plain, layout)
+    layout, activations, losses = model.Layout(1, 4), 16 * 10, 2 * 3 / 4 * 4
+    assert model.sent(fully, layout) - losses == 1.5 * (model.sent(plain, layout) - losses)
     assert model.memory(fully, layout) - activations == (model.memory(plain, layout) - activations) / 4
 
 
