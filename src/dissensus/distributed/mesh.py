@@ -192,8 +192,7 @@ def mesh(
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
     axes = [
-        # A rank that is alone on its axis exchanges nothing there; alone in the world it does, to try all paths.
-        Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
+        Axis(found.get_local_rank(name), number, found.get_group(name))
         for name, number in (("members", members), ("data", data))
     ]
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
