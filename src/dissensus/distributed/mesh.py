@@ -191,8 +191,9 @@ def mesh(
         return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
+    # One rank has nobody to exchange with; one process that asks for a mesh all the same goes through every exchange.
     axes = [
-        Axis(found.get_local_rank(name), number, found.get_group(name))
+        Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
         for name, number in (("members", members), ("data", data))
     ]
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
