@@ -61,6 +61,7 @@ class Work:
     each: float = 0.0
     activations: int = 0
     at_once: bool = True  # activations of all members of a rank live together
+    agrees: bool = True  # ranks of the members axis agree at every step whether all is finite
     fully: bool = False  # tensors are divided over the data axis, too (`fully_shard`)
 
     @property
@@ -98,7 +99,7 @@ def collectives(work: Work, layout: Layout) -> list[Collective]:
         found.append(Collective("all_reduce", "data", layout.data, losses, "losses"))
     elif layout.data > 1:
         found.append(Collective("all_reduce", "data", layout.data, trained + losses, "gradients and losses"))
-    if layout.members > 1:
+    if layout.members > 1 and work.agrees:
         found.append(Collective("all_reduce", "members", layout.members, 4, "whether all is finite"))
     if layout.members > 1 and work.shared:
         found.append(Collective("all_reduce", "members", layout.members, s * work.shared, "shared gradients"))
@@ -186,7 +187,7 @@ def epoch_seconds(
     each other only at the end of the epoch.
     """
     compute, exchange = compute_seconds(work, layout), exchange_seconds(work, layout, cluster)
-    tied = layout.members > 1 and (work.coupled or work.shared > 0)
+    tied = layout.members > 1 and (work.agrees or work.coupled or work.shared > 0)
     rows, together = (1, layout.ranks) if tied else (layout.members, layout.data)
     total = np.zeros(rows)
     for _ in range(steps):

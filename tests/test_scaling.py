@@ -72,7 +72,7 @@ def test_waiting_for_the_slowest_of_n_follows_the_harmonic_numbers(data):
 
 def test_rows_that_exchange_nothing_wait_once_an_epoch():
     """The largest of n sums of K exponentials: about K + √(2 K ln n), far less than K H_n."""
-    work = model.Work("ensemble", 64, 10, start=1.0)
+    work = model.Work("ensemble", 64, 10, start=1.0, agrees=False)
     cluster = model.Cluster(excess=0.1, latency=0.0, inside=1e30, between=1e30)
     steps = 1000
     free, _ = model.epoch_seconds(work, model.Layout(64, 1), cluster, steps, np.random.default_rng(0))
