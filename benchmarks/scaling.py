@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import scaling_model as model
 import torch
 from rows import Row, markdown, read_rows, write_rows
@@ -53,6 +54,7 @@ def works(ranks: int) -> list[model.Work]:
     tokens, large = 2048, 7_000_000_000
     return [
         replace(base, name="deep ensemble, 8 members a GPU", members=8 * ranks),
+        replace(base, name="the same, agreeing once an epoch", members=8 * ranks, agrees=False),
         base,
         replace(base, name="repulsion of outputs", compared_each=10),
         replace(base, name="repulsion of weights, SVGD", compared=2 * RESNET18),
@@ -105,7 +107,7 @@ def predicted_page(rows: list[Row]) -> str:
             f"{float(row['exchange_ms']):.2g}",
             f"{float(row['waiting_ms']):.2g}",
             f"{float(row['sent_mb']):,.3g}",
-            f"{float(row['memory_gb']):.3g}",
+            f"{float(row['memory_gb']):.3g}{' (too many)' if float(row['memory_gb']) > 141 else ''}",
             f"{100 * (1 - float(row['kept'])):.2g} %",
             f"{100 * float(row['efficiency']):.0f} %",
         ]
@@ -133,6 +135,13 @@ def predicted_page(rows: list[Row]) -> str:
 MEMBERS, BATCH, INPUTS, CLASSES, SKIPPED, STEPS = 8, 64, 64, 10, 10, 60
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (1, 4), (2, 2)]}
 HIDDEN = 100
+ALONE = [
+    (8, 256),
+    (4, 256),
+    (2, 256),
+    (8, 128),
+    (8, 64),
+]  # members and examples that are timed; of several ranks the first
 
 
 def network() -> torch.nn.Module:
@@ -199,7 +208,27 @@ def rank(folder: Path) -> None:
             optimizer = torch.optim.Adam(posterior.parameter_groups(1e-3))
             ds.fit(posterior, loader, epochs=1, optimizer=optimizer, mesh=mesh, progress=False, draw=False)
             rows.append(measured(work, model.Layout(*shape), loader.seen))
+    for shape in LAYOUTS[size]:
+        rows += [timed(*each, shape) for each in (ALONE if size == 1 else ALONE[:1])]
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(rows))
+
+
+def timed(members: int, batch: int, shape: tuple[int, int]) -> Row:
+    """Processor time of a step of larger networks, by the members and examples that lie here."""
+    torch.manual_seed(0)
+    mesh, steps = ds.distributed.mesh(*shape), 16
+    posterior = ds.DeepEnsemble([ds.nets.MLP(INPUTS, CLASSES, hidden=(256, 256)) for _ in range(members)])
+    x, y = torch.randn(batch * steps, INPUTS), torch.arange(batch * steps) % CLASSES
+    loader = Looking(x, y, batch_size=batch).watch(mesh)
+    ds.fit(posterior, loader, epochs=1, mesh=mesh, progress=False, draw=False)
+    took = [b[2] - a[2] for a, b in zip(loader.seen[4:], loader.seen[5:], strict=False)]
+    return {
+        "what": "time",
+        "mesh": f"{shape[0]} × {shape[1]}",
+        "members": members // shape[0],
+        "batch": batch // shape[1],
+        "processor_ms": round(1e3 * median(took), 3),
+    }
 
 
 def measured(work: model.Work, layout: model.Layout, seen: list[Any]) -> Row:
@@ -215,6 +244,7 @@ def measured(work: model.Work, layout: model.Layout, seen: list[Any]) -> Row:
         expected[each.axis, each.kind] += each.payload / (each.ranks if each.kind == "all_gather" else 1)
     pairs = list(zip(seen[SKIPPED:], seen[SKIPPED + 1 :], strict=False))
     return {
+        "what": "bytes",
         "method": work.name,
         "mesh": f"{layout.members} × {layout.data}",
         "members": MEMBERS,
@@ -243,13 +273,12 @@ def measure() -> list[Row]:
             inside = ["unshare", "-n", "sh", "-c", f"ip link set lo up && {command}"]
             subprocess.run(inside if alone else command.split(), check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             found = json.loads((Path(folder) / "0.json").read_text())
-        rows += [{**row, "wire": row["wire"] if alone else ""} for row in found]
+        rows += [{**row, "wire": row.get("wire", "") if alone else ""} for row in found]
     return rows
 
 
 def measured_page(rows: list[Row]) -> str:
-    """The table of bytes, counted and predicted."""
-    shown = [row for row in rows if row["mesh"] != "1 × 1"]
+    """Tables of bytes and of seconds, beside the model's."""
     lines = [
         [
             row["method"],
@@ -257,25 +286,46 @@ def measured_page(rows: list[Row]) -> str:
             f"{float(row['model']):,.0f}",
             "the same" if row["equal"] == "True" else f"{float(row['counted']):,.0f}",
             f"{float(row['wire_model']):,.0f}",
-            f"{float(row['wire']) / max(float(row['wire_model']), 1):.3f}" if row["wire"] else "–",
-            row["processor_ms"],
+            f"{float(row['wire']):,.0f}" if row["wire"] else "–",
         ]
-        for row in shown
+        for row in rows
+        if row["what"] == "bytes" and row["mesh"] != "1 × 1"
     ]
     header = [
         "method",
         "members × data",
         "bytes put into collectives by a rank, model",
         "counted",
-        "on the wire, model",
+        "all on the wire, model",
     ]
-    table = markdown([*header, "counted / model", "processor ms of a rank"], lines)
-    single = "; ".join(f"{row['method']} {row['processor_ms']}" for row in rows if row["mesh"] == "1 × 1")
     first = rows[0]
     facts = f"{first['members']} members, batch {first['batch']}, {STEPS - 1 - SKIPPED} steps, seed 0"
     made = f"commit {first['commit']}, torch {first['torch']}, {first['device']}"
-    text = f"One process takes, in milliseconds of the processor: {single}."
-    return f"{table}\n\n{text}\n\n*`python benchmarks/scaling.py measure --csv FILE`; {facts}; {made}.*"
+    made = f"*`python benchmarks/scaling.py measure --csv FILE`; {facts}; {made}.*"
+    return f"{markdown([*header, 'counted'], lines)}\n\n{timed_page(rows)}\n\n{made}"
+
+
+def timed_page(rows: list[Row]) -> str:
+    """The table of seconds: a + c m b through those of one process, beside what ranks took."""
+    timed = [row for row in rows if row["what"] == "time"]
+    alone = [row for row in timed if row["mesh"] == "1 × 1"]
+    products = np.array([[1.0, int(row["members"]) * int(row["batch"])] for row in alone])
+    (a, c), *_ = np.linalg.lstsq(products, np.array([float(row["processor_ms"]) for row in alone]), rcond=None)
+    lines = [
+        [
+            row["mesh"],
+            row["members"],
+            row["batch"],
+            f"{a + c * int(row['members']) * int(row['batch']):.1f}",
+            f"{float(row['processor_ms']):.1f}",
+        ]
+        for row in timed
+    ]
+    header = ["members × data", "members of a rank", "examples of a rank", "processor ms of a step, model", "measured"]
+    return (
+        f"Computing, of deep ensembles of MLPs 64-256-256-10: a = {a:.2f} ms and c = {1e3 * c:.2f} µs, fitted to the rows of one "
+        f"process, predict the others.\n\n{markdown(header, lines)}"
+    )
 
 
 def main() -> None:
