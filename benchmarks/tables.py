@@ -19,6 +19,7 @@ import landscape
 import mnist_ood
 import momentum
 import pretrained_page
+import scaling
 import shift
 import tables_uci
 import task_results
@@ -374,6 +375,10 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
         yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
+    if found := rows(scaling.MEASURED):
+        yield docs / "scaling.md", "scaling-measured", scaling.measured_page(found)
+    if found := rows(scaling.PREDICTED):
+        yield docs / "scaling.md", "scaling-predicted", scaling.predicted_page(found)
     if rows("false_positives.csv"):
         yield docs / "bench.md", "false-positives", false_positive_table()
         yield docs / "bench.md", "false-positives-few", few_examples_table()

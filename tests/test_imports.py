@@ -31,7 +31,7 @@ ROOMS = {
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
     "storage": "numerics core data nets methods standing",
-    "training": "numerics core surgery engine methods storage",
+    "training": "numerics core surgery engine distributed methods storage",
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
     "reporting": "numerics core metrics evaluation storage",

@@ -22,6 +22,7 @@ from dissensus.core.progress import Progress
 from dissensus.core.turns import training
 from dissensus.data.batches import as_loader
 from dissensus.distributed.alone import Undivided
+from dissensus.distributed.days import BadDays
 from dissensus.distributed.division import divided
 from dissensus.distributed.mesh import Mesh
 from dissensus.engine import Step, build_step
@@ -30,10 +31,11 @@ from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
 from dissensus.training.belonging import trained_state
-from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
+from dissensus.training.checkpoint import Resumed, is_there, restart, resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
+from dissensus.training.part import Part
 from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -88,7 +90,9 @@ def fit(
         device: where to train; None is the GPU if there is one.
         callback: called with each `Epoch`; a true return value stops training.
         progress: whether progress is shown, or the title to show it under.
-        checkpoint: a file written after each epoch; if it exists, training resumes from it.
+        checkpoint: a file (of several processes a folder) written after each epoch; if it exists, training resumes from it, on
+            any number of processes. At SIGTERM it is written after the step at hand, and the process ends; the resumed run
+            goes on within that epoch.
         checkpoint_seconds: least time between two writes; the last epoch is always written.
         ranks: "independent" lets every process of a distributed group train a model of its own; None trains one model with
             all of them.
@@ -129,10 +133,9 @@ def fit(
         checks.check_stepping(posterior, optimizer)
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
-        history, best, told = Resumed(History(), Best(), {})
-        if checkpoint is not None and division.first(Path(checkpoint).exists()):
-            with division.whole(optimizer):
-                history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+        history, best, told, part = Resumed(History(), Best(), {})
+        if checkpoint is not None and is_there(Path(checkpoint), division):
+            history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
@@ -144,18 +147,27 @@ def fit(
         run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
+        days = BadDays(division.several, hears=checkpoint is not None)
+
+        def write(best: Best, part: Part | None = None) -> None:
+            path = Path(checkpoint or "")
+            write_checkpoint(path, posterior, optimizer, scheduler, history, best, loader, part, division=division)
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
-        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
+        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, days:
             for index in range(len(history), epochs):
                 judged = best.state is not None and looks(posterior, index - 1, epochs)
                 if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
-                start = time.perf_counter()
                 posterior.train()
                 division.epoch(loader, index)
-                losses = run.epoch(read, bar)  # (M,)
-                seconds = time.perf_counter() - start
+                part = part or (Part() if checkpoint is None else Part.beginning(loader, posterior.device))
+                losses = run.epoch(read, bar, part, days)  # (M,)
+                if losses is None:
+                    if posterior.steps_per_epoch is not None:
+                        write(best, part)
+                    days.leave()
+                seconds, part = part.seconds, None
                 length.epoch_over()
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
@@ -175,16 +187,12 @@ def fit(
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
                 if checkpoint is not None and division.first(time.monotonic() - written >= checkpoint_seconds):
-                    with division.whole(optimizer):
-                        if division.is_first:
-                            write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                    write(best)
                     written, unwritten = time.monotonic(), False
                 if callback is not None and division.first(callback(epoch)):
                     break
             if checkpoint is not None and unwritten:
-                with division.whole(optimizer):
-                    if division.is_first:
-                        write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                write(best)
 
         if best.state is not None:
             posterior.load_state_dict(best.state)
@@ -212,35 +220,44 @@ class _Run:
         self.memory: Memory | None = None
         self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
-    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
-        """(M,) mean losses over the loader's batches, on the host."""
-        posterior, total = self.posterior, None
-        sizes: list[int] = []
+    def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
+        """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
+        posterior, start = self.posterior, time.perf_counter() - part.seconds
+        total, first, left = part.total, part.batches, False
         with ExitStack() as divided:
-            for given in posterior.read(loader):
+            for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
                 batch = posterior.take(given)
                 posterior.before_step(batch)
-                if not sizes:  # not before: at the first batch, what the first member does may count for all
+                if (
+                    part.batches == first
+                ):  # at the first batch, not before: what the first member does may count for all
                     divided.enter_context(self.division.here(self.optimizer, batch))
-                part = self.division.part(batch)
+                    total = None if total is None else total[self.division.mine].clone()
+                rows = self.division.part(batch)
                 with enough_examples(batch.x):
-                    step = self.step or self._build(part)
-                    losses = step(part)
+                    step = self.step or self._build(rows)
+                    losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
-                sizes.append(batch.size)
+                part.batches, part.examples = part.batches + 1, part.examples + batch.size
                 bar.step()
-            if total is None or self.step is None:
+                if left := days.over() and part.batches % self.settings["accumulate"] == 0:
+                    break
+            if total is None:
                 raise ValueError(
                     "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
                 )
-            self.step.finish()
-            self.step.check()
-            total = self.division.losses(total)
-        self.way = self.step.way
-        checks.say_data_size(posterior, sum(sizes))
-        return (total / len(sizes)).double().cpu()
+            if self.step is not None and part.batches > first:
+                self.step.finish()
+                self.step.check()
+                total = self.division.losses(total)
+        part.total, part.seconds = total, time.perf_counter() - start
+        if left:
+            return None
+        self.way = self.way if self.step is None else self.step.way
+        checks.say_data_size(posterior, part.examples)
+        return (total / part.batches).double().cpu()
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]

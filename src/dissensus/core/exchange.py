@@ -19,6 +19,7 @@ from dissensus.numerics.tree import Tensors
 class Exchange:
     """One process, which exchanges nothing: every function gives back what it was given, and dispatches no operation."""
 
+    ranks: int = 1  # that see different rows of a batch
     members: int | None = None  # M over all processes, where these hold only some of them
 
     def running(self, posterior: Any, batch: Any) -> AbstractContextManager[object]:

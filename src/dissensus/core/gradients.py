@@ -211,6 +211,8 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
+    if posterior.particles.fully:
+        return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
     params, before = state.parameters(wanted), state.buffers()
 
@@ -220,6 +222,25 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
         return _differentiated(particles.exchange.share, wanted, *result, cotangent)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
+
+
+def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
+    """The same of a network that `fully_shard` has divided: its hooks gather weights and sum gradients into `.grad`."""
+    particles = posterior.particles
+    params, buffers = particles.at(0)
+    before = {name: parameter.grad for name, parameter in params.items()}
+    for parameter in params.values():
+        parameter.grad = None
+    with torch.enable_grad():
+        value, _, after = posterior.member_loss(params, buffers, batch)
+    # torch takes the mean over ranks, where shares of one batch are to be summed.
+    share, ranks = particles.exchange.share, particles.exchange.ranks
+    (value if share is None else value * (share * ranks).to(value.dtype)).backward()  # type: ignore[no-untyped-call]
+    found = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
+    for name, parameter in params.items():
+        parameter.grad = before[name]
+    gradients = {name: g if hasattr(g, "full_tensor") else g / ranks for name, g in found.items()}
+    return Gradients(value.detach(), gradients, detached(after))
 
 
 def _differentiated(

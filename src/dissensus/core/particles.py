@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, emptied, member_index
+from dissensus.core.member import (
+    PREFIX,
+    Member,
+    check_initialised,
+    check_whole,
+    emptied,
+    is_fully_sharded,
+    member_index,
+)
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -52,6 +60,7 @@ class Particles(nn.Module):
         self._settle()
         # Asked once where the template is ours: at every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
+        self.fully = is_fully_sharded(self.template.network)  # divided by `fully_shard`: each process has a part of it
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
@@ -70,7 +79,12 @@ class Particles(nn.Module):
             return network
         check_initialised(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
-        return cls(member, own=TensorTree(), shared=member, members=1)
+        particles = cls(member, own=TensorTree(), shared=member, members=1)
+        if particles.fully:
+            # Also the outermost part: its tensors would lie whole in the place of those that optimisers and files know.
+            for part in (each for each in network.modules() if hasattr(each, "set_reshard_after_forward")):
+                part.set_reshard_after_forward(True, recurse=False)
+        return particles
 
     @classmethod
     def stack(
@@ -237,6 +251,11 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
+        if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
+            raise ValueError(
+                "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or "
+                "copies weights; use MAP or MCDropout"
+            )
         # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
         if template.training:  # batch norm writes its statistics in place: into copies
@@ -324,6 +343,7 @@ class Particles(nn.Module):
     def copied_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
+        check_whole(self.template.network)
         with self.turn(), torch.no_grad():
             copied = copy.deepcopy(part, unmade(part))
             values = {**self.shared_parameters(), **self.shared_buffers()}

@@ -27,6 +27,11 @@ class Recorder(nn.Module, ABC):
         super().__init__()
         self.source = source
         self.weights = source()
+        if any(hasattr(tensor, "full_tensor") for tensor in self.weights.stored.values()):
+            raise NotImplementedError(
+                "expected weights that lie whole in a process, to be recorded, got a network divided by fully_shard; use MAP "
+                "or MCDropout"
+            )
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         """(buffer, its axis of members), of every buffer that has one: processes that train together divide these.

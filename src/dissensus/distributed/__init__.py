@@ -3,6 +3,7 @@
 `torchrun` starts the processes and torch.distributed connects them; this room says who has which members and which rows.
 """
 
-from dissensus.distributed.mesh import Axis, Mesh, mesh, start
+from dissensus.distributed.joining import start
+from dissensus.distributed.mesh import Axis, Mesh, mesh
 
 __all__ = ["Axis", "Mesh", "mesh", "start"]

@@ -11,10 +11,12 @@ from dissensus.core.batch import Batch
 
 
 class Undivided:
-    """Training on one process. `is_first`: whether it writes and prints."""
+    """Training on one process. `is_first`: whether it writes and prints; `mine`: which members lie here."""
 
     is_first = True
     mesh: Any = None
+    several: Any = None  # the mesh, where there are several processes
+    mine: slice = slice(None)
     loaders = 1  # whose batches make a whole one
 
     def begin(self) -> None:

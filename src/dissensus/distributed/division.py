@@ -19,8 +19,9 @@ from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.exchanging import MeshExchange, Share
+from dissensus.distributed.joining import connected, start
 from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint
-from dissensus.distributed.mesh import Mesh, connected, start
+from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
@@ -57,6 +58,7 @@ class Division(Undivided):
         self.exchange = MeshExchange(mesh, posterior)
         self.members, self.mine = self.exchange.members, self.exchange.mine
         self.is_first = mesh.is_first
+        self.several = mesh if mesh.size > 1 else None
         self.parts = False  # whether the loader gives this rank's rows alone
         self._began = False
         self._sizes: set[int] = set()  # of parts
@@ -77,6 +79,8 @@ class Division(Undivided):
     @torch.no_grad()
     def _same_tensors(self) -> None:
         for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
+            if hasattr(tensor, "full_tensor"):  # each process has a part of its own
+                continue
             tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
     @contextmanager
@@ -241,6 +245,8 @@ class Division(Undivided):
         return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses
 
     def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
+        if self.particles.fully:  # all must run it together
+            return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
     def total(self, *numbers: float) -> list[float]:

@@ -18,7 +18,7 @@ from dissensus.core.gradients import Gradients
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.posterior import Posterior
 from dissensus.distributed import noise
-from dissensus.distributed.mesh import Mesh
+from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.statistics import SynchronisedNorms
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
@@ -45,6 +45,7 @@ class MeshExchange(Exchange):
         self.mesh, self.posterior = mesh, posterior
         self.particles: Particles = posterior.particles
         self.members: int = self.particles.members
+        self.ranks = mesh.data.size
         self.mine = mesh.rows(self.members)
         self.apart = mesh.members.group is not None and self.members > 1  # whether members lie in different processes
         self.taken = Share(0, slice(0, 0))
@@ -218,24 +219,27 @@ class MeshExchange(Exchange):
     @torch.no_grad()
     def found(self, gradients: Gradients) -> Gradients:
         """One member's loss and gradients, whose sum over the data axis has begun."""
-        names, each = list(gradients.gradients), [self.weighed(gradients.losses), *gradients.gradients.values()]
         if self.mesh.data.group is None:
             return gradients
-        losses, *summed = _summed(self._begin, each)
-        return gradients._replace(losses=losses, gradients=dict(zip(names, summed, strict=True)))
+        return self._over_rows(self._begin, gradients)
 
     def _begin(self, flat: Tensor) -> Tensor:
         self._works += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
         return flat
 
+    def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
+        """Losses and gradients, added over the data axis; gradients that `fully_shard` divides have been."""
+        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
+        losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
+        return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
+
     @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
-        losses, gradients = found.losses, dict(found.gradients)
         if self._summed:
             self._summed = False
         elif self.mesh.data.group is not None:
-            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *gradients.values()])
-            gradients = dict(zip(gradients, summed, strict=True))
+            found = self._over_rows(self.mesh.data.sum, found)
+        losses, gradients = found.losses, dict(found.gradients)
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
             summed = _summed(self.mesh.members.sum, [gradients[name] for name in names])
@@ -250,15 +254,21 @@ class MeshExchange(Exchange):
     # ------------------------------------------------------------------ what is not finite
 
     def any(self, here: bool) -> bool:
-        if not self.apart:  # ranks of the data axis have the same sums
-            return here
-        return bool(self.mesh.members.largest(torch.tensor(float(here), device=self.posterior.device)) > 0)
+        axis = self._disagreeing
+        return here if axis is None else bool(axis.largest(torch.tensor(float(here), device=self.posterior.device)) > 0)
+
+    @property
+    def _disagreeing(self) -> Axis | None:
+        """The axis whose ranks may see different numbers: those of the data axis have the same sums of whole tensors."""
+        return self.mesh.data if self.particles.fully else self.mesh.members if self.apart else None
 
     def agree(self, flag: Tensor) -> None:
-        if self.apart:
-            self.mesh.members.largest(flag)
+        if (axis := self._disagreeing) is not None:
+            axis.largest(flag)
 
     def everywhere(self, values: Tensor) -> Tensor:
+        if self.particles.fully:
+            return self.mesh.data.largest(values.to(torch.uint8)).to(values.dtype)
         if not self.apart:
             return values
         return self.mesh.members.gather(values.to(torch.uint8), self.members, axis=1).to(values.dtype)

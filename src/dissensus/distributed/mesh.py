@@ -7,7 +7,6 @@ different rows of every batch. Both axes divide what they divide into contiguous
 together in the order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import sampler_of
 from dissensus.core.progress import let_speak
+from dissensus.distributed.joining import connected, start
 from dissensus.distributed.sharing import Interleaved, Joined, in_turns
 from dissensus.numerics.checks import one_of, whole
 
@@ -233,17 +233,3 @@ def mesh(
         for name, number in (("members", members), ("data", data))
     ]
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
-
-
-def connected() -> bool:
-    """Whether this process is in a group."""
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def start() -> None:
-    """Connects the processes that `torchrun` started, each with a GPU of its own where there are any; else does nothing."""
-    if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
