@@ -2,7 +2,8 @@
 
     python benchmarks/bias_correlation.py --csv benchmarks/results/bias_correlation.csv
 
-Networks of three linear layers in torch's own initialisation, four members, 64 random inputs, ten outputs; factors on some of the layers.
+Networks of three linear layers in torch's own initialisation, four members, 64 random inputs, ten outputs; factors on some
+layers or on all.
 """
 
 import argparse
@@ -33,7 +34,10 @@ def main() -> None:
     rows: list[Row] = []
     for case in CASES:
         for width in WIDTHS:
-            rows += [{"case": case, "width": width, "seed": seed, **trial(case, width, seed), **facts} for seed in range(SEEDS)]
+            rows += [
+                {"case": case, "width": width, "seed": seed, **trial(case, width, seed), **facts}
+                for seed in range(SEEDS)
+            ]
             write_rows(given.csv, rows)
     print(page(rows))
 

@@ -10,7 +10,12 @@ Column = tuple[str, str]  # title, format of its numbers; "" for text
 def measured(rows: Sequence[Row], columns: Mapping[str, Column], command: str, what: str = "") -> str:
     """The rows as they are, some of their columns, and where they come from."""
     lines = [
-        [f"{float(row[key]):{form}}" if form and row.get(key) else row.get(key, "") for key, (_, form) in columns.items()]
+        [
+            f"{float(row[key]):{form}}"
+            if form and row.get(key, "nan") not in ("", "nan")
+            else row.get(key, "").replace("nan", "")
+            for key, (_, form) in columns.items()
+        ]
         for row in rows
     ]
     facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
@@ -87,4 +92,3 @@ LAPLACE = {
     "nll": ("NLL", ".3f"),
     "ece": ("ECE", ".3f"),
 }
-PIXELS = {"device": ("device", ""), "images": ("images", ""), "seconds": ("seconds", ".0f")}

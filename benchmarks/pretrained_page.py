@@ -3,8 +3,8 @@
     python benchmarks/pretrained_page.py runs.tar.gz
 
 The file is the one that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
-8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the page
-count the seeds as well, by the library's own formula (dissensus.reporting.spread).
+8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the
+page count the seeds as well, by the library's own formula (dissensus.reporting.spread).
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
     firsts = [(depth, best(rows, depth, mode)) for depth in depths for mode in MODES]
     pairs = judged(pairs, rows)
     seeds = " or ".join(sorted({str(pair["seeds"]) for pair in pairs}))
-    bold = f"Intervals count test images and {seeds} seeds. Bold: p < {SIGNIFICANT:g} by Holm for a table's comparisons."
+    bold = (
+        f"Intervals count test images and {seeds} seeds. Bold: p < {SIGNIFICANT:g} by Holm for a table's comparisons."
+    )
     yield PAGE, "pretrained-pairs", "\n\n".join([*(pairs_table(pairs, *first) for first in firsts), bold])
     yield PAGE, "pretrained-says", says(pairs)
     yield PAGE, "pretrained-components", components_table(pairs, depths)
@@ -226,9 +228,7 @@ def judged(pairs: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 
 def adjusted(pairs: Sequence[Row]) -> list[Row]:
     """The pairs of one table, with p-values after Holm's adjustment for their number."""
-    return [
-        {**pair, "p_value": p} for pair, p in zip(pairs, holm([pair["p_value"] for pair in pairs]), strict=True)
-    ]
+    return [{**pair, "p_value": p} for pair, p in zip(pairs, holm([pair["p_value"] for pair in pairs]), strict=True)]
 
 
 def says(pairs: Sequence[Row]) -> str:

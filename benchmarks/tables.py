@@ -186,14 +186,19 @@ def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs
     """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance, by Holm."""
     groups = by_key(found, "method")
     cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
-    there = {key: each for key, each in cells.items() if each is not None}
+    there = {key: each for key, each in cells.items() if each is not None and each.p_value == each.p_value}  # some vary
     adjusted = dict(zip(there, holm([each.p_value for each in there.values()]), strict=True))
     lines = []
     for column, title in columns.items():
         line = [title]
         for pair in pairs:
             each = cells[column, pair]
-            text = "–" if each is None else f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            if each is None:
+                text = "–"
+            elif (column, pair) in there:
+                text = f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            else:
+                text = f"{each.difference:+.2g} with every seed"
             line.append(f"**{text}**" if adjusted.get((column, pair), 1) < SIGNIFICANT else text)
         if line[1:] != ["–"] * len(pairs):
             lines.append(line)
@@ -337,7 +342,11 @@ def measurements() -> Iterator[tuple[str, str, str]]:
     yield "theory.md", "tangent-kernel", measured.measured(both, measured.KERNEL, command)
     both = [*rows("tradi_overhead_cpu.csv"), *rows("tradi_overhead_h200.csv")]
     command = "python benchmarks/tradi_overhead.py --csv FILE"
-    yield "tracking.md", "tradi-overhead", measured.measured(both, measured.TRACKED, command, "medians of rounds in turns")
+    yield (
+        "tracking.md",
+        "tradi-overhead",
+        measured.measured(both, measured.TRACKED, command, "medians of rounds in turns"),
+    )
     found = rows("threads_cpu.csv")
     yield "threads.md", "threads", measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE")
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
@@ -440,7 +449,7 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     if found := rows("landscape.csv"):
         yield docs / "landscape.md", "landscape", landscape.page(found)
     if found := rows("momentum.csv"):
-        yield docs / "embedded.md", "momentum", momentum.page(found)
+        yield docs / "embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):
         yield docs / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):

@@ -104,7 +104,9 @@ def page(rows: list[Row]) -> str:
     made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
     parts = [table(rows), verdicts(rows)]
     worse, count = behind(rows)
-    title = f"Behind the single network beyond chance (p < {SIGNIFICANT:g} over splits, by Holm for {count} comparisons)"
+    title = (
+        f"Behind the single network beyond chance (p < {SIGNIFICANT:g} over splits, by Holm for {count} comparisons)"
+    )
     parts += [f"{title}, with 95 % intervals:", "\n".join(worse)] if worse else [f"{title}: none."]
     if far := far_splits(rows):
         title = f"Splits far from the others, by more than {FAR} times the distance of the quartiles above the median:"
