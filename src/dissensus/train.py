@@ -214,7 +214,8 @@ class _Run:
 
     def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
         """(M,) mean losses over the loader's batches, on the host."""
-        posterior, total, sizes = self.posterior, None, []
+        posterior, total = self.posterior, None
+        sizes: list[int] = []
         with ExitStack() as divided:
             for given in posterior.read(loader):
                 if given.size == 0:

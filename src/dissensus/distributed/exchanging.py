@@ -174,7 +174,8 @@ class MeshExchange(Exchange):
             raise ValueError(
                 f"expected members compared in a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
             )
-        rows = leaf.movedim(axis, 0).unflatten(0, (here, per_row))
+        rows = leaf.movedim(axis, 0)
+        rows = rows.reshape(here, per_row, *rows.shape[1:])
         return self.mesh.data.gather(rows, self.taken.size).flatten(0, 1).movedim(0, axis)
 
     def _check_alike(self, leaf: Tensor) -> None:
@@ -268,7 +269,7 @@ class MeshExchange(Exchange):
         for places in _by_dtype(each):
             flat = torch.cat([each[i].reshape(len(each[i]), -1) for i in places], dim=1)
             whole = self.mesh.members.gather(flat, self.members)  # (M, P)
-            for i, part in zip(places, whole.split([each[i][0].numel() for i in places], dim=1), strict=True):
+            for i, part in zip(places, torch.split(whole, [each[i][0].numel() for i in places], dim=1), strict=True):
                 found[i] = part.reshape(len(part), *each[i].shape[1:])
         return found
 
@@ -278,7 +279,7 @@ def _summed(add: Callable[[Tensor], Tensor], each: list[Tensor]) -> list[Tensor]
     found: list[Tensor] = list(each)
     for places in _by_dtype(each):
         flat = add(torch.cat([each[i].reshape(-1) for i in places]))
-        for i, part in zip(places, flat.split([each[i].numel() for i in places]), strict=True):
+        for i, part in zip(places, torch.split(flat, [each[i].numel() for i in places]), strict=True):
             found[i] = part.view(each[i].shape)
     return found
 

@@ -63,7 +63,8 @@ class Axis:
         if self.group is None:
             return None
         self.sent["sum"] += tensor.nbytes
-        return distributed.all_reduce(tensor, group=self.group, async_op=True)
+        work: distributed.Work = distributed.all_reduce(tensor, group=self.group, async_op=True)
+        return work
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
