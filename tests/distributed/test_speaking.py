@@ -50,9 +50,8 @@ def test_the_first_process_of_a_mesh_speaks_for_all(tmp_path):
 
 
 def test_independent_processes_speak_for_themselves(tmp_path):
-    # Ranks above those of the test before: a process that was on a mesh stays quiet.
-    found = workers().run(4, done_by_all, str(tmp_path), False)
-    for rank, (showed, logged, there, _, _) in enumerate(found[2:], start=2):
+    found = workers().run(2, done_by_all, str(tmp_path), False)
+    for rank, (showed, logged, there, _, _) in enumerate(found):
         assert showed
         assert logged
         assert there == [f"page{rank}.csv", f"saved{rank}"]

@@ -6,23 +6,23 @@ Of processes that work together only the first shows it, logs, and writes report
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 SECONDS = 10.0  # without a line, after which an epoch that still runs gets one
 
-_others = {"speak": False}  # whether another process of a mesh speaks for this one
+_asked: list[Callable[[], bool]] = []  # whether this process speaks, where a mesh was made in it
 
 
 def speaks() -> bool:
     """Whether this process shows progress, logs and writes reports: on a mesh the first one does, for all."""
-    return not _others["speak"]
+    return all(ask() for ask in _asked)
 
 
-def let_speak(first: bool) -> None:
-    """Called where a mesh is made: whether this is its first process."""
-    _others["speak"] = not first
+def ask_before_speaking(ask: Callable[[], bool]) -> None:
+    """Called where a mesh is made: `ask` says whether this process is its first one, or it is no more."""
+    _asked[:] = [ask]
 
 
 logging.getLogger("dissensus").addFilter(lambda record: speaks())

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import sampler_of
-from dissensus.core.progress import let_speak
+from dissensus.core.progress import ask_before_speaking
 from dissensus.distributed.joining import connected, start
 from dissensus.distributed.sharing import Interleaved, Joined, in_turns
 from dissensus.numerics.checks import one_of, whole
@@ -122,7 +122,7 @@ class Mesh:
         self.batches = batches
         self.device_mesh = device_mesh
         self._world = distributed.group.WORLD if connected() else None
-        let_speak(self.is_first)
+        ask_before_speaking(lambda: self.is_first or not self.alive)
 
     def __repr__(self) -> str:
         return f"Mesh(members={self.members!r}, data={self.data!r})"
