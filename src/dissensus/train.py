@@ -219,10 +219,17 @@ class _Run:
         self.memory: Memory | None = None
         self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
+<<<<<<< HEAD
     def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
         """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
+=======
+    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
+        """(M,) mean losses over the loader's batches, on the host."""
+        posterior, total = self.posterior, None
+        sizes: list[int] = []
+>>>>>>> dist
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:

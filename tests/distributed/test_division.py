@@ -46,7 +46,8 @@ def trained(method, mesh=None, epochs=100, *, net=small, batch_size=7, keywords=
     if mesh is not None:
         made = ds.distributed.mesh(*mesh)
         if made.rank:  # whose weights and random numbers are those of the first process
-            posterior.load_state_dict({name: tensor + 1 for name, tensor in posterior.state_dict().items()})
+            state = posterior.state_dict()
+            posterior.load_state_dict({name: t + 1 if t.is_floating_point() else t for name, t in state.items()})
             torch.manual_seed(9)
     if not (made and made.rank):
         torch.manual_seed(1)

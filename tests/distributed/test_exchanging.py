@@ -68,7 +68,13 @@ def test_on_one_process_nothing_is_exchanged_and_no_operation_dispatched_for_it(
     with Count() as count, ALONE.running(None, None), ALONE.in_turn():
         assert ALONE.rows(5) == (5, slice(0, 5))
         assert ALONE.share is None
-        assert ALONE.coupled(lambda z: z, tree) is ALONE.mixed(lambda z: z, tree) is ALONE.completed(None, tree) is tree
+        assert (
+            ALONE.coupled(lambda z: z, tree)
+            is ALONE.mixed(lambda z: z, tree)
+            is ALONE.completed(None, tree)
+            is ALONE.found(tree)
+            is tree
+        )
         assert ALONE.weighed(value) is ALONE.counted(value) is ALONE.everywhere(value) is value
         assert ALONE.any(True) is True
         ALONE.agree(value)
@@ -76,5 +82,5 @@ def test_on_one_process_nothing_is_exchanged_and_no_operation_dispatched_for_it(
     asked = {name for name, _ in inspect.getmembers(type(ALONE)) if not name.startswith("_")} - {"members"}
     assert asked == {
         "running", "in_turn", "rows", "share", "coupled", "mixed", "completed", "weighed", "counted", "everywhere", "any",
-        "agree", "averaged",
+        "agree", "averaged", "found",
     }  # fmt: skip

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from test_division import METHODS, small
 from torch import distributed
 
 import dissensus as ds
 import tiny
-from test_division import METHODS, small
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -35,7 +35,9 @@ def check(method, backend, device, folder):
     assert mesh.data.sent["sum"] > 0
     assert validation == pytest.approx(scores, abs=1e-10)
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 SOME = ["map", "deep_ensemble", "multi_mc_dropout", "function_rde", "svgd", "batch_ensemble", "multi_swag", "node_bnn"]

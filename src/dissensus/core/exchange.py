@@ -8,14 +8,12 @@ met a number that is not finite (`any`, `agree`, `everywhere`). `dissensus.distr
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from dissensus.core.running import averaged
 from dissensus.numerics.tree import Tensors
-
-Found = TypeVar("Found")
 
 
 class Exchange:
@@ -53,7 +51,11 @@ class Exchange:
         """couple(z) of all members and all rows, cut to those that lie here."""
         return couple(z)
 
-    def completed(self, posterior: Any, found: Found) -> Found:
+    def found(self, gradients: Any) -> Any:
+        """One member's `Gradients`, in a pass over members: they may be exchanged while the next one's are found."""
+        return gradients
+
+    def completed(self, posterior: Any, found: Any) -> Any:
         """Losses and gradients (`core.gradients.Gradients`) of the whole batch, of shared tensors over all members."""
         return found
 

@@ -129,11 +129,11 @@ def looped(
     Random layers draw the same numbers both times. `member`: finds one member's gradients.
     """
     member = member or member_gradients
-    state, (lane, join) = state_of(posterior), lanes
+    state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
     members = [state.member(i) for i in range(posterior.particles.members)]
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
-    with posterior.particles.exchange.in_turn():
+    with exchange.in_turn():
         if posterior.coupled:
             seen = []
             for i, mine in enumerate(members):
@@ -150,7 +150,7 @@ def looped(
             if streams:
                 streams[i]()
             with lane(i):
-                found.append(member(posterior, mine, batch, pulls[i]))
+                found.append(exchange.found(member(posterior, mine, batch, pulls[i])))
         join()
         if streams:
             streams[-1]()

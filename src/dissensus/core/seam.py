@@ -10,7 +10,7 @@ with i over members. `loss` and `backward` of every posterior are derived from i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
@@ -67,7 +67,7 @@ def find(
     with _turn(posterior), posterior.particles.runner.running():
         with exchange.running(posterior, batch):
             found = (strategy or automatic)(posterior, batch)
-        found = exchange.completed(posterior, found)
+        found = cast(Gradients, exchange.completed(posterior, found))
         if not posterior.mixes:
             return found
         unmixed(found.gradients)

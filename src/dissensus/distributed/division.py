@@ -23,6 +23,7 @@ from dissensus.distributed.joining import connected, start
 from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint, sampler_of
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
+from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
 
 
@@ -67,6 +68,7 @@ class Division(Undivided):
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
+        lay_out(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._same_tensors()
         cuda = self.posterior.device.type == "cuda"
         host, device = self.first((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
@@ -145,7 +147,8 @@ class Division(Undivided):
                 chain.set_state(state)
         for parameter, key, value in self._states(optimizer):
             if value.shape == (self.mine.stop - self.mine.start, *parameter.shape[1:]):
-                optimizer.state[parameter][key] = self.mesh.members.gather(value, self.members)
+                whole = torch.empty_like(parameter, dtype=value.dtype)  # in its layout, which fused kernels go through
+                optimizer.state[parameter][key] = whole.copy_(self.mesh.members.gather(value, self.members))
         yield
         for parameter, key, value in self._states(optimizer):
             if value.shape == parameter.shape:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
@@ -56,6 +56,8 @@ class MeshExchange(Exchange):
         self._noise: noise.WholeNoise | None = None
         self._alike = False  # whether leaves of z without rows were seen to be the same everywhere
         self._probing = False
+        self._works: list[distributed.Work] = []  # sums that have begun
+        self._summed = False  # whether they were those of this batch
 
     def rows(self, size: int) -> tuple[int, slice]:
         # In a trial run of a few rows, any that are as many.
@@ -123,6 +125,17 @@ class MeshExchange(Exchange):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
+        try:
+            with self._others_drawn():
+                yield
+        finally:
+            for work in self._works:
+                work.wait()
+            self._summed, self._works = bool(self._works), []
+
+    @contextmanager
+    def _others_drawn(self) -> Iterator[None]:
+        """Before and after, the noise of members that lie elsewhere is drawn."""
         if self._noise is None or not self.apart:
             yield
             return
@@ -162,7 +175,8 @@ class MeshExchange(Exchange):
             raise ValueError(
                 f"expected members compared in a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
             )
-        rows = leaf.movedim(axis, 0).unflatten(0, (here, per_row))
+        rows = leaf.movedim(axis, 0)
+        rows = rows.reshape(here, per_row, *rows.shape[1:])
         return self.mesh.data.gather(rows, self.taken.size).flatten(0, 1).movedim(0, axis)
 
     def _check_alike(self, leaf: Tensor) -> None:
@@ -203,13 +217,35 @@ class MeshExchange(Exchange):
     # ------------------------------------------------------------------ gradients that are complete
 
     @torch.no_grad()
+    def found(self, gradients: Gradients) -> Gradients:
+        """One member's loss and gradients, whose sum over the data axis has begun."""
+        names, each = list(gradients.gradients), [self.weighed(gradients.losses), *gradients.gradients.values()]
+        if self.mesh.data.group is None:
+            return gradients
+        losses, *summed = _summed(self._begin, each)
+        return gradients._replace(losses=losses, gradients=dict(zip(names, summed, strict=True)))
+
+    def _begin(self, flat: Tensor) -> Tensor:
+        self._works += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
+        return flat
+
+    @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
+<<<<<<< HEAD
         losses, gradients = self.weighed(found.losses), dict(found.gradients)
         if self.mesh.data.group is not None:
             # Gradients that `fully_shard` divides are summed already.
             plain = {name: each for name, each in gradients.items() if not hasattr(each, "full_tensor")}
             losses, *summed = _summed(self.mesh.data.sum, [losses, *plain.values()])
             gradients |= dict(zip(plain, summed, strict=True))
+=======
+        losses, gradients = found.losses, dict(found.gradients)
+        if self._summed:
+            self._summed = False
+        elif self.mesh.data.group is not None:
+            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *gradients.values()])
+            gradients = dict(zip(gradients, summed, strict=True))
+>>>>>>> dist
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
             summed = _summed(self.mesh.members.sum, [gradients[name] for name in names])
@@ -249,7 +285,7 @@ class MeshExchange(Exchange):
         for places in _by_dtype(each):
             flat = torch.cat([each[i].reshape(len(each[i]), -1) for i in places], dim=1)
             whole = self.mesh.members.gather(flat, self.members)  # (M, P)
-            for i, part in zip(places, whole.split([each[i][0].numel() for i in places], dim=1), strict=True):
+            for i, part in zip(places, torch.split(whole, [each[i][0].numel() for i in places], dim=1), strict=True):
                 found[i] = part.reshape(len(part), *each[i].shape[1:])
         return found
 
@@ -259,7 +295,7 @@ def _summed(add: Callable[[Tensor], Tensor], each: list[Tensor]) -> list[Tensor]
     found: list[Tensor] = list(each)
     for places in _by_dtype(each):
         flat = add(torch.cat([each[i].reshape(-1) for i in places]))
-        for i, part in zip(places, flat.split([each[i].numel() for i in places]), strict=True):
+        for i, part in zip(places, torch.split(flat, [each[i].numel() for i in places]), strict=True):
             found[i] = part.view(each[i].shape)
     return found
 

@@ -54,6 +54,14 @@ class Axis:
             distributed.all_reduce(tensor, group=self.group)
         return tensor
 
+    def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
+        """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
+        if self.group is None:
+            return None
+        self.sent["sum"] += tensor.nbytes
+        work: distributed.Work = distributed.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
     def largest(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
         if self.group is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dissensus.core.batch import Batch, apply, size, tensors
+from dissensus.core.batch import Batch, apply, size
 
 aten = torch.ops.aten
 # Operations by what says the shape of what they draw: their first tensor, or a list of sizes.
@@ -65,11 +65,11 @@ def shape_of(func: Any, args: tuple[Any, ...]) -> torch.Size:
     )
 
 
-class Recorded(TorchDispatchMode):
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, random operations are noted, in their order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +87,7 @@ class Recorded(TorchDispatchMode):
 def _states(generator: torch.Generator | None) -> list[Tensor]:
     if generator is not None:
         return [generator.get_state()]
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
 
 
 def of_rows(batch: Batch, rows: int) -> Batch:
@@ -127,14 +127,14 @@ def plan(two: list[Draw], three: list[Draw]) -> list[Draw]:
     return two
 
 
-class WholeNoise(TorchDispatchMode):
+class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, random operations of this plan draw for the whole batch and all members, and give what lies here.
 
     `members`: (M, which lie here), where all run at once; `rows`: (B, which lie here).
     """
 
     def __init__(self, draws: list[Draw], *, members: tuple[int, slice] | None, rows: tuple[int, slice]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws, self.members, self.rows = draws, members, rows
         self.position = 0
         self.paused = False
@@ -198,6 +198,3 @@ def recorded(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list
     with Recorded() as seen:
         found = run(of_rows(batch, rows))
     return seen.draws, found
-
-
-__all__ = ["Draw", "WholeNoise", "grown", "of_rows", "plan", "recorded", "tensors"]

@@ -20,7 +20,7 @@ class _SumOverRanks(torch.autograd.Function):
     """Σ over the ranks of an axis; the gradient by what a rank put in is the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, axis: Axis) -> Tensor:
         return axis.sum(x.detach().clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -28,11 +28,11 @@ class _SumOverRanks(torch.autograd.Function):
         ctx.axis = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _SumOverRanks.apply(gradient, ctx.axis), None  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, axis: Axis) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, dims: Any, x: Tensor, axis: Axis) -> tuple[Tensor, int]:
         return _SumOverRanks.apply(x.movedim(dims[0], 0), axis), 0  # type: ignore[no-untyped-call]
 
 
