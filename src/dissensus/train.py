@@ -219,26 +219,17 @@ class _Run:
         self.memory: Memory | None = None
         self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
-<<<<<<< HEAD
     def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
         """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
-=======
-    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
-        """(M,) mean losses over the loader's batches, on the host."""
-        posterior, total = self.posterior, None
-        sizes: list[int] = []
->>>>>>> dist
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
                 batch = posterior.take(given)
                 posterior.before_step(batch)
-                if (
-                    part.batches == first
-                ):  # at the first batch, not before: what the first member does may count for all
+                if part.batches == first:  # not before: what the first member does at the first batch may count for all
                     divided.enter_context(self.division.here(self.optimizer, batch))
                     total = None if total is None else total[self.division.mine].clone()
                 rows = self.division.part(batch)

@@ -231,21 +231,14 @@ class MeshExchange(Exchange):
 
     @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
-<<<<<<< HEAD
-        losses, gradients = self.weighed(found.losses), dict(found.gradients)
-        if self.mesh.data.group is not None:
-            # Gradients that `fully_shard` divides are summed already.
-            plain = {name: each for name, each in gradients.items() if not hasattr(each, "full_tensor")}
-            losses, *summed = _summed(self.mesh.data.sum, [losses, *plain.values()])
-            gradients |= dict(zip(plain, summed, strict=True))
-=======
         losses, gradients = found.losses, dict(found.gradients)
         if self._summed:
             self._summed = False
         elif self.mesh.data.group is not None:
-            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *gradients.values()])
-            gradients = dict(zip(gradients, summed, strict=True))
->>>>>>> dist
+            # Gradients that `fully_shard` divides are summed already.
+            plain = {name: each for name, each in gradients.items() if not hasattr(each, "full_tensor")}
+            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *plain.values()])
+            gradients |= dict(zip(plain, summed, strict=True))
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
             summed = _summed(self.mesh.members.sum, [gradients[name] for name in names])
