@@ -219,11 +219,7 @@ class MeshExchange(Exchange):
     @torch.no_grad()
     def found(self, gradients: Gradients) -> Gradients:
         """One member's loss and gradients, whose sum over the data axis has begun."""
-        names, each = list(gradients.gradients), [self.weighed(gradients.losses), *gradients.gradients.values()]
-        if self.mesh.data.group is None:
-            return gradients
-        losses, *summed = _summed(self._begin, each)
-        return gradients._replace(losses=losses, gradients=dict(zip(names, summed, strict=True)))
+        return gradients if self.mesh.data.group is None else self._over_rows(self._begin, gradients)
 
     def _begin(self, flat: Tensor) -> Tensor:
         self._works += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
@@ -231,19 +227,20 @@ class MeshExchange(Exchange):
 
     @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
-        losses, gradients = found.losses, dict(found.gradients)
-        if self._summed:
-            self._summed = False
-        elif self.mesh.data.group is not None:
-            # Gradients that `fully_shard` divides are summed already.
-            plain = {name: each for name, each in gradients.items() if not hasattr(each, "full_tensor")}
-            losses, *summed = _summed(self.mesh.data.sum, [self.weighed(losses), *plain.values()])
-            gradients |= dict(zip(plain, summed, strict=True))
+        if not self._summed and self.mesh.data.group is not None:
+            found = self._over_rows(self.mesh.data.sum, found)
+        self._summed, gradients = False, dict(found.gradients)
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
             summed = _summed(self.mesh.members.sum, [gradients[name] for name in names])
             gradients |= dict(zip(names, summed, strict=True))
-        return found._replace(losses=losses, gradients=gradients)
+        return found._replace(gradients=gradients)
+
+    def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
+        """Losses and gradients summed over the data axis, by their shares; those that `fully_shard` divides are so already."""
+        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
+        losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
+        return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
 
     def averaged(self, values: Tensor) -> Tensor:
         if not self.apart or not values.is_floating_point():
