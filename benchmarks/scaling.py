@@ -323,8 +323,8 @@ def timed_page(rows: list[Row]) -> str:
     ]
     header = ["members × data", "members of a rank", "examples of a rank", "processor ms of a step, model", "measured"]
     return (
-        f"Computing, of deep ensembles of MLPs 64-256-256-10: a = {a:.2f} ms and c = {1e3 * c:.2f} µs, fitted to the rows of one "
-        f"process, predict the others.\n\n{markdown(header, lines)}"
+        f"Computing, of deep ensembles of MLPs 64-256-256-10: a = {a:.2f} ms and c = {1e3 * c:.2f} µs, fitted to the rows of "
+        f"one process, predict the others.\n\n{markdown(header, lines)}"
     )
 
 

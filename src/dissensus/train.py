@@ -230,9 +230,7 @@ class _Run:
                     raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
                 batch = posterior.take(given)
                 posterior.before_step(batch)
-                if (
-                    part.batches == first
-                ):  # at the first batch, not before: what the first member does may count for all
+                if part.batches == first:  # not before: what the first member does at the first batch may count for all
                     divided.enter_context(self.division.here(self.optimizer, batch))
                     total = None if total is None else total[self.division.mine].clone()
                 rows = self.division.part(batch)

@@ -221,32 +221,28 @@ class MeshExchange(Exchange):
     @torch.no_grad()
     def found(self, gradients: Gradients) -> Gradients:
         """One member's loss and gradients, whose sum over the data axis has begun."""
-        if self.mesh.data.group is None:
-            return gradients
-        return self._over_rows(self._begin, gradients)
+        return gradients if self.mesh.data.group is None else self._over_rows(self._begin, gradients)
 
     def _begin(self, flat: Tensor) -> Tensor:
         self._works += [work] if (work := self.mesh.data.begin_sum(flat)) is not None else []
         return flat
 
-    def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
-        """Losses and gradients, added over the data axis; gradients that `fully_shard` divides have been."""
-        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
-        losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
-        return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
-
     @torch.no_grad()
     def completed(self, posterior: Any, found: Gradients) -> Gradients:
-        if self._summed:
-            self._summed = False
-        elif self.mesh.data.group is not None:
+        if not self._summed and self.mesh.data.group is not None:
             found = self._over_rows(self.mesh.data.sum, found)
-        losses, gradients = found.losses, dict(found.gradients)
+        self._summed, gradients = False, dict(found.gradients)
         shared = self.particles.shared_parameters()
         if self.apart and (names := [name for name in gradients if name in shared]):
             summed = _summed(self.mesh.members.sum, [gradients[name] for name in names])
             gradients |= dict(zip(names, summed, strict=True))
-        return found._replace(losses=losses, gradients=gradients)
+        return found._replace(gradients=gradients)
+
+    def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
+        """Losses and gradients summed over the data axis, by their shares; those that `fully_shard` divides are so already."""
+        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
+        losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
+        return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
 
     def averaged(self, values: Tensor) -> Tensor:
         if not self.apart or not values.is_floating_point():

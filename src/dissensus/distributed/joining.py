@@ -12,6 +12,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from dissensus.numerics.checks import number
 
+MEETING = 300.0  # least seconds that processes wait for others to start, some of which load large files first
+
 _stores: list[tuple[distributed.Store, float]] = []  # of the group that `start` has joined, and its time limit
 
 
@@ -22,7 +24,7 @@ def start(*, timeout: float = 1800.0) -> bool:
     read. Each process takes the GPU of its local rank; collectives run by NCCL on GPUs and by gloo on processors.
 
     Args:
-        timeout: seconds after which a collective that not all ranks have joined fails. `fit` then names the ranks that hang.
+        timeout: seconds that a rank waits in vain for others in training, before those that hang are named and all end.
     """
     number("timeout", timeout, above=0)
     if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
@@ -31,7 +33,7 @@ def start(*, timeout: float = 1800.0) -> bool:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=max(timeout, MEETING))
     plain, rank, size = next(iter(rendezvous("env://", timeout=limit)))
     # torchrun keeps one store for all attempts, with addresses of processes that are no more.
     store = distributed.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
