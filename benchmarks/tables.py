@@ -21,6 +21,7 @@ import measured
 import mnist_ood
 import momentum
 import pretrained_page
+import recipe
 import scaling
 import shift
 import tables_uci
@@ -443,6 +444,10 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
+    if found := rows("recipe.csv"):
+        yield docs / "pretrained.md", "recipe", recipe.page(found)
+    if found := rows("embedded_width_fashion.csv"):
+        yield docs / "embedded.md", "embedded-verdicts-fashion", embedded_width.verdict_page(embedded_width.FASHION)
     for task, table in task_results.pages():
         yield docs / "standard-results.md", task, table
     if rows("forde_cost_cpu.csv"):
