@@ -179,7 +179,7 @@ class Mesh:
             return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
         return Joined(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
