@@ -83,7 +83,7 @@ class Particles(nn.Module):
         if particles.fully:
             # Also the outermost part: its tensors would lie whole in the place of those that optimisers and files know.
             for part in (each for each in network.modules() if hasattr(each, "set_reshard_after_forward")):
-                part.set_reshard_after_forward(True, recurse=False)
+                part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
         return particles
 
     @classmethod

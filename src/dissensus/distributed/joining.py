@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dissensus.numerics.checks import number
 
 MEETING = 300.0  # least seconds that processes wait for others to start, some of which load large files first
 
-_stores: list[tuple[distributed.Store, float]] = []  # of the group that `start` has joined, and its time limit
+_stores: list[tuple[Store, float]] = []  # of the group that `start` has joined, and its time limit
 
 
 def start(*, timeout: float = 1800.0) -> bool:
@@ -36,10 +37,10 @@ def start(*, timeout: float = 1800.0) -> bool:
     limit = timedelta(seconds=max(timeout, MEETING))
     plain, rank, size = next(iter(rendezvous("env://", timeout=limit)))
     # torchrun keeps one store for all attempts, with addresses of processes that are no more.
-    store = distributed.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", plain)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    _stores[:] = [(distributed.PrefixStore("dissensus", store), timeout)]
-    return size > 1
+    _stores[:] = [(PrefixStore("dissensus", store), timeout)]
+    return bool(size > 1)
 
 
 def connected() -> bool:
@@ -47,7 +48,7 @@ def connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def joined() -> tuple[distributed.Store, float] | None:
+def joined() -> tuple[Store, float] | None:
     """(store, time limit) of the group that `start` has joined; None where somebody else has made it."""
     return next(iter(_stores), None)
 

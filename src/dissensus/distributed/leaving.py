@@ -46,7 +46,7 @@ class Leaving:
         word = torch.tensor(int(self.asked), dtype=torch.int32)
         # Not waited for: the answer of some steps ago is there already.
         work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
-        self.words.append((word, work))  # type: ignore[arg-type]
+        self.words.append((word, work))
         if len(self.words) > SLACK:
             word, work = self.words.popleft()
             work.wait()

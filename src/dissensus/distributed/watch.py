@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from torch import distributed
+from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("dissensus")
 
@@ -34,9 +35,7 @@ class Watch:
     wait on the GPU, out of sight: there torch's own watchdog ends the process.
     """
 
-    def __init__(
-        self, store: distributed.Store, rank: int, size: int, *, seconds: float, progress: Callable[[], object]
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, seconds: float, progress: Callable[[], object]) -> None:
         """`progress`: something that changes whenever an exchange begins."""
         self.store, self.rank, self.size = store, rank, size
         self.seconds, self.progress = seconds, progress

@@ -33,7 +33,8 @@ def _clip_divided(gradients: list[Tensor], largest: float) -> Tensor:
     """(1,) the same of one network, of whose gradients (`fully_shard`) this process has a part."""
     divided = [gradient for gradient in gradients if hasattr(gradient, "full_tensor")]
     plain = [gradient for gradient in gradients if not hasattr(gradient, "full_tensor")]
-    squares = torch.nn.utils.get_total_norm(divided).full_tensor().square()  # type: ignore[attr-defined]
+    squares: Tensor = torch.nn.utils.get_total_norm(divided).full_tensor().square()  # type: ignore[attr-defined]
     norm = (squares + sum(gradient.square().sum() for gradient in plain)).sqrt()
     torch._foreach_mul_(gradients, (largest / norm.clamp(min=1e-12)).clamp(max=1.0).item())
-    return norm[None]
+    found: Tensor = norm[None]
+    return found

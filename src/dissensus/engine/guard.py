@@ -218,7 +218,7 @@ class Guard:
 
 def _local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 

@@ -45,7 +45,9 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
         own: ids of the tensors in it that have a row for each member that lies here. Of other tensors all ranks have the same
             values, and one of them writes them.
     """
-    from torch.distributed import checkpoint as dcp  # imported here: a run on one process needs none of it
+    # Imported here: a run on one process needs none of it.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     first, here = mesh is None or mesh.is_first, range(members)[slice(None) if mesh is None else mesh.rows(members)]
     tensors: dict[str, Tensor] = {}
@@ -63,7 +65,7 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
         distributed.broadcast_object_list(number)
     temporary = path / f".{number[0]:08d}"
     with _quiet():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
+        save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
     if first:
         temporary.rename(path / temporary.name[1:])
         if before is not None:
@@ -77,7 +79,8 @@ def read_ranks(
 
     `divided`: by name, or by the name of what they belong to, tensors that `fully_shard` divides, as they are to be divided.
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     chosen = [str(newest(path)) if mesh is None or mesh.is_first else ""]
     if mesh is not None:
@@ -89,7 +92,7 @@ def read_ranks(
     tensors: dict[str, Tensor] = {}
     whole = {key: _put_in(value, tensors, here, device, divided or {}) for key, value in state.items()}
     with _quiet():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=mesh is None)
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=mesh is None)
     return whole
 
 
