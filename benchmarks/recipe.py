@@ -14,6 +14,7 @@ on 2,000 test images, all else on the other 8,000. Started again, it goes on whe
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import traceback
 from pathlib import Path
@@ -27,6 +28,7 @@ import dissensus as ds
 from dissensus.bench.run.jobs import run_all
 from dissensus.bench.run.provenance import commit, device_name
 from dissensus.bench.task.config import load_task
+from dissensus.core.errors import Diverged
 from dissensus.reporting.spread import holm
 from dissensus.reporting.statistics import SIGNIFICANT
 
@@ -44,7 +46,10 @@ SETTINGS: dict[str, Any] = {
 EPOCHS, DECAY = 10, 1e-4
 PUBLISHED = {f"resnet{depth}": {"name": "ResNet", "depth": depth} for depth in (20, 32, 56)}
 OURS = {"vgg16": {"name": "VGG16"}, "wrn16-2": {"name": "WideResNet", "depth": 16, "width": 2}}
-RECIPES = {"sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}), "adamw": (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 0.05})}  # fmt: skip
+RECIPES: dict[str, tuple[Any, dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}),
+    "adamw": (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 0.05}),
+}
 NETWORKS = PUBLISHED | {f"{name}-{recipe}": given for name, given in OURS.items() for recipe in RECIPES}
 SHOWN = {"nll": "NLL", "calibrated/nll": "NLL at T", "ece": "ECE", "accuracy": "accuracy"}
 KEPT = (*SHOWN, "calibrated/temperature", "calibrated/ece", "corrupt/nll", "corrupt/accuracy", "cost/train_seconds")
@@ -87,6 +92,10 @@ def main() -> None:
             print({key: found[key] for key in ("network", "method", "seed", "nll", "rate", "halvings")}, flush=True)
 
 
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def located(data: str, name: str) -> Path:
     return Path(data) / ("resnet_cifar10" if name in PUBLISHED else "recipe") / f"{name}.safetensors"
 
@@ -97,23 +106,22 @@ def built(name: str) -> torch.nn.Module:
     return made
 
 
-def images(data: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def images(data: str, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """All training images as the task gives them: less ImageNet's means, over its deviations."""
     train = ds.data.cifar10("train", folder=data)
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    return ((train.images.float() / 255 - mean) / std).to(device), train.labels.to(device)
+    return ((train.images.float() / 255 - mean) / std).to(where), train.labels.to(where)
 
 
 def trained(asked: tuple[str, str, int]) -> str:
     """Trains one network from scratch and saves its weights."""
     name, data, epochs = asked
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    x, y = images(data, device)
+    x, y = images(data, device())
     loader = ds.data.Batches(
         x, y, batch_size=128, shuffle=True, seed=0, augment=ds.data.Augmentation(padding=4, flip=True)
     )
-    posterior = ds.MAP(built(name)).to(device)
+    posterior = ds.MAP(built(name)).to(device())
     kind, arguments = RECIPES[name.rpartition("-")[2]]
     optimizer = kind(posterior.parameters(), **arguments)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
@@ -126,15 +134,16 @@ def trained(asked: tuple[str, str, int]) -> str:
 
 def rate_of(name: str, data: str, seed: int) -> float:
     """The rate of weights, and of one component's latents, at which the sharpness is SHARE · (1 − MOMENTUM)."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     network = built(name)
     network.load_state_dict(load_file(located(data, name)))
-    posterior = ds.NodeBNN(network, data_size=50_000, latent_lr=1.0, **SETTINGS).to(device)
+    posterior = ds.NodeBNN(network, data_size=50_000, latent_lr=1.0, **SETTINGS).to(device())
     x, y = images(data, torch.device("cpu"))
     rows = torch.randperm(len(y))[:128]
     optimizer = torch.optim.SGD(posterior.parameter_groups(1.0, DECAY), lr=1.0)
-    return SHARE * (1 - MOMENTUM) / ds.theory.sharpness(posterior, optimizer, x[rows].to(device), y[rows].to(device))
+    return (
+        SHARE * (1 - MOMENTUM) / ds.theory.sharpness(posterior, optimizer, x[rows].to(device()), y[rows].to(device()))
+    )
 
 
 def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
@@ -157,15 +166,18 @@ def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
             out = given.out / name / f"halved{halvings}"
             try:
                 _, (found,) = run_all(task, methods=[method], seeds=[seed], out=out, source=given.data)
+                lost = found.metrics["nll"] > math.log(10)  # worse than a guess
+            except Diverged:
+                lost = True
+            if not lost or method == "map":
                 break
-            except FloatingPointError:  # `fit` found a loss or a gradient that is not finite
-                if halvings == HALVINGS:
-                    raise
-                rate, halvings = rate / 2, halvings + 1
+            if halvings == HALVINGS:
+                return f"{name}, {method}, seed {seed} diverged at {rate:.2g}, after {halvings} halvings"
+            rate, halvings = rate / 2, halvings + 1
     except Exception:
         return f"{name}, {method}, seed {seed} failed: {traceback.format_exc()}"
     numbers = {key: found.metrics[key] for key in KEPT if key in found.metrics}
-    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}  # fmt: skip
+    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(device())}
     return {"network": name, "method": method, "seed": seed, "rate": rate, "halvings": halvings, **numbers, **facts}
 
 
@@ -203,7 +215,8 @@ def page(rows: list[Row]) -> str:
     table = markdown([*heads, "recipe's NLL less the original's at T"], lines)
     made = made_by("python benchmarks/recipe.py --data FOLDER --seeds 5", rows, "8,000 test images")
     bold = f"Bold: p < {SIGNIFICANT:g} over seeds, by Holm for the networks."
-    return f"{table}\n\n{bold}\n\n{made.replace(', mean ± standard deviation (95 % interval of the mean)', ', means over seeds')}"
+    made = made.replace(", mean ± standard deviation (95 % interval of the mean)", ", means over seeds")
+    return f"{table}\n\n{bold}\n\n{made}"
 
 
 if __name__ == "__main__":
