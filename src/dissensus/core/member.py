@@ -73,6 +73,15 @@ def is_fully_sharded(network: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
 
 
+def stay_divided(network: nn.Module) -> None:
+    """Lets `fully_shard` divide all parts again after a forward pass, the outermost too.
+
+    Its tensors would lie whole in the place of those that optimisers and files know.
+    """
+    for part in (each for each in network.modules() if hasattr(each, "set_reshard_after_forward")):
+        part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+
+
 def check_whole(network: nn.Module) -> None:
     """Raises where copies are needed of a network that no process has."""
     if is_fully_sharded(network):

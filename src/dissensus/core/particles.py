@@ -25,6 +25,7 @@ from dissensus.core.member import (
     emptied,
     is_fully_sharded,
     member_index,
+    stay_divided,
 )
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
@@ -81,9 +82,7 @@ class Particles(nn.Module):
         member = Member(network, copy.deepcopy(likelihood), latents)
         particles = cls(member, own=TensorTree(), shared=member, members=1)
         if particles.fully:
-            # Also the outermost part: its tensors would lie whole in the place of those that optimisers and files know.
-            for part in (each for each in network.modules() if hasattr(each, "set_reshard_after_forward")):
-                part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+            stay_divided(network)
         return particles
 
     @classmethod
