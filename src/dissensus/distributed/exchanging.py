@@ -4,6 +4,8 @@ rows of the batch that lie here → gradients of share · loss + ⟨z, v⟩, wit
 → one sum over the data axis (`completed`), of shared tensors over the members axis too → the optimiser
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple

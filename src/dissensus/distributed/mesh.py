@@ -7,6 +7,8 @@ different rows of every batch. Both axes divide what they divide into contiguous
 together in the order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import torch
