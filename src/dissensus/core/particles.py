@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, check_whole, emptied, is_fully_sharded, member_index
+from dissensus.core.member import (
+    PREFIX,
+    Member,
+    check_initialised,
+    check_whole,
+    emptied,
+    is_fully_sharded,
+    member_index,
+)
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
