@@ -74,12 +74,13 @@ def is_fully_sharded(network: nn.Module) -> bool:
 
 
 def stay_divided(network: nn.Module) -> None:
-    """Lets `fully_shard` divide all parts again after a forward pass, the outermost too.
+    """Lets `fully_shard`, where it was used, divide all parts again after a forward pass, the outermost too.
 
     Its tensors would lie whole in the place of those that optimisers and files know.
     """
-    for part in (each for each in network.modules() if hasattr(each, "set_reshard_after_forward")):
-        part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+    for part in network.modules() if is_fully_sharded(network) else ():
+        if hasattr(part, "set_reshard_after_forward"):
+            part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 
 
 def check_whole(network: nn.Module) -> None:

@@ -79,11 +79,9 @@ class Particles(nn.Module):
         if isinstance(network, Particles):
             return network
         check_initialised(network)
+        stay_divided(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
-        particles = cls(member, own=TensorTree(), shared=member, members=1)
-        if particles.fully:
-            stay_divided(network)
-        return particles
+        return cls(member, own=TensorTree(), shared=member, members=1)
 
     @classmethod
     def stack(
