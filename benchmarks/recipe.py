@@ -17,6 +17,7 @@ import argparse
 import math
 import multiprocessing
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,7 @@ def rate_of(name: str, data: str, seed: int, count: int) -> float:
 def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
     """One run of the task `pretrained`; where it failed, why."""
     name, method, seed, given = asked
-    weights = located(given.data, name)
-    common = [f"network.{key}={value}" for key, value in NETWORKS[name].items() if key != "name"]
-    if name not in PUBLISHED:  # the task's network is a ResNet of a depth
-        common = [f"network={{{', '.join(f'{key} = {value!r}' for key, value in NETWORKS[name].items())}}}"]
-    common += [f"network.weights={weights.relative_to(given.data)}", "data.ood=[]", *given.set]
+    weights = str(located(given.data, name).relative_to(given.data))
     try:
         rate, halvings = (rate_of(name, given.data, seed, given.rows), 0) if method == "node_bnn" else (0.0, 0)
         while True:
@@ -163,7 +160,8 @@ def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
                 settings = SETTINGS | {"latent_lr": rate, "training.lr": rate, "training.epochs": EPOCHS}
                 settings |= {"training.weight_decay": DECAY, "training.momentum": MOMENTUM}
                 own = [f"method.{method}.{key}={value}" for key, value in settings.items()]
-            task = load_task("pretrained", size=given.size, overrides=(*common, *own))
+            task = load_task("pretrained", size=given.size, overrides=("data.ood=[]", *given.set, *own))
+            task = replace(task, settings=task.settings | {"network": {**NETWORKS[name], "weights": weights}})
             out = given.out / name / f"halved{halvings}"
             try:
                 _, (found,) = run_all(task, methods=[method], seeds=[seed], out=out, source=given.data)
