@@ -4,9 +4,9 @@
     python benchmarks/recipe.py --data FOLDER --seeds 5 --jobs 12 --csv benchmarks/results/recipe.csv
     python benchmarks/tables.py
 
-FOLDER holds CIFAR-10 and resnet_cifar10/*.safetensors; --train writes its networks beside them, into recipe/. Every network has
+FOLDER holds CIFAR-10 and resnet_cifar10/*.safetensors; --train writes its networks into recipe/ beside them. Each network has
 the same recipe, in SETTINGS; mode, K and γ there did well on the published ResNets before, so the other networks are the trial.
-Rates of weights and latents stand in a fixed proportion and are multiplied by one number, so that their `theory.sharpness` on one
+Rates of weights and latents stand in a fixed proportion and are multiplied by one number: their `theory.sharpness` on one
 batch is SHARE · (1 − MOMENTUM). A run that diverges all the same is begun again at half the rate, and its halvings are in the
 table. What is measured is what the task `pretrained` measures: temperatures on 2,000 test images, all else on the other 8,000.
 Started again, it goes on where it was.
