@@ -1,14 +1,15 @@
-"""One recipe for networks that are trained already: NodeBNN at a rate from the network's own curvature, nothing tuned.
+"""One recipe for networks that are trained already: NodeBNN at a rate from the network's own curvature.
 
     python benchmarks/recipe.py --data FOLDER --train --jobs 4                      # VGG16 and WRN-16-2, by two recipes each
     python benchmarks/recipe.py --data FOLDER --seeds 5 --jobs 12 --csv benchmarks/results/recipe.csv
     python benchmarks/tables.py
 
-FOLDER holds CIFAR-10 and resnet_cifar10/*.safetensors; --train writes its networks beside them, into recipe/. Every network has
-the same recipe, in SETTINGS: rates of weights and latents stand in a fixed proportion and are multiplied by one number, so that
-their `theory.sharpness` on one batch is SHARE of what momentum allows. A run that diverges all the same is counted, begun
-again at half the rate, and its halvings are in the table. What is measured is what the task `pretrained` measures: temperatures
-on 2,000 test images, all else on the other 8,000. Started again, it goes on where it was.
+FOLDER holds CIFAR-10 and resnet_cifar10/*.safetensors; --train writes its networks into recipe/ beside them. Each network has
+the same recipe, in SETTINGS; mode, K and γ there did well on the published ResNets before, so the other networks are the trial.
+Rates of weights and latents stand in a fixed proportion and are multiplied by one number: their `theory.sharpness` on one
+batch is SHARE · (1 − MOMENTUM). A run that diverges all the same is begun again at half the rate, and its halvings are in the
+table. What is measured is what the task `pretrained` measures: temperatures on 2,000 test images, all else on the other 8,000.
+Started again, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import math
 import multiprocessing
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +152,7 @@ def rate_of(name: str, data: str, seed: int, count: int) -> float:
 def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
     """One run of the task `pretrained`; where it failed, why."""
     name, method, seed, given = asked
-    weights = located(given.data, name)
-    common = [f"network.{key}={value}" for key, value in NETWORKS[name].items() if key != "name"]
-    if name not in PUBLISHED:  # the task's network is a ResNet of a depth
-        common = [f"network={{{', '.join(f'{key} = {value!r}' for key, value in NETWORKS[name].items())}}}"]
-    common += [f"network.weights={weights.relative_to(given.data)}", "data.ood=[]", *given.set]
+    weights = str(located(given.data, name).relative_to(given.data))
     try:
         rate, halvings = (rate_of(name, given.data, seed, given.rows), 0) if method == "node_bnn" else (0.0, 0)
         while True:
@@ -163,7 +161,8 @@ def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
                 settings = SETTINGS | {"latent_lr": rate, "training.lr": rate, "training.epochs": EPOCHS}
                 settings |= {"training.weight_decay": DECAY, "training.momentum": MOMENTUM}
                 own = [f"method.{method}.{key}={value}" for key, value in settings.items()]
-            task = load_task("pretrained", size=given.size, overrides=(*common, *own))
+            task = load_task("pretrained", size=given.size, overrides=("data.ood=[]", *given.set, *own))
+            task = replace(task, settings=task.settings | {"network": {**NETWORKS[name], "weights": weights}})
             out = given.out / name / f"halved{halvings}"
             try:
                 _, (found,) = run_all(task, methods=[method], seeds=[seed], out=out, source=given.data)
