@@ -41,6 +41,8 @@ def check(method, backend, device, folder):
 
 
 SOME = ["map", "deep_ensemble", "multi_mc_dropout", "function_rde", "svgd", "batch_ensemble", "multi_swag", "node_bnn"]
+# A GPU's fused dropout numbers entries as they lie in memory, and activations lie otherwise on a mesh: docs/distributed.md.
+NCCL = [method for method in SOME if method != "multi_mc_dropout"]
 
 
 @pytest.mark.parametrize("method", SOME)
@@ -50,6 +52,6 @@ def test_a_mesh_of_one_process_is_that_process(method, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA device, and there is none here")
-@pytest.mark.parametrize("method", [*SOME, "feature_rde", "forde", "tradi", "mean_field_vi", "multi_sghmc"])
+@pytest.mark.parametrize("method", [*NCCL, "feature_rde", "forde", "tradi", "mean_field_vi", "multi_sghmc"])
 def test_a_mesh_of_one_process_is_that_process_with_nccl(method, tmp_path):
     check(method, "nccl", "cuda", tmp_path)
