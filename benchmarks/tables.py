@@ -335,48 +335,55 @@ def shift_table(task: str) -> str:
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
-    """(page, name, table) of every table there is a CSV for."""
+    """(page, name, table) of every table there is a CSV for; figures are linked as the page's folder asks."""
+    for page, name, table in tables_of_docs():
+        up = "../" * (len(page.relative_to(ROOT / "docs").parts) - 1) if page.is_relative_to(ROOT / "docs") else "docs/"
+        yield page, name, table.replace("](figures/", f"]({up}figures/")
+
+
+def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
+    """The same with links as in docs itself."""
     docs = ROOT / "docs"
     yield ROOT / "README.md", "speed", speed_table(short=True)
-    yield docs / "speed.md", "speed", speed_table(short=False)
+    yield docs / "results" / "speed.md", "speed", speed_table(short=False)
     yield docs / "node-bnn.md", "capacity", capacity_table()
     for task in shift.COLUMNS:
-        yield docs / "covariate-shift.md", task, shift_table(task)
+        yield docs / "results" / "covariate-shift.md", task, shift_table(task)
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
             yield docs / "tracking.md", name.replace("_", "-"), page(found)
     for task, columns in PARTICLES.items():
         if particle_rows(task):
-            yield docs / "particle-results.md", task, particle_table(task, columns)
+            yield docs / "results" / "particles.md", task, particle_table(task, columns)
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
-        yield docs / "particle-results.md", "side-by-side", side_by_side()
+        yield docs / "results" / "particles.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
-        yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+        yield docs / "results" / "particles.md", "toy-entropy", toy_entropy.page(found)
     if found := rows(camvid_ood.NUMBERS):
-        yield docs / "segmentation-results.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
+        yield docs / "results" / "segmentation.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
     if found := rows(calibration.NUMBERS):
-        yield docs / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
+        yield docs / "results" / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := rows("compose.csv"):
-        yield docs / "composing-results.md", "compose", compose.page(found)
+        yield docs / "results" / "composing.md", "compose", compose.page(found)
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
-        yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
+        yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     for task, table in task_results.pages():
-        yield docs / "standard-results.md", task, table
+        yield docs / "results" / "standard.md", task, table
     if rows("forde_cost_cpu.csv"):
         yield docs / "particles.md", "forde-cost", cost_table()
     if found := rows("landscape.csv"):
-        yield docs / "landscape.md", "landscape", landscape.page(found)
+        yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
     if found := rows("momentum.csv"):
         yield docs / "embedded.md", "momentum", momentum.page(found)
     if found := rows("tables_uci.csv"):
-        yield docs / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
+        yield docs / "results" / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):
         yield docs / "embedded.md", "embedded-width", embedded_width.page()
         yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
     if rows("false_positives.csv"):
-        yield docs / "bench.md", "false-positives", false_positive_table()
-        yield docs / "bench.md", "false-positives-few", few_examples_table()
+        yield docs / "results" / "statistics.md", "false-positives", false_positive_table()
+        yield docs / "results" / "statistics.md", "false-positives-few", few_examples_table()
 
 
 def main() -> None:
