@@ -12,6 +12,7 @@ from pathlib import Path
 
 import calibration
 import camvid_ood
+import choose
 import compose
 import compose_speed
 import embedded_width
@@ -103,8 +104,8 @@ def rows(name: str) -> list[dict[str, str]]:
     return read_rows(RESULTS / name)
 
 
-def speed_table(*, short: bool) -> str:
-    """The H200 and CPU comparisons; the short one has training at the cases' own sizes only."""
+def speed_table() -> str:
+    """The H200 and CPU comparisons."""
     lines = [
         "| device | network | M | batch | what | loop over members | dissensus | ratio | how it ran |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -112,15 +113,6 @@ def speed_table(*, short: bool) -> str:
     commits = set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            training = row["what"].startswith("training step")
-            own_size = (row["case"], row["members"], row["batch"]) in {
-                ("mlp", "20", "128"),
-                ("mlp16", "20", "16"),
-                ("resnet18", "10", "128"),
-                ("conv", "5", "128"),
-            }
-            if short and not (training and own_size):
-                continue
             commits.add(f"{row['commit']}, torch {row['torch']}")
             network = {
                 "mlp": "MLP 784-200-200-200-10",
@@ -344,8 +336,12 @@ def tables() -> Iterator[tuple[Path, str, str]]:
 def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     """The same with links as in docs itself."""
     docs = ROOT / "docs"
-    yield ROOT / "README.md", "speed", speed_table(short=True)
-    yield docs / "results" / "speed.md", "speed", speed_table(short=False)
+    yield ROOT / "README.md", "gains", choose.gains()
+    for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):
+        yield docs / "choose.md", name, table()
+    yield docs / "choose.md", "table", choose.table_rows()
+    yield docs / "results" / "laplace.md", "laplace", choose.laplace_page()
+    yield docs / "results" / "speed.md", "speed", speed_table()
     yield docs / "node-bnn.md", "capacity", capacity_table()
     for task in shift.COLUMNS:
         yield docs / "results" / "covariate-shift.md", task, shift_table(task)
