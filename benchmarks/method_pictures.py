@@ -19,8 +19,8 @@ from PIL import Image
 import dissensus as ds
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
-FRONT = {"map": "one network", "mc_dropout": "MC dropout", "deep_ensemble": "deep ensemble", "swag": "SWAG"}
-FRONT |= {"laplace": "Laplace"}
+FRONT = {"map": "one network", "mc_dropout": "MC dropout", "deep_ensemble": "deep ensemble", "laplace": "Laplace"}
+FRONT |= {"hmc": "HMC, the reference"}
 SIGNS = {"modulation": ds.Modulation.sign()}
 SETTINGS = {  # where the defaults are for larger networks or longer runs
     "mc_dropout": {"rate": 0.1},
