@@ -185,17 +185,3 @@ def gains() -> str:
     named = [[*line[:-1], f"[{line[-1]}](benchmarks/results/{line[-1]})"] for line in lines]
     return markdown(["what", "measure", "before", "after", "source"], named)
 
-
-def laplace_page() -> str:
-    """docs/results/laplace.md: Laplace on CIFAR-10 beside laplace-torch."""
-    rows = read_rows(RESULTS / "laplace_cifar10.csv")
-    calls = {"map": "the network itself", "as it comes": "`ds.Laplace(network)`"}
-    lines = []
-    for program, case in dict.fromkeys((row["program"], row["case"]) for row in rows):
-        mine = [row for row in rows if (row["program"], row["case"]) == (program, case)]
-        ours = program == "dissensus"
-        title = calls.get(case, f"`{case}`") if ours else f"{program}: {case}"
-        cells = [mean(mine, "precision", 1, 2), mean(mine, "accuracy", 100, 2), mean(mine, "nll"), mean(mine, "ece")]
-        lines.append([title, *cells])
-    table = markdown(["", "prior precision", "accuracy %", "NLL", "ECE"], lines)
-    return f"{table}\n\n{source(rows, 'python benchmarks/laplace_cifar10.py', 'laplace_cifar10.csv')}"

@@ -51,6 +51,7 @@ def page() -> str:
         f"- **{question}?** {rest.strip()}"
         for question, _, rest in (each.partition("?") for each in width_verdicts(found))
     ]
+    said.append(facts_of(rows))
     lost = sum(row["diverged"] is not None for row in rows)
     left = f" {lost} of {len(rows)} ensembles diverged and are left out." if lost else ""
     return "\n".join([
@@ -63,6 +64,32 @@ def page() -> str:
         f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits.{left} Commit {commit}, torch {torch}, "
         f"{device}.*",
     ])  # fmt: skip
+
+
+def facts_of(rows: list[dict[str, Any]]) -> str:
+    """The most accurate M of every width; and what the widest with the most members costs and could gain."""
+    means: dict[tuple[str, int, int], list[float]] = {}
+    sizes = {}
+    for row in rows:
+        if row["p"] is None and row["accuracy"] is not None:
+            means.setdefault((row["method"], row["units"], row["members"]), []).append(row["accuracy"])
+            sizes[row["method"], row["units"], row["members"]] = row["parameters"]
+    found = {key: sum(values) / len(values) for key, values in means.items()}
+    widths, most = sorted({units for _, units, _ in found}), max(members for *_, members in found)
+    best = [
+        max(
+            (found["batch_ensemble", n, m], m) for _, n, m in found if ("batch_ensemble", n, m) in found and n == units
+        )[1]
+        for units in widths
+    ]
+    shown = ", ".join(f"{m} for N = {units}" for m, units in zip(best, widths, strict=True))
+    wide = widths[-1]
+    share = sizes["batch_ensemble", wide, most] / sizes["deep_ensemble", wide, most]
+    gain = found["deep_ensemble", wide, most] - found["deep_ensemble", wide, 1]
+    return (
+        f"- **In means, with nothing said of chance:** the most accurate embedded M is {shown}. {most} members of N = {wide} "
+        f"have {100 * share:.1f} % of the parameters of {most} networks, whose whole gain over one is {100 * gain:.1f} points."
+    )
 
 
 def verdict_page(path: Path = ROWS) -> str:

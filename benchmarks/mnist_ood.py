@@ -160,7 +160,7 @@ def orderings(rows: list[Row]) -> list[str]:
         methods.setdefault(name, []).append(Evaluation("classification", found, {}, "max_probability", ("notmnist",)))
         origins.setdefault(name, []).append({"seed": row["seed"]})
     reference = {NAMES.get(method, method): row for method, row in read_task("mnist-ood")["reference"].items()}
-    results = Results("", "", methods, origins, reference=reference)
+    results = Results("", "", methods, origins, reference=reference, holm=True)
     return reference_sentences(results, measures(next(iter(methods.values()))[0])) or [""]
 
 

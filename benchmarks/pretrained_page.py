@@ -2,8 +2,9 @@
 
     python benchmarks/pretrained_page.py runs.tar.gz
 
-The file is the one that benchmarks/pretrained.py packs. Intervals are of paired bootstraps over the 8,000 test images: they
-count those, not seeds. Where there are several seeds, each image's numbers are averaged over those that both methods have.
+The file is the one that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
+8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the
+page count the seeds as well, by the library's own formula (dissensus.reporting.spread).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from torch import Tensor
 from dissensus.metrics import paired_test
 from dissensus.metrics.bootstrap import comparison, resample_counts
 from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.student import student_quantile
+from dissensus.reporting.spread import holm, spread_of
+from dissensus.reporting.statistics import LEVEL, SIGNIFICANT
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"
@@ -35,6 +39,7 @@ COMMAND = (
     "--set training.engine=loop+captured"
 )
 SIZES, MODES = (4, 8, 16, 32), ("in", "out")
+IMAGES = 8000  # that everything is measured on
 NAMES = {
     "map": "as it came (MAP)",
     "map-scaled": "at a temperature",
@@ -191,9 +196,56 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
     depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
     yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), provenance(rows)])
     firsts = [(depth, best(rows, depth, mode)) for depth in depths for mode in MODES]
-    yield PAGE, "pretrained-pairs", "\n\n".join(pairs_table(pairs, *first) for first in firsts)
+    pairs = judged(pairs, rows)
+    seeds = " or ".join(sorted({str(pair["seeds"]) for pair in pairs}))
+    bold = (
+        f"Intervals count test images and {seeds} seeds. Bold: p < {SIGNIFICANT:g} by Holm for a table's comparisons."
+    )
+    yield PAGE, "pretrained-pairs", "\n\n".join([*(pairs_table(pairs, *first) for first in firsts), bold])
+    yield PAGE, "pretrained-says", says(pairs)
     yield PAGE, "pretrained-components", components_table(pairs, depths)
     yield PAGE, "pretrained-tried", tried_table(rows)
+
+
+def judged(pairs: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The pairs with intervals and p-values that count seeds as well: the file's count the test images alone."""
+    numbers = {(row["depth"], row["method"], row["seed"]): row for row in rows}
+    found = []
+    for pair in pairs:
+        depth, metric, difference = pair["depth"], pair["metric"], float(pair["difference"])
+        seeds = [s for d, m, s in numbers if (d, m) == (depth, pair["first"]) and (d, pair["second"], s) in numbers]
+        each = [
+            float(numbers[depth, pair["first"], s][metric]) - float(numbers[depth, pair["second"], s][metric])
+            for s in seeds
+        ]
+        images = (float(pair["upper"]) - float(pair["lower"])) / 2 / student_quantile(LEVEL, IMAGES - 1)
+        spread = spread_of(each, images, IMAGES)
+        half = spread.half_width()
+        ends = {"lower": difference - half, "upper": difference + half, "p_value": spread.p_value(difference)}
+        found.append({**pair, **ends})
+    return found
+
+
+def adjusted(pairs: Sequence[Row]) -> list[Row]:
+    """The pairs of one table, with p-values after Holm's adjustment for their number."""
+    return [{**pair, "p_value": p} for pair, p in zip(pairs, holm([pair["p_value"] for pair in pairs]), strict=True)]
+
+
+def says(pairs: Sequence[Row]) -> str:
+    """In how many of its cases NodeBNN is ahead of each other beyond chance, and behind."""
+    lines = []
+    for second in REFERENCES:
+        cells = [NAMES[second]]
+        for metric in TITLES:
+            mine = adjusted([p for p in pairs if (p["second"], p["metric"]) == (second, metric)])
+            sure = [float(p["difference"]) for p in mine if p["p_value"] < SIGNIFICANT]
+            ahead = sum(value > 0 if metric == "accuracy" else value < 0 for value in sure)
+            behind = f", behind in {len(sure) - ahead}" if len(sure) > ahead else ""
+            cells.append(f"{ahead} of {len(mine)}{behind}")
+        lines.append(cells)
+    title = "cases in which NodeBNN is ahead beyond chance of"
+    table = markdown([title, *(name.replace(" %", "") for name in TITLES.values())], lines)
+    return f"{table}\n\nBeyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell."
 
 
 def table(rows: Sequence[Row], depth: str) -> str:
@@ -226,18 +278,20 @@ def best(rows: Sequence[Row], depth: str, mode: str) -> str:
 
 def components_table(pairs: Sequence[Row], depths: Sequence[str]) -> str:
     """32 components less 4."""
+    mine = adjusted([p for p in pairs if p["second"].endswith("4") and p["second"].startswith("node_bnn")])
     lines = []
     for depth in depths:
         for mode in MODES:
             key = (depth, f"node_bnn-{mode}32", f"node_bnn-{mode}4")
-            found = {p["metric"]: p for p in pairs if (p["depth"], p["first"], p["second"]) == key}
+            found = {p["metric"]: p for p in mine if (p["depth"], p["first"], p["second"]) == key}
             lines.append([f"ResNet-{depth}, “{mode}”", *(_difference(found.get(metric), metric) for metric in TITLES)])
     return markdown(["K = 32 less K = 4", *TITLES.values()], lines)
 
 
 def pairs_table(pairs: Sequence[Row], depth: str, first: str) -> str:
-    """Differences of a NodeBNN to the others, with 95 % intervals; bold where zero is outside."""
-    found = {(p["second"], p["metric"]): p for p in pairs if (p["depth"], p["first"]) == (depth, first)}
+    """Differences of a NodeBNN to the others, with 95 % intervals; bold: beyond chance."""
+    mine = adjusted([p for p in pairs if (p["depth"], p["first"]) == (depth, first) and p["second"] in REFERENCES])
+    found = {(p["second"], p["metric"]): p for p in mine}
     lines = [
         [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in TITLES)]
         for second in dict.fromkeys(name for name, _ in found)
@@ -251,7 +305,7 @@ def _difference(pair: Row | None, metric: str) -> str:
     factor, digits = (1, 4) if metric.endswith("nll") else (100, 2)
     d, low, high = (factor * float(pair[key]) for key in ("difference", "lower", "upper"))
     text = f"{d:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    return f"**{text}**" if pair["p_value"] < SIGNIFICANT else text
 
 
 def tried_table(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import bias_correlation
 import calibration
 import camvid_ood
 import choose
@@ -17,6 +18,7 @@ import compose
 import compose_speed
 import embedded_width
 import landscape
+import measured
 import mnist_ood
 import momentum
 import pretrained_page
@@ -70,7 +72,37 @@ PARTICLES = {
         "ood/fashion/auroc": "AUROC, clothes",
     },
 }
-COMPARED = {"lengthscales": (("forde", "deep_ensemble"), ("lit", "deep_ensemble"), ("lit", "forde"))}
+TOYS = tuple(("forde", other) for other in ("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "lit"))
+COMPARED = dict.fromkeys(PARTICLES, TOYS)
+COMPARED["lengthscales"] = (("forde", "deep_ensemble"), ("lit", "deep_ensemble"), ("lit", "forde"))
+VARIANTS = tuple((f"forde-{name}", "forde") for name in ("sample", "algorithm", "log_prob", "1_N"))
+NODES = {  # file -> columns, and what is compared
+    "node_digits": (
+        {
+            "nll": "NLL",
+            "ece": "ECE",
+            "accuracy": "accuracy",
+            "corrupt/nll": "NLL, 19 corruptions",
+            "corrupt/ece": "ECE, corrupted",
+            "corrupt/accuracy": "accuracy, corrupted",
+            "ood/fashion/auroc": "AUROC, clothes",
+        },
+        [("node_bnn", "map")],
+        "dissensus bench digits --methods map,node_bnn --seeds 15",
+    ),
+    "node_cubic_gap": (
+        {
+            "nll": "NLL",
+            "shift/cubic_beyond/nll": "NLL, 3 < abs(x) < 4",
+            "shift/cubic_beyond/coverage90": "coverage of 90 % intervals there",
+            "region/at_data/sd": "sd of functions at the data",
+            "region/between/sd": "between the data",
+            "region/outside/sd": "outside",
+        },
+        [(name, other) for name in ("node_bnn", "node_bnn-ibnn") for other in ("mc_dropout", "deep_ensemble")],
+        "dissensus bench cubic-gap --seeds 5",
+    ),
+}
 PICTURES = {
     "toy-regression": "Predictions along the line, method by method",
     "toy-regression-adam": "Predictions along the line, method by method",
@@ -146,14 +178,19 @@ def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs
     """Differences of two methods on the seeds both have, with 95 % intervals by Student's t; bold: beyond chance, by Holm."""
     groups = by_key(found, "method")
     cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
-    there = {key: each for key, each in cells.items() if each is not None}
+    there = {key: each for key, each in cells.items() if each is not None and each.p_value == each.p_value}  # some vary
     adjusted = dict(zip(there, holm([each.p_value for each in there.values()]), strict=True))
     lines = []
     for column, title in columns.items():
         line = [title]
         for pair in pairs:
             each = cells[column, pair]
-            text = "–" if each is None else f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            if each is None:
+                text = "–"
+            elif (column, pair) in there:
+                text = f"{each.difference:+.2g} ({each.lower:+.2g} to {each.upper:+.2g})"
+            else:
+                text = f"{each.difference:+.2g} with every seed"
             line.append(f"**{text}**" if adjusted.get((column, pair), 1) < SIGNIFICANT else text)
         if line[1:] != ["–"] * len(pairs):
             lines.append(line)
@@ -275,6 +312,42 @@ def few_examples_table() -> str:
     return f"{markdown(titles, lines)}\n\n*`python benchmarks/false_positives.py --few --csv FILE`; {facts}.*"
 
 
+def node_table(name: str) -> str:
+    """A task of NodeBNN: its table and paired differences."""
+    columns, pairs, command = NODES[name]
+    found = rows(f"{name}.csv")
+    where = " and ".join(dict.fromkeys(row["device"] for row in found))
+    table = seed_table(found, "method", columns, where=where, command=command)
+    return f"{table}\n\nSeed by seed, with 95 % intervals over seeds:\n\n{difference_table(found, columns, pairs)}"
+
+
+def measurements() -> Iterator[tuple[str, str, str]]:
+    """(page, name, table) of small measurements."""
+    both = [*rows("node_step_cpu.csv"), *rows("node_step_h200.csv")]
+    command = "python benchmarks/node_step.py --repeats 30"
+    yield "node-bnn.md", "node-step", measured.measured(both, measured.STEP, command, "medians of steps in turns")
+    both = [*rows("embedded_step_cpu.csv"), *rows("embedded_step_h200.csv")]
+    command = "python benchmarks/embedded_step.py --csv FILE"
+    yield "embedded.md", "embedded-step", measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns")
+    both = [*rows("tangent_kernel.csv"), *rows("tangent_kernel_h200.csv")]
+    command = "python benchmarks/tangent_kernel.py --csv FILE"
+    yield "theory.md", "tangent-kernel", measured.measured(both, measured.KERNEL, command)
+    both = [*rows("tradi_overhead_cpu.csv"), *rows("tradi_overhead_h200.csv")]
+    command = "python benchmarks/tradi_overhead.py --csv FILE"
+    yield (
+        "tracking.md",
+        "tradi-overhead",
+        measured.measured(both, measured.TRACKED, command, "medians of rounds in turns"),
+    )
+    found = rows("threads_cpu.csv")
+    yield "guides/threads.md", "threads", measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE")
+    found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
+    command = "python benchmarks/laplace_cifar10.py --data FOLDER"
+    yield "results/laplace.md", "laplace-cifar10", measured.measured(found, measured.LAPLACE, command, "means over seeds")
+    if found := rows("bias_correlation.csv"):
+        yield "embedded.md", "bias-correlation", bias_correlation.page(found)
+
+
 def side_by_side() -> str:
     """Variants of FoRDE on all tasks that have them, one column per number."""
     headings = [f"{heading} ({task})" for task, columns in SIDE_BY_SIDE.items() for heading in columns.values()]
@@ -289,7 +362,11 @@ def side_by_side() -> str:
             for column in columns
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "*The runs of the tables here; mean ± standard deviation over seeds.*"])
+    lines += ["", "*The runs of the tables here; mean ± standard deviation over seeds.*"]
+    for task, columns in SIDE_BY_SIDE.items():
+        lines += ["", f"`{task}`, seed by seed, with 95 % intervals over seeds:", ""]
+        lines.append(difference_table(particle_rows(task), columns, VARIANTS))
+    return "\n".join(lines)
 
 
 def filled(text: str, name: str, table: str) -> str:
@@ -340,9 +417,12 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
-    yield docs / "results" / "laplace.md", "laplace", choose.laplace_page()
     yield docs / "results" / "speed.md", "speed", speed_table()
     yield docs / "node-bnn.md", "capacity", capacity_table()
+    for name in NODES:
+        yield docs / "node-bnn.md", name.replace("_", "-"), node_table(name)
+    for page, name, table in measurements():
+        yield docs / page, name, table
     for task in shift.COLUMNS:
         yield docs / "results" / "covariate-shift.md", task, shift_table(task)
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
@@ -371,7 +451,7 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     if found := rows("landscape.csv"):
         yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
     if found := rows("momentum.csv"):
-        yield docs / "embedded.md", "momentum", momentum.page(found)
+        yield docs / "embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):
         yield docs / "results" / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from itertools import product
 
 from rows import Row, interval, made_by, markdown, paired, summary
+
+from dissensus.reporting.spread import holm
+from dissensus.reporting.statistics import SIGNIFICANT
 
 PROTEIN = "protein-tertiary-structure"
 ORDER = ("map", "swag", "tradi", "tradi-diagonal", "mc_dropout", "deep_ensemble")
@@ -55,20 +59,23 @@ def verdicts(rows: list[Row]) -> str:
     )
 
 
-def behind(rows: list[Row]) -> list[str]:
-    """Methods that are worse than the single network by more than chance, set by set."""
-    said = []
+def behind(rows: list[Row]) -> tuple[list[str], int]:
+    """Methods worse than the single network beyond chance, set by set, and how many comparisons that is adjusted for."""
+    found = {}
     for name in dict.fromkeys(row["set"] for row in rows):
         of = {method: [row for row in rows if (row["set"], row["method"]) == (name, method)] for method in ORDER}
-        for method in ORDER[1:]:
-            worse = []
-            for column, title in TITLES.items():
-                found = paired(of[method], of["map"], column, by="split")
-                if found is not None and found.lower > 0:
-                    worse.append(f"{title} by {found.difference:.3g} ({found.lower:.3g} to {found.upper:.3g})")
-            if worse:
-                said.append(f"- {name}: {method} is behind map in {', '.join(worse)}.")
-    return said
+        for method, column in product(ORDER[1:], TITLES):
+            each = paired(of[method], of["map"], column, by="split")
+            if each is not None:
+                found[name, method, column] = each
+    adjusted = dict(zip(found, holm([each.p_value for each in found.values()]), strict=True))
+    worse: dict[tuple[str, str], list[str]] = {}
+    for (name, method, column), each in found.items():
+        if each.difference > 0 and adjusted[name, method, column] < SIGNIFICANT:
+            text = f"{TITLES[column]} by {each.difference:.3g} ({each.lower:.3g} to {each.upper:.3g})"
+            worse.setdefault((name, method), []).append(text)
+    said = [f"- {name}: {method} is behind map in {', '.join(texts)}." for (name, method), texts in worse.items()]
+    return said, len(found)
 
 
 def far_splits(rows: list[Row]) -> list[str]:
@@ -96,8 +103,11 @@ def page(rows: list[Row]) -> str:
     """The table with a verdict, what stands out for the worse, and where it comes from."""
     made = made_by("python benchmarks/uci.py --run --data FOLDER --jobs 16", rows, "standard splits")
     parts = [table(rows), verdicts(rows)]
-    if worse := behind(rows):
-        parts += ["Behind the single network by more than chance (95 % interval over splits):", "\n".join(worse)]
+    worse, count = behind(rows)
+    title = (
+        f"Behind the single network beyond chance (p < {SIGNIFICANT:g} over splits, by Holm for {count} comparisons)"
+    )
+    parts += [f"{title}, with 95 % intervals:", "\n".join(worse)] if worse else [f"{title}: none."]
     if far := far_splits(rows):
         title = f"Splits far from the others, by more than {FAR} times the distance of the quartiles above the median:"
         parts += [title, "\n".join(far)]

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dissensus.reporting.spread import spread_of
+from dissensus.metrics.student import MANY, student_quantile, student_tail
+from dissensus.reporting.spread import holm, spread_of
+from dissensus.reporting.statistics import LEVEL, SIGNIFICANT
 
 Array = Any  # of numpy
 
@@ -31,9 +33,16 @@ class Claim(NamedTuple):
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
         return f"{value} ({ends}{alone})".replace("-", "−")
 
+    def p_value(self, near: float = 0.0) -> float:
+        """Of a true value within ±near, read from the interval as if seeds alone had made it: never too small."""
+        half, freedom = (self.upper - self.lower) / 2, self.seeds - 1 if self.seeds > 1 else MANY
+        if not half > 0:
+            return 1.0
+        return student_tail(max(abs(self.value) - near, 0.0) / half * student_quantile(LEVEL, freedom), freedom)
+
 
 class Words(NamedTuple):
-    """What is said of a claim above zero, below, and in neither way; `equal`: of one that is surely within ±near."""
+    """What is said of a claim above zero, below, and in neither way; `equal`: of one whose interval is within ±near."""
 
     above: str
     below: str
@@ -41,10 +50,12 @@ class Words(NamedTuple):
     near: float = 0.0
     equal: str = ""
 
-    def of(self, claim: Claim) -> str:
+    def of(self, claim: Claim, p_value: float) -> str:
         if -self.near < claim.lower and claim.upper < self.near:
             return self.equal
-        return self.above if claim.lower > self.near else self.below if claim.upper < -self.near else self.neither
+        if p_value >= SIGNIFICANT:
+            return self.neither
+        return self.above if claim.value > 0 else self.below
 
 
 def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
@@ -54,10 +65,12 @@ def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
 
 
 def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
-    """One sentence for each question that has claims: what they show, with their numbers."""
+    """One sentence for each question that has claims: what they show after Holm's adjustment, with their numbers."""
     said = []
     for question, each in words.items():
-        shown = [f"{c.about}: {each.of(c)}, {c.text} {c.unit}" for c in found if c.question == question]
+        mine = [claim for claim in found if claim.question == question]
+        adjusted = holm([claim.p_value(each.near) for claim in mine])
+        shown = [f"{c.about}: {each.of(c, p)}, {c.text} {c.unit}" for c, p in zip(mine, adjusted, strict=True)]
         said += [f"{question} {'; '.join(shown)}."] if shown else []
     return said
 

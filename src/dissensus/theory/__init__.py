@@ -21,6 +21,7 @@ from dissensus.theory.random_network import random_network as random_network
 from dissensus.theory.regime import Regime as Regime
 from dissensus.theory.regime import regime as regime
 from dissensus.theory.regression import gp_predict as gp_predict
+from dissensus.theory.sharpness import sharpness as sharpness
 from dissensus.theory.toy import ToyLosses as ToyLosses
 from dissensus.theory.toy import largest_eigenvalue as largest_eigenvalue
 from dissensus.theory.toy import optimal_members as optimal_members

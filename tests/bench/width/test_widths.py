@@ -318,6 +318,11 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     assert "below by more than a point" in width_verdicts(far)[0]
     wide = [claim._replace(value=0.0, lower=-0.3, upper=0.3) for claim in worse]
     assert "not to be told" in width_verdicts(wide)[0]
+    # zero is outside of one interval: enough where it was the only one that was looked at, by Holm not among two
+    pair = [each for each in width_claims(made()) if each.question == TRANSITION]
+    near = [pair[0]._replace(value=0.2, lower=0.01, upper=0.39), pair[1]._replace(value=0.0, lower=-0.1, upper=0.1)]
+    assert "γ = M, " in width_verdicts(near[:1])[0]
+    assert "γ = M, " not in width_verdicts(near)[0]
 
 
 def test_claims_in_a_file_name_their_origin_and_seeds(undrawn, tmp_path: Path):

@@ -1,0 +1,94 @@
+"""Tables of small measurements, each of one file or two in benchmarks/results."""
+
+from collections.abc import Mapping, Sequence
+
+from rows import Row, markdown, summary
+
+Column = tuple[str, str]  # title, format of its numbers; "" for text
+
+
+def measured(rows: Sequence[Row], columns: Mapping[str, Column], command: str, what: str = "") -> str:
+    """The rows as they are, some of their columns, and where they come from."""
+    lines = [
+        [
+            f"{float(row[key]):{form}}"
+            if form and row.get(key, "nan") not in ("", "nan")
+            else row.get(key, "").replace("nan", "")
+            for key, (_, form) in columns.items()
+        ]
+        for row in rows
+    ]
+    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
+    table = markdown([title for title, _ in columns.values()], lines)
+    return f"{table}\n\n*`{command}`; {what + '; ' if what else ''}{facts}.*"
+
+
+def averaged(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str]) -> list[Row]:
+    """One row for each combination of `keys`: means of `columns` where they have numbers, the rest of its first row."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [
+        several[0]
+        | {key: summary(row[key] for row in several)[0] if several[0][key] else "" for key in columns}
+        | {"seeds": str(len({row["seed"] for row in several}))}
+        for several in groups.values()
+    ]
+
+
+STEP = {
+    "what": ("ResNet-20", ""),
+    "beside": ("beside", ""),
+    "batch": ("images", ""),
+    "node_ms": ("ms", ".4g"),
+    "plain_ms": ("plain, ms", ".4g"),
+    "ratio": ("ratio", ".2f"),
+    "device": ("device", ""),
+}
+EMBEDDED_STEP = {
+    "case": ("network", ""),
+    "batch": ("images for each of 4 members", ""),
+    "engine": ("how it ran", ""),
+    "ensemble_ms": ("ms", ".4g"),
+    "plain_ms": ("plain, ms", ".4g"),
+    "ratio": ("ratio", ".2f"),
+    "device": ("device", ""),
+}
+KERNEL = {
+    "network": ("network", ""),
+    "inputs": ("inputs", ""),
+    "way": ("way", ""),
+    "budget_gib": ("GiB allowed", ".2g"),
+    "seconds": ("seconds", ".2g"),
+    "peak_gib": ("GiB at most", ".2g"),
+    "ratio_to_ours": ("times ours", ".3g"),
+    "device": ("device", ""),
+}
+TRACKED = {
+    "case": ("network", ""),
+    "method": ("method", ""),
+    "batch": ("batch", ""),
+    "plain_ms": ("plain step, ms", ".3g"),
+    "tracked_ms": ("tracked, ms", ".3g"),
+    "ratio": ("ratio", ".3f"),
+    "lower": ("quartiles", ".3f"),
+    "upper": ("", ".3f"),
+    "device": ("device", ""),
+}
+TURNS = {
+    "network": ("five members", ""),
+    "alone_ms": ("alone, ms", ".3g"),
+    "in_turn_ms": ("in its turn, ms", ".3g"),
+    "ratio": ("ratio", ".3f"),
+    "device": ("device", ""),
+}
+LAPLACE = {
+    "program": ("program", ""),
+    "case": ("case", ""),
+    "seeds": ("seeds", ""),
+    "precision": ("prior precision", ".2f"),
+    "evidence": ("evidence", ".2f"),
+    "accuracy": ("accuracy", ".4f"),
+    "nll": ("NLL", ".3f"),
+    "ece": ("ECE", ".3f"),
+}

@@ -1,0 +1,60 @@
+"""How near an optimiser's rates are to where SGD diverges: the largest curvature of a posterior's loss, in their units."""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dissensus.core.batch import Inputs
+
+STEP = 1e-3  # of the weights' length: where gradients are compared
+ITERATIONS, TOLERANCE = 30, 1e-2
+
+
+def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> float:
+    """The largest |eigenvalue| of D^½ H D^½, H the Hessian of the training loss on a batch, D the rates of the groups.
+
+    Plain SGD at these rates diverges above 2. It is found by power iteration with differences of gradients, all with the same
+    noise, on a copy: to about a hundredth, and the posterior and torch's random streams are left as they are. NaN where the
+    loss is not finite, 0 where nothing is curved.
+    """
+    rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
+    copied = copy.deepcopy(posterior).train()
+    both = zip(posterior.parameters(), copied.parameters(), strict=True)
+    moved = [(new, math.sqrt(rates[id(old)])) for old, new in both if new.requires_grad and rates.get(id(old))]
+    start = [tensor.detach().clone() for tensor, _ in moved]
+    roots = [root for _, root in moved]
+    devices = [posterior.device] if posterior.device.type == "cuda" else []
+
+    def gradient(direction: list[Tensor], scale: float) -> list[Tensor]:
+        with torch.no_grad():
+            for (tensor, root), at, step in zip(moved, start, direction, strict=True):
+                tensor.copy_(at + scale * root * step)
+        copied.zero_grad()
+        torch.manual_seed(0)
+        copied.backward(x, y)
+        return [torch.zeros_like(t) if t.grad is None else root * t.grad.detach().clone() for t, root in moved]
+
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        vector, found = [torch.randn_like(tensor) for tensor in start], 0.0
+        for _ in range(ITERATIONS):
+            vector = _scaled(vector, 1 / length(vector))
+            scale = STEP * length(start) / length([root * v for root, v in zip(roots, vector, strict=True)])
+            up, down = gradient(vector, scale), gradient(vector, -scale)
+            vector = [(a - b) / (2 * scale) for a, b in zip(up, down, strict=True)]
+            before, found = found, length(vector)
+            if not 0 < found < math.inf or abs(found - before) < TOLERANCE * found:
+                break
+    return found if found < math.inf else math.nan
+
+
+def length(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
+    return [factor * tensor for tensor in tensors]
