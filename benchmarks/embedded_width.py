@@ -27,6 +27,7 @@ from dissensus.reporting.results import table_rows
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 ROWS, CLAIMS = RESULTS / "embedded_width.csv", RESULTS / "embedded_width_claims.csv"
+FASHION = RESULTS / "embedded_width_fashion.csv"  # results.csv of the task with data.name=fashion_mnist
 SIGNS = {"modulation": ds.Modulation.sign(), "form": "talk", "regime": "independent"}  # as in the task
 COPIED = {
     "results.csv": ROWS,

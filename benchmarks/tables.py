@@ -22,6 +22,7 @@ import measured
 import mnist_ood
 import momentum
 import pretrained_page
+import recipe
 import shift
 import tables_uci
 import task_results
@@ -444,6 +445,10 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
+    if found := rows("recipe.csv"):
+        yield docs / "pretrained.md", "recipe", recipe.page(found)
+    if found := rows("embedded_width_fashion.csv"):
+        yield docs / "embedded.md", "embedded-verdicts-fashion", embedded_width.verdict_page(embedded_width.FASHION)
     for task, table in task_results.pages():
         yield docs / "results" / "standard.md", task, table
     if rows("forde_cost_cpu.csv"):
