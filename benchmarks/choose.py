@@ -184,4 +184,3 @@ def gains() -> str:
     ]
     named = [[*line[:-1], f"[{line[-1]}](benchmarks/results/{line[-1]})"] for line in lines]
     return markdown(["what", "measure", "before", "after", "source"], named)
-

@@ -326,27 +326,43 @@ def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     both = [*rows("node_step_cpu.csv"), *rows("node_step_h200.csv")]
     command = "python benchmarks/node_step.py --repeats 30"
-    yield "node-bnn.md", "node-step", measured.measured(both, measured.STEP, command, "medians of steps in turns")
+    yield (
+        "results/node-bnn.md",
+        "node-step",
+        measured.measured(both, measured.STEP, command, "medians of steps in turns"),
+    )
     both = [*rows("embedded_step_cpu.csv"), *rows("embedded_step_h200.csv")]
     command = "python benchmarks/embedded_step.py --csv FILE"
-    yield "embedded.md", "embedded-step", measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns")
+    yield (
+        "results/embedded.md",
+        "embedded-step",
+        measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns"),
+    )
     both = [*rows("tangent_kernel.csv"), *rows("tangent_kernel_h200.csv")]
     command = "python benchmarks/tangent_kernel.py --csv FILE"
     yield "theory.md", "tangent-kernel", measured.measured(both, measured.KERNEL, command)
     both = [*rows("tradi_overhead_cpu.csv"), *rows("tradi_overhead_h200.csv")]
     command = "python benchmarks/tradi_overhead.py --csv FILE"
     yield (
-        "tracking.md",
+        "results/tracking.md",
         "tradi-overhead",
         measured.measured(both, measured.TRACKED, command, "medians of rounds in turns"),
     )
     found = rows("threads_cpu.csv")
-    yield "guides/threads.md", "threads", measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE")
+    yield (
+        "guides/threads.md",
+        "threads",
+        measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE"),
+    )
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
-    yield "results/laplace.md", "laplace-cifar10", measured.measured(found, measured.LAPLACE, command, "means over seeds")
+    yield (
+        "results/laplace.md",
+        "laplace-cifar10",
+        measured.measured(found, measured.LAPLACE, command, "means over seeds"),
+    )
     if found := rows("bias_correlation.csv"):
-        yield "embedded.md", "bias-correlation", bias_correlation.page(found)
+        yield "reference/details/embedded.md", "bias-correlation", bias_correlation.page(found)
 
 
 def side_by_side() -> str:
@@ -419,16 +435,16 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
     yield docs / "results" / "speed.md", "speed", speed_table()
-    yield docs / "node-bnn.md", "capacity", capacity_table()
+    yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
     for name in NODES:
-        yield docs / "node-bnn.md", name.replace("_", "-"), node_table(name)
+        yield docs / "results/node-bnn.md", name.replace("_", "-"), node_table(name)
     for page, name, table in measurements():
         yield docs / page, name, table
     for task in shift.COLUMNS:
         yield docs / "results" / "covariate-shift.md", task, shift_table(task)
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
-            yield docs / "tracking.md", name.replace("_", "-"), page(found)
+            yield docs / "results/tracking.md", name.replace("_", "-"), page(found)
     for task, columns in PARTICLES.items():
         if particle_rows(task):
             yield docs / "results" / "particles.md", task, particle_table(task, columns)
@@ -446,22 +462,26 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if found := rows("recipe.csv"):
-        yield docs / "pretrained.md", "recipe", recipe.page(found)
+        yield docs / "results/pretrained.md", "recipe", recipe.page(found)
     if found := rows("embedded_width_fashion.csv"):
-        yield docs / "embedded.md", "embedded-verdicts-fashion", embedded_width.verdict_page(embedded_width.FASHION)
+        yield (
+            docs / "results/embedded.md",
+            "embedded-verdicts-fashion",
+            embedded_width.verdict_page(embedded_width.FASHION),
+        )
     for task, table in task_results.pages():
         yield docs / "results" / "standard.md", task, table
     if rows("forde_cost_cpu.csv"):
-        yield docs / "particles.md", "forde-cost", cost_table()
+        yield docs / "reference/details/particles.md", "forde-cost", cost_table()
     if found := rows("landscape.csv"):
         yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
     if found := rows("momentum.csv"):
-        yield docs / "embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
+        yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):
         yield docs / "results" / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):
-        yield docs / "embedded.md", "embedded-width", embedded_width.page()
-        yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
+        yield docs / "results/embedded.md", "embedded-width", embedded_width.page()
+        yield docs / "results/embedded.md", "embedded-verdicts", embedded_width.verdict_page()
     if rows("false_positives.csv"):
         yield docs / "results" / "statistics.md", "false-positives", false_positive_table()
         yield docs / "results" / "statistics.md", "false-positives-few", few_examples_table()
