@@ -36,8 +36,8 @@ SETTINGS = {  # where the defaults are for larger networks or longer runs
     "feature_rde": {"layer": "layers.3", "head": "layers.4", "projection": 3},
     "gaussian_perturbation": {"noise": 0.1},
 }
-SEVERAL = "deep_ensemble weight_rde function_rde feature_rde forde svgd lit".split()
-SIZED = "weight_rde function_rde svgd sghmc hmc mean_field_vi node_bnn rank_one_bnn".split()
+SEVERAL = ("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "forde", "svgd", "lit")
+SIZED = ("weight_rde", "function_rde", "svgd", "sghmc", "hmc", "mean_field_vi", "node_bnn", "rank_one_bnn")
 CHAINS = ("sghmc", "hmc")
 
 
