@@ -22,7 +22,7 @@ types: $(VENV)/installed-test
 	$(BIN)/mypy
 
 docs: $(VENV)/installed-docs
-	$(BIN)/mkdocs build --strict
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict   # ruff, beside it, lays out signatures
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
