@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: bench test test-slow lint types docs clean
 
 bench: $(VENV)/installed
-	$(BIN)/dissensus bench
+	$(BIN)/dissensus bench --jobs 2
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest -n auto --dist worksteal

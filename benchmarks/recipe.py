@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="as of `dissensus bench`")
     parser.add_argument("--train", action="store_true", help="train the networks that are not published, and stop")
     parser.add_argument("--epochs", type=int, default=40, help="of --train")
+    parser.add_argument("--rows", type=int, default=128, help="training images that the curvature is measured on")
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(given.jobs, torch.set_num_threads, (1,)) as pool:
@@ -132,14 +133,14 @@ def trained(asked: tuple[str, str, int]) -> str:
     return f"{path}: {len(history)} epochs"
 
 
-def rate_of(name: str, data: str, seed: int) -> float:
+def rate_of(name: str, data: str, seed: int, count: int) -> float:
     """The rate of weights, and of one component's latents, at which the sharpness is SHARE · (1 − MOMENTUM)."""
     torch.manual_seed(seed)
     network = built(name)
     network.load_state_dict(load_file(located(data, name)))
     posterior = ds.NodeBNN(network, data_size=50_000, latent_lr=1.0, **SETTINGS).to(device())
     x, y = images(data, torch.device("cpu"))
-    rows = torch.randperm(len(y))[:128]
+    rows = torch.randperm(len(y))[:count]
     optimizer = torch.optim.SGD(posterior.parameter_groups(1.0, DECAY), lr=1.0)
     return (
         SHARE * (1 - MOMENTUM) / ds.theory.sharpness(posterior, optimizer, x[rows].to(device()), y[rows].to(device()))
@@ -155,7 +156,7 @@ def done(asked: tuple[str, str, int, argparse.Namespace]) -> Row | str:
         common = [f"network={{{', '.join(f'{key} = {value!r}' for key, value in NETWORKS[name].items())}}}"]
     common += [f"network.weights={weights.relative_to(given.data)}", "data.ood=[]", *given.set]
     try:
-        rate, halvings = (rate_of(name, given.data, seed), 0) if method == "node_bnn" else (0.0, 0)
+        rate, halvings = (rate_of(name, given.data, seed, given.rows), 0) if method == "node_bnn" else (0.0, 0)
         while True:
             own = []
             if method == "node_bnn":

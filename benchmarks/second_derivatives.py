@@ -1,20 +1,23 @@
 """FoRDE's gradients with second derivatives written out (`core/twice.py`) and with torch's own, beside a deep ensemble's.
 
     python benchmarks/second_derivatives.py --case enet --members 5 --batch 8
-    python benchmarks/second_derivatives.py --case resnet18 --members 10 --batch 128
+    python benchmarks/second_derivatives.py --case resnet18 --members 10 --batch 128 --csv FILE
 
 Milliseconds for the gradients of one batch, the median of replays of a CUDA graph where there is a GPU, each with the peak of
-memory. `--kernels`: which kernels take the time of one member.
+memory. Rows of the file with the same case are replaced. `--kernels`: which kernels take the time of one member.
 """
 
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from rows import Row, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core import seam
 from dissensus.core.batch import Batch
 from dissensus.core.twice import differentiated_twice
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--csv", type=Path, help="file to write to")
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -53,6 +57,9 @@ def main() -> None:
     )
     kind, precision = ("streamed", torch.bfloat16) if on_gpu else ("loop", None)
     base = None
+    about = {"case": given.case, "members": given.members, "batch": given.batch}
+    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(device)}
+    rows: list[Row] = []
     for name, posterior in {"deep ensemble": ensemble, **dict.fromkeys(FORMS, forde)}.items():
         if name in FORMS:
             forde._forms = FORMS[name]
@@ -67,11 +74,19 @@ def main() -> None:
         base = base or seconds
         peak = f"{torch.cuda.max_memory_allocated() / 2**30:6.1f} GiB" if on_gpu else ""
         print(f"{name:14s} {1e3 * seconds:8.1f} ms  {seconds / base:5.2f}  {peak}")
+        memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else ""
+        rows.append(
+            about | {"form": name, "ms": 1e3 * seconds, "ratio": seconds / base, "peak_gib": memory, "seed": 0} | facts
+        )
         if given.kernels:
             with autocast(device, precision), torch.profiler.profile() as profile:
                 seam.find(posterior, batch, strategy("loop"))
             key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
             print(profile.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=60))
+    if given.csv is not None:
+        key = [str(value) for value in about.values()]
+        others = [row for row in read_rows(given.csv) if [row[name] for name in about] != key]
+        write_rows(given.csv, [*others, *rows])
 
 
 def labels(count: int, shape: tuple[int, ...]) -> Tensor:

@@ -23,6 +23,7 @@ import mnist_ood
 import momentum
 import pretrained_page
 import recipe
+import scaling
 import shift
 import tables_uci
 import task_results
@@ -482,6 +483,10 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     if rows("embedded_width.csv"):
         yield docs / "results/embedded.md", "embedded-width", embedded_width.page()
         yield docs / "results/embedded.md", "embedded-verdicts", embedded_width.verdict_page()
+    if found := rows(scaling.MEASURED):
+        yield docs / "scaling.md", "scaling-measured", scaling.measured_page(found)
+    if found := rows(scaling.PREDICTED):
+        yield docs / "scaling.md", "scaling-predicted", scaling.predicted_page(found)
     if rows("false_positives.csv"):
         yield docs / "results" / "statistics.md", "false-positives", false_positive_table()
         yield docs / "results" / "statistics.md", "false-positives-few", few_examples_table()

@@ -26,15 +26,16 @@ ROOMS = {
     "core": "numerics",
     "surgery": "numerics nets core",  # the NTK form of a linear layer is cut as the plain one is
     "engine": "numerics core",
+    "distributed": "numerics core engine",  # who has which members and rows
     "methods": "numerics core surgery engine",
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
     "storage": "numerics core data nets methods standing",
-    "training": "numerics core surgery engine methods storage",
+    "training": "numerics core surgery engine distributed methods storage",
     "attacks": "numerics core data",
     "evaluation": "numerics core engine methods metrics data attacks standing",
     "reporting": "numerics core metrics evaluation storage",
-    "train": "numerics core data surgery engine training",
+    "train": "numerics core data surgery engine distributed training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
     "exporting": "numerics core surgery engine methods standing storage version",
@@ -42,7 +43,7 @@ ROOMS = {
     "landscape": "numerics core surgery reporting",  # reporting only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
-    "predict guarantees standing version",
+    "predict guarantees standing version distributed",
     "__main__": "bench",
 }
 HEAVY = {"scipy", "matplotlib", "typer", "jinja2", "rich", "torchmetrics"}
@@ -68,11 +69,11 @@ FLOORS = {
         "plots curves maps panels scenes promises figures",
         "report",
     ],
-    "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid capacity", "cli"],
+    "bench": ["names fitting printing own ranks", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
     "bench/run": [
-        "provenance records measured pixels same weights",
+        "provenance records measured pixels same weights writing",
         "watch",
         "learned",
         "build splits convert",

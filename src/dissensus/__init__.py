@@ -19,7 +19,7 @@ from dissensus.report import report
 from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dissensus import attacks, data, landscape, metrics, nets, sklearn, theory
+    from dissensus import attacks, data, distributed, landscape, metrics, nets, sklearn, theory
     from dissensus.core.empcov import EmpCov
     from dissensus.evaluation.attacked import AttackCurves
     from dissensus.evaluation.convergence import Convergence, convergence
@@ -103,7 +103,7 @@ _HOMES = {
     "selective": "guarantees.selective",
     "temperature_scale": "guarantees.calibrate",
 }
-_ROOMS = ("attacks", "data", "landscape", "metrics", "nets", "sklearn", "theory")
+_ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
 
 __all__ = [
     "HMC",
@@ -167,6 +167,7 @@ __all__ = [
     "conformal",
     "convergence",
     "data",
+    "distributed",
     "evaluate",
     "export",
     "fit",

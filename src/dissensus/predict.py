@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from dissensus.numerics.checks import number, one_of, whole
 log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
+Found = TypeVar("Found")
 
 
 def predict(
@@ -97,13 +98,17 @@ def summarise(
     lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for pieces, y in _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=compiled):
+
+    def summary(pieces: Iterator[Predictive]) -> SummaryPredictive:
         running = RunningSummary()
         for predictive in pieces:
             if not parts and not running.count:
                 _state_memory(predictive, loader, keep_members=False)
             running.add(predictive)
-        parts.append(cast(SummaryPredictive, lens.mixture(running.summary())))
+        return cast(SummaryPredictive, lens.mixture(running.summary()))
+
+    for part, y in _predicted(posterior, loader, lens, summary, precision=precision, compiled=compiled):
+        parts.append(part)
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -131,11 +136,13 @@ def _predicted_batches(
     later: list[Tensor] | None = None,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-    for parts, y in _predicted_in_parts(
-        posterior, loader, lens, precision=precision, compiled=compiled, together=True, later=later
-    ):
+
+    def whole_mixture(parts: Iterator[Predictive]) -> Predictive:
         (predictive,) = parts
-        yield lens.mixture(predictive), y
+        return lens.mixture(predictive)
+
+    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "together": True, "later": later}
+    yield from _predicted(posterior, loader, lens, whole_mixture, **settings)
 
 
 class ImagePrediction(NamedTuple):
@@ -177,12 +184,15 @@ def predict_image(
     ]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).lens()
-    parts = _predicted_in_parts(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (pieces, _) in zip(places, parts, strict=True):
+
+    def moments(pieces: Iterator[Predictive]) -> Predictive:
         running = RunningSummary()
         for predictive in pieces:
             running.add(predictive)
-        summary = lens.mixture(running.summary())
+        return lens.mixture(running.summary())
+
+    parts = _predicted(posterior, loader, lens, moments, precision=precision, compiled=False, one_at_a_time=True)
+    for ((row, kept_rows), (column, kept_columns)), (summary, _) in zip(places, parts, strict=True):
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             raise ValueError(
@@ -214,21 +224,22 @@ def _within(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
-def _predicted_in_parts(
+def _predicted(
     posterior: Posterior,
     loader: Iterable[Any],
     lens: Lens,
+    joined: Callable[[Iterator[Predictive]], Found],
     *,
     precision: PredictionPrecision,
     compiled: bool,
     together: bool = False,
     one_at_a_time: bool = False,
     later: list[Tensor] | None = None,
-) -> Iterator[tuple[Iterator[Predictive], Tensor]]:
-    """(predictives of a few members each, targets) of one batch after the other; one part where the whole is wanted.
+) -> Iterator[tuple[Found, Tensor]]:
+    """(joined(predictives of a few members each), targets) of one batch after the other, by processes in turns on a mesh.
 
-    Members are seen through the lens; whoever puts the parts together sees the mixture through it. `later`: as in
-    `Posterior.checked_members`, for members that run at once.
+    `together`: one part. Members are seen through the lens; whoever joins the parts sees the mixture through it. `later`: as
+    in `Posterior.checked_members`, for members that run at once.
     """
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
@@ -250,7 +261,9 @@ def _predicted_in_parts(
     def at_once(x: batches.Inputs) -> Iterator[Predictive]:
         with batches.unchanged(x):
             described = describe(x)
-        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=later)
+        # On a mesh an error must come with its batch, so that all processes raise it.
+        soon = None if posterior.others is not None else later
+        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=soon)
 
     def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
         pieces, seen = drawn.predict_parts(x), 0
@@ -267,12 +280,16 @@ def _predicted_in_parts(
     for particles in stored:
         particles.how = "loop"
     parts = at_once if together or compiled or drawn.particles.how == "vectorised" else one_by_one
+
+    def work(batch: batches.Batch) -> Found:
+        x = batches.to(batch.x, device)
+        with autocast(device, dtype):
+            posterior.check_inputs(x)
+        return joined(parts(x))
+
     try:
-        for batch in posterior.read(loader, anywhere=True):
-            x, y, _ = batch.to(device)
-            with autocast(device, dtype):
-                posterior.check_inputs(x)
-            yield parts(x), y
+        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), drawn, device):
+            yield found, cast(Tensor, batches.to(batch.y, device))
     finally:
         for particles, how in zip(stored, ways, strict=True):
             particles.how = how
@@ -282,7 +299,7 @@ def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
-    return loader
+    return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
 
 
 def _note_uncompiled(name: str, reason: str, *args: object) -> None:
@@ -298,8 +315,8 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.lens()
         try:
-            for (predictive,), y in _predicted_in_parts(
-                member, loader, lens, precision=precision, compiled=False, together=True
+            for (predictive,), y in _predicted(
+                member, loader, lens, tuple, precision=precision, compiled=False, together=True
             ):
                 if index == 0:
                     running.append(RunningSummary())

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +21,21 @@ from dissensus.core.posterior import Posterior, expect_posterior, left_as_found,
 from dissensus.core.progress import Progress
 from dissensus.core.turns import training
 from dissensus.data.batches import as_loader
+from dissensus.distributed.alone import Undivided
+from dissensus.distributed.days import BadDays
+from dissensus.distributed.division import divided
+from dissensus.distributed.mesh import Mesh
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
 from dissensus.training.belonging import trained_state
-from dissensus.training.checkpoint import Resumed, restart, resume, write_checkpoint
+from dissensus.training.checkpoint import Resumed, is_there, restart, resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
+from dissensus.training.part import Part
 from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -55,6 +60,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 0.0,
     ranks: Literal["independent"] | None = None,
+    mesh: Mesh | None = None,
     draw: bool = True,
     targets: Literal["standardised"] | None = None,
 ) -> History:
@@ -84,9 +90,14 @@ def fit(
         device: where to train; None is the GPU if there is one.
         callback: called with each `Epoch`; a true return value stops training.
         progress: whether progress is shown, or the title to show it under.
-        checkpoint: a file written after each epoch; if it exists, training resumes from it.
+        checkpoint: a file (of several processes a folder) written after each epoch; if it exists, training resumes from it, on
+            any number of processes. At SIGTERM it is written after the step at hand, and the process ends; the resumed run
+            goes on within that epoch.
         checkpoint_seconds: least time between two writes; the last epoch is always written.
-        ranks: "independent" lets every process of a distributed group train a model of its own; None refuses a group.
+        ranks: "independent" lets every process of a distributed group train a model of its own; None trains one model with
+            all of them.
+        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses where there are several. To be
+            called by all of them with the same posterior and loader, whose batches fit divides.
         draw: whether to store a draw at the end (`ds.refresh`).
         targets: "standardised" measures mean and deviation of a regression's targets, in a pass over the loader of its own,
             and lets the network learn (y − mean) / std; y, losses, predictions and metrics stay in the units of y.
@@ -104,15 +115,17 @@ def fit(
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
     # Use of the network by another thread is an error meanwhile.
-    with training(expect_posterior(posterior).particles.template.network):
+    with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
-        if one_of("targets", targets, (None, "standardised")) is not None:
-            standardise_targets(posterior, loader)
         posterior.ranks = ranks or posterior.ranks
+        division = processes.enter_context(divided(posterior, mesh, loader))
+        if one_of("targets", targets, (None, "standardised")) is not None:
+            standardise_targets(posterior, division.together(loader))
         checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
+        division.begin()
         default = optimizer is None
         if optimizer is None:
             optimizer = posterior.default_optimizer()
@@ -120,36 +133,47 @@ def fit(
         checks.check_stepping(posterior, optimizer)
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
-        history, best, told = Resumed(History(), Best(), {})
-        if checkpoint is not None and Path(checkpoint).exists():
-            history, best, told = resume(Path(checkpoint), posterior, optimizer, scheduler, loader)
+        history, best, told, part = Resumed(History(), Best(), {})
+        if checkpoint is not None and is_there(Path(checkpoint), division):
+            history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
         checks.check_schedule(scheduler, epochs - len(history))
-        posterior.batches_per_step = accumulate
+        read = division.reads(loader)
+        posterior.batches_per_step = accumulate * division.loaders
         length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
-        run = _Run(posterior, optimizer, engine, steps=steps, **settings)
+        run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
+        days = BadDays(division.several, hears=checkpoint is not None)
+
+        def write(best: Best, part: Part | None = None) -> None:
+            path = Path(checkpoint or "")
+            write_checkpoint(path, posterior, optimizer, scheduler, history, best, loader, part, division=division)
 
         # A GPU is the current device meanwhile: streams and graphs belong to that.
-        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar:
+        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, days:
             for index in range(len(history), epochs):
                 judged = best.state is not None and looks(posterior, index - 1, epochs)
                 if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
-                start = time.perf_counter()
                 posterior.train()
-                losses = run.epoch(loader, bar)  # (M,)
-                seconds = time.perf_counter() - start
+                division.epoch(loader, index)
+                part = part or (Part() if checkpoint is None else Part.beginning(loader, posterior.device))
+                losses = run.epoch(read, bar, part, days)  # (M,)
+                if losses is None:
+                    if posterior.steps_per_epoch is not None:
+                        write(best, part)
+                    days.leave()
+                seconds, part = part.seconds, None
                 length.epoch_over()
                 history.engine, history.memory = run.way, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
-                score = None if validation is None else validation_nll(posterior, validation)
-                drawn = None if validation is None else look(posterior, index, epochs, validation)
-                sampled = None if validation is None or drawn is None else validation_nll(posterior, validation, drawn)
+                score = None if validation is None else validation_nll(posterior, validation, None, division)
+                drawn = None if validation is None else look(posterior, index, epochs, division.together(validation))
+                sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
                 if isinstance(scheduler, ReduceLROnPlateau):
@@ -162,59 +186,76 @@ def fit(
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
-                if checkpoint is not None and time.monotonic() - written >= checkpoint_seconds:
-                    write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                if checkpoint is not None and division.first(time.monotonic() - written >= checkpoint_seconds):
+                    write(best)
                     written, unwritten = time.monotonic(), False
-                if callback is not None and callback(epoch):
+                if callback is not None and division.first(callback(epoch)):
                     break
             if checkpoint is not None and unwritten:
-                write_checkpoint(Path(checkpoint), posterior, optimizer, scheduler, history, best, loader)
+                write(best)
 
         if best.state is not None:
             posterior.load_state_dict(best.state)
         if draw:
             start = time.perf_counter()
-            refresh(posterior, loader)
+            refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
+        posterior.mesh = division.mesh  # whoever trained it together predicts together
         return history
 
 
 class _Run:
     """The step of a run, built when the first batch is there, and the epochs made of it."""
 
-    def __init__(self, posterior: Posterior, optimizer: Optimizer, engine: str, **settings: Any) -> None:
+    def __init__(
+        self, posterior: Posterior, optimizer: Optimizer, division: Undivided, engine: str, **settings: Any
+    ) -> None:
         self.posterior = posterior
         self.optimizer = optimizer
-        self.engine = engine
+        self.division = division
+        self.engine = division.engine(engine)
         self.settings = settings
         self.step: Step | None = None
         self.memory: Memory | None = None
         self.way: str | None = None  # how members ran in the last epoch, fallbacks included
 
-    def epoch(self, loader: Iterable[Any], bar: Progress) -> Tensor:
-        """(M,) mean losses over the loader's batches, on the host."""
-        posterior, total, sizes = self.posterior, None, []
-        for given in posterior.read(loader):
-            if given.size == 0:
-                raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
-            batch = posterior.take(given)
-            posterior.before_step(batch)
-            with enough_examples(batch.x):
-                step = self.step or self._build(batch)
-                losses = step(batch)
-            total = losses.clone() if total is None else total.add_(losses)
-            sizes.append(batch.size)
-            bar.step()
-        if total is None or self.step is None:
-            raise ValueError(
-                "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
-            )
-        self.step.finish()
-        self.step.check()
-        self.way = self.step.way
-        checks.say_data_size(posterior, sum(sizes))
-        return (total / len(sizes)).double().cpu()
+    def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
+        """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
+        posterior, start = self.posterior, time.perf_counter() - part.seconds
+        total, first, left = part.total, part.batches, False
+        with ExitStack() as divided:
+            for given in posterior.read(part.rest(loader, posterior.device, bar)):
+                if given.size == 0:
+                    raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
+                batch = posterior.take(given)
+                posterior.before_step(batch)
+                if part.batches == first:  # not before: what the first member does at the first batch may count for all
+                    divided.enter_context(self.division.here(self.optimizer, batch))
+                    total = None if total is None else total[self.division.mine].clone()
+                rows = self.division.part(batch)
+                with enough_examples(batch.x):
+                    step = self.step or self._build(rows)
+                    losses = step(rows)
+                total = losses.clone() if total is None else total.add_(losses)
+                part.batches, part.examples = part.batches + 1, part.examples + batch.size
+                bar.step()
+                if left := days.over() and part.batches % self.settings["accumulate"] == 0:
+                    break
+            if total is None:
+                raise ValueError(
+                    "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
+                )
+            if self.step is not None and part.batches > first:
+                self.step.finish()
+                self.step.check()
+                total = self.division.losses(total)
+        part.total, part.seconds = total, time.perf_counter() - start
+        if left:
+            return None
+        self.way = self.way if self.step is None else self.step.way
+        checks.say_data_size(posterior, part.examples)
+        return (total / part.batches).double().cpu()
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
@@ -230,16 +271,23 @@ class _Run:
             self.step.close()
 
 
-def validation_nll(posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given."""
+def validation_nll(
+    posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None, division: Undivided | None = None
+) -> float:
+    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given.
+
+    Divided, each process looks at some of the batches.
+    """
+    division = division or Undivided()
     total, count = 0.0, 0.0
     with left_as_found(posterior):
         drawn = posterior.current() if drawn is None else drawn
-        for given in posterior.read(loader, anywhere=True):
+        for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
             x, y, weight = posterior.take(given)
             predictive = posterior.checked(drawn.predict(x))
             found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
             total, count = total + float(found), count + float(counted)
+    total, count = division.total(total, count)
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count

@@ -78,6 +78,20 @@ def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
     assert "Reliability diagram of map, calibrated" in page
 
 
+def test_rows_that_chose_the_temperature_of_training_promise_nothing(task, tmp_path):
+    settings = {**task.settings, "calibration": {"rows": 400, "level": 0.9}}
+    settings["training"] = {**settings["training"], "temperature": True}
+    (run,), _ = jobs.run_all(replace(task, settings=settings), methods=["map"], seeds=[0], out=tmp_path / "runs")
+    posterior, rows = run.posterior(), run.data.calibration
+    assert float(posterior.temperature) == pytest.approx(
+        ds.temperature_scale(posterior, run.loader(rows))
+    )  # of all 400
+    found = ds.load(run.folder / "calibrated")
+    assert found.promises["conformal"].rows == 200
+    others = ds.temperature_scale(posterior, run.loader(rows.at(torch.arange(0, 400, 2))))
+    assert float(found.temperature) == pytest.approx(others)
+
+
 def test_a_regression_in_its_own_units_is_calibrated(tmp_path):
     (tmp_path / "mine.toml").write_text("""
 methods = ["map"]

@@ -9,7 +9,7 @@ import torch
 
 import dissensus as ds
 from dissensus.bench.cli import list_command
-from dissensus.bench.own import code_digest
+from dissensus.bench.own import code_digest, own_object
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
@@ -294,6 +294,24 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
     path.write_text(path.read_text().replace("rows=60", "rows=30"))
     with pytest.raises(ValueError, match="as it was imported, got one that was changed since; start Python again"):
         _ = Run(tmp_path / "run", config).data
+
+
+def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("dissensus.bench.own._added", [])
+    mark = re.sub("[^a-z0-9]", "_", tmp_path.name)
+    for task in "ab":
+        (tmp_path / task / f"nets_{mark}").mkdir(parents=True)
+        (tmp_path / task / f"help_{mark}.py").write_text(f"value = {task!r}\n")
+        (tmp_path / task / f"nets_{mark}" / "net.py").write_text(f"value = {task!r}\n")
+        (tmp_path / task / f"mine_{mark}_{task}.py").write_text(f"from help_{mark} import value\n")
+    for name, other in ((f"mine_{mark}_a:value", f"mine_{mark}_b:value"), (f"nets_{mark}.net:value",) * 2):
+        assert own_object(name, "a value", str(tmp_path / "a")) == "a"
+        with pytest.raises(ValueError, match=rf"expected the module .* of {tmp_path}/b/.*, got {tmp_path}/a/"):
+            own_object(other, "a value", str(tmp_path / "b"))
+    (tmp_path / "a" / f"help_{mark}.py").write_text("value = 3\n")
+    with pytest.raises(ValueError, match="changed since; start Python again"):
+        own_object(f"mine_{mark}_a:value", "a value", str(tmp_path / "a"))
 
 
 # ------------------------------------------------------------------------------------------- networks and their settings

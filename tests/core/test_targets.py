@@ -101,3 +101,13 @@ def test_a_scale_is_given_once_to_a_regression_that_has_learned_nothing_yet(tmp_
         ds.fit(ensemble(), iter([(x, y)]), epochs=1, progress=False, targets="standardised")
     with pytest.raises(ValueError, match="one scale of the targets"):
         ds.fit(ensemble(targets=SCALE | {"mean": [0.0] * 3, "std": [1.0] * 3}), (x, y), epochs=1, progress=False)
+
+
+def test_a_scale_is_kept_in_double_precision_by_files(tmp_path):
+    """Seconds since 1970: float32 would move them by up to a minute."""
+    regression = ds.MAP(torch.nn.Linear(2, 1), likelihood=ds.Regression(targets={"mean": [1700000123.0], "std": [3.1]}))
+    ds.save(regression, tmp_path)
+    loaded = ds.load(tmp_path, torch.nn.Linear(2, 1))
+    assert loaded.likelihood.targets == regression.likelihood.targets == {"mean": [1700000123.0], "std": [3.1]}
+    x = torch.randn(3, 2, dtype=torch.float64)
+    assert torch.equal(loaded.double().predict(x).mean, regression.double().predict(x).mean)

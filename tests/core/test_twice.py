@@ -54,7 +54,21 @@ class Force(nn.Module):
         return force[:, :3]
 
 
+class OwnKernels(nn.Module):
+    """A convolution whose kernel, and another whose bias, the network makes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.plain, self.head = nn.Linear(2, 2 * 4), nn.Conv1d(2, 2, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.made(x.mean((0, 2))).reshape(2, 2, 2)
+        found = torch.conv1d(x, self.plain.weight, kernel.sum((1, 2))) + self.plain(x)
+        return self.head(torch.conv1d(found, kernel).tanh().flatten(1))
+
+
 NETWORKS = {
+    "kernels made of inputs": lambda: (OwnKernels(), (2, 5)),
     "dense": lambda: (nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(6), nn.Linear(6, 3)), (4,)),
     "1d": lambda: flat(1, nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.BatchNorm1d(4), nn.PReLU()),
     "2d": lambda: flat(2, nn.Conv2d(2, 4, (3, 2), dilation=2, groups=2, bias=False), nn.BatchNorm2d(4), nn.PReLU(4)),

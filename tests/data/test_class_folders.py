@@ -29,6 +29,15 @@ def test_labels_are_the_folders_in_alphabetical_order(tmp_path):
         ds.data.image_folder(tmp_path / "train", classes=["c"])
 
 
+def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path):
+    save(tmp_path / "a" / "1.png", 10)
+    save(tmp_path / "a" / ".ipynb_checkpoints" / "1-checkpoint.png", 10)
+    save(tmp_path / ".ipynb_checkpoints" / "2.png", 10)
+    (tmp_path / "a" / "._1.png").write_bytes(b"of a file manager")
+    found = ds.data.image_folder(tmp_path)
+    assert (found.classes, len(found)) == (("a",), 1)
+
+
 def test_resizing_is_that_of_torch_with_antialiasing(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
     (tmp_path / "a").mkdir()

@@ -134,3 +134,26 @@ def test_text_in_a_column_of_numbers_is_refused():
         encoder({"a": [1.0, "three"]})
     with pytest.raises(ValueError, match="expected categories among the columns a, got b"):
         TableEncoder.of({"a": [1.0]}, categories=["b"])
+
+
+def test_dates_far_off_and_dates_as_objects_are_dates():
+    far = np.array(["2020-01-01", "2021-01-01", "9999-12-31"], dtype="datetime64[s]")
+    for column in (far, pd.Series(far), pd.Series(far.astype(object)), list(far.astype(object))):
+        (made,) = TableEncoder.of({"end": column}).columns
+        assert made.mean == pytest.approx(np.mean(far.astype(np.int64)))
+        assert made.std == pytest.approx(np.std(far.astype(np.int64)))
+
+
+def test_text_that_reads_as_numbers_is_taken_as_categories_with_a_word(caplog):
+    price = ["1,234", " 99.5", "-2", "?"]
+    TableEncoder.of({"price": price, "door": ["2", "3more", "5more", "-"], "zone": pd.Categorical(["1", "2"] * 2)})
+    assert caplog.messages == [
+        "price is taken as categories, though its text reads as numbers (' 99.5'): convert it, or name it in categories"
+    ]
+    TableEncoder.of({"price": price}, categories=["price"])
+    assert len(caplog.messages) == 1
+
+
+def test_which_levels_are_kept_does_not_depend_on_the_order_of_rows():
+    words = [f"w{i}" for i in range(9)]
+    assert TableEncoder.of({"w": words}, most_levels=4) == TableEncoder.of({"w": words[::-1]}, most_levels=4)

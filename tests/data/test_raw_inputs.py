@@ -50,6 +50,9 @@ def test_pixels_that_somebody_has_scaled_are_refused():
     for scaled in (IMAGES.float(), IMAGES / 255, SCALE(IMAGES), (IMAGES / 255).numpy(), IMAGES.long()):
         with pytest.raises(TypeError, match="would act a second time"):
             transform(scaled)
+    deep = Image.fromarray(np.full((6, 8), 40000, dtype=np.uint16))  # PIL would make 255 of it
+    with pytest.raises(ValueError, match="expected 8 bits a channel in a PIL image, got the mode I;16"):
+        ds.data.ImageInputs([0.5], [0.25])(deep)
     with pytest.raises(ValueError, match="3 channels, first or last"):
         transform(IMAGES[:, :2])
     with pytest.raises(ValueError, match="may be both"):

@@ -5,6 +5,7 @@ import torch
 from sklearn.preprocessing import StandardScaler
 
 from dissensus.data import Standardiser
+from dissensus.data.inputs import RowInputs, as_input_transform
 
 
 def test_rows_agree_with_scikit_learn():
@@ -73,3 +74,41 @@ def test_a_value_that_is_not_finite_is_named_and_not_spread_over_its_column(valu
     x[5, 2] = value
     with pytest.raises(ValueError, match=r"in row 4, column 1 and 1 more; "):
         Standardiser.of_rows(x)
+
+
+def test_one_column_is_not_spread_over_several():
+    rows, one = Standardiser.of_rows(torch.randn(5, 3)), Standardiser.of_rows(torch.randn(5, 1))
+    grey = Standardiser.of_channels(torch.randint(0, 256, (2, 1, 4, 4), dtype=torch.uint8))
+    for apply in (rows, rows.inverse):
+        for wrong in (torch.zeros(5, 1), torch.zeros(5), torch.zeros(5, 3, 1)):
+            with pytest.raises(ValueError, match="expected 3 columns as in the training data, got shape"):
+                apply(wrong)
+    with pytest.raises(ValueError, match="expected 1 columns"):
+        one(torch.zeros(5, 3))
+    with pytest.raises(ValueError, match="expected 1 channels"):
+        grey(torch.zeros(2, 3, 4, 4))
+    assert rows.inverse(torch.zeros(7, 5, 3)).shape == (7, 5, 3)  # of every member
+    assert one(torch.zeros(5)).shape == (5,)
+
+
+def test_columns_of_a_frame_keep_their_order():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"age": [20.0, 30, 40], "pay": [1e3, 2e3, 5e3]})
+    scale = Standardiser.of_rows(frame)
+    for apply in (scale, as_input_transform(scale), RowInputs(**as_input_transform(scale).config())):
+        with pytest.raises(
+            ValueError, match="expected the columns age, pay in this order, as in training, got pay, age"
+        ):
+            apply(frame[["pay", "age"]])
+        assert torch.equal(apply(frame).float(), apply(frame.to_numpy()).float())
+
+
+def test_rows_of_small_whole_numbers_are_no_pixels():
+    """One byte or eight: the same numbers are the same rows, of the standardiser and of what is saved with a posterior."""
+    rows = torch.tensor([[0, 200], [100, 40], [50, 255]], dtype=torch.uint8)
+    for scale in (Standardiser.of_rows(rows), Standardiser.of_rows(rows.double())):
+        expected = scale(rows.double())
+        assert torch.allclose(expected.std(0, correction=0), torch.ones(2, dtype=torch.float64))
+        for apply in (scale, as_input_transform(scale)):
+            for given in (rows, rows.numpy(), rows.long()):
+                assert torch.allclose(apply(given).double(), expected, atol=1e-6)

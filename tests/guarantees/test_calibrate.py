@@ -443,10 +443,26 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     assert abs(float(summary.mean.mean() - after.mean.mean())) < 0.01
 
 
-def test_outliers_far_beyond_the_noise_leave_a_finite_density():
-    posterior, x, y = regression(n=200, noise=0.001)  # F(y) is 0 or 1 for nearly all rows
+@pytest.mark.parametrize("noise", [0.06, 0.006])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_noise_that_is_far_too_small_is_made_what_it_is(noise, dtype):
+    """y ~ N(1.5 x, 0.6²), predicted with a noise 10 and 100 times too small: F(y) is 0 or 1 but for what no float holds."""
+    _, x, y = regression(n=2000)
+    posterior, (x, y) = ds.MAP(Line(1.5), likelihood=ds.Regression(noise)).to(dtype), (x.to(dtype), y.to(dtype))
     found = ds.calibrate(posterior, [(x, y)], "isotonic")
-    assert math.isfinite(found.nll)
+    after = posterior.predict(x)
+    exact = torch.distributions.Normal(1.5 * x, 0.6)
+    assert found.nll == pytest.approx(-float(exact.log_prob(y).mean()), abs=0.01)  # 20 pieces take a little more off
+    assert ((after.total.sqrt() - 0.6).abs() < 4 * 0.6 / 2000**0.5).all()
+    assert ((after.cdf(y) - exact.cdf(y)).abs() < 4 * 0.5 / 2000**0.5).all()
+    lower, upper = after.interval(0.9)
+    assert abs(float(((lower <= y) & (y <= upper)).double().mean()) - 0.9) < 0.005
+
+
+def test_a_factor_at_the_end_of_what_is_looked_at_is_named(caplog):
+    _, x, y = regression(n=50)
+    ds.calibrate(ds.MAP(Line(1.5), likelihood=ds.Regression(0.001)).double(), [(x, y)], "scale")
+    assert "the scale 50 is the highest looked at" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- bad input

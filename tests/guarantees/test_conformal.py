@@ -27,6 +27,18 @@ class Told(nn.Module):
         return x * self.scale
 
 
+class Rounded(Told):
+    """As Told in float32, but in batches of one row the last digits are other ones: as kernels for one row have them."""
+
+    def __init__(self, nudge):
+        super().__init__()
+        self.float()
+        self.nudge = nudge
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.nudge * (len(x) == 1))
+
+
 def classified(n, *, shift=0.0):
     """(logits (n, K), labels): the labels follow sharper probabilities than the logits say."""
     x = 1.5 * torch.randn(n, CLASSES, dtype=torch.float64) + shift
@@ -246,6 +258,22 @@ def test_outputs_are_covered_each_by_itself():
         inside.append(((lower <= y) & (y <= upper)).double().mean(0))
     assert (torch.stack(inside).mean(0) - 0.9).abs().max() < 3 * math.sqrt(0.09 * (2 / 500) / 10)
     assert float((upper - lower)[0, 1] / (upper - lower)[0, 0]) > 50
+
+
+@pytest.mark.parametrize("nudge", [-3e-7, 3e-7])
+@pytest.mark.parametrize("score", ["lac", "aps", "cqr", "residual"])
+def test_equal_inputs_are_covered_alike_in_a_batch_of_one(score, nudge):
+    """Three kinds of inputs with three targets each: a third of the rows, or more, has the score at the threshold."""
+    kinds, y = torch.randn(3, 3).repeat(60, 1), torch.arange(3).repeat_interleave(3).repeat(20)
+    x = kinds if score in CLASS_SCORES else 5 * kinds[:, :1]
+    targets, likelihood = (y, None) if score in CLASS_SCORES else (y[:, None].float(), ds.Regression(noise=0.5))
+    posterior = ds.MAP(Rounded(nudge), likelihood=likelihood)
+    for level in (0.5, 0.6, 0.7, 0.8):
+        conformal = ds.conformal(posterior, rows(x, targets), level=level, score=score)
+        for at in range(9):
+            one, held = slice(at, at + 1), torch.Generator().manual_seed(0)
+            alone = covered(conformal, posterior.predict(x[one]), targets[one], held).covered
+            assert alone == covered(conformal, posterior.predict(x[:9]), targets[:9], held).covered[at]
 
 
 def test_every_class_is_covered_by_itself():

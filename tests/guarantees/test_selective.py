@@ -109,6 +109,22 @@ def test_the_rule_of_false_alarms_is_an_order_statistic_and_labels_are_not_read(
     assert int(ds.ood_gate(posterior, [(x[:19], x[:19, 0])])(x[:19]).accept.sum()) == 19
 
 
+@pytest.mark.parametrize("nudge", [-3e-7, 3e-7])
+def test_equal_inputs_are_accepted_alike_in_a_batch_of_one(nudge):
+    """Kernels for one row have other last digits, and where inputs repeat many rows have the score at the threshold."""
+
+    class Rounded(Told):
+        def forward(self, x):
+            return super().forward(x) * (1 + nudge * (len(x) == 1))
+
+    posterior = ds.MAP(Rounded().float())
+    x = torch.tensor([[4.0, 0.0], [2.0, 0.0], [1.0, 0.0]]).repeat(200, 1)
+    y = (x[:, 0] == 1.0).long()  # the least sure third is wrong
+    gates = [ds.selective(posterior, [(x, y)], risk=0.05), ds.ood_gate(posterior, [(x, y)], false_alarm=0.5)]
+    for gate in gates:
+        assert torch.cat([gate(x[at : at + 1]).accept for at in range(3)]).tolist() == [True, True, False]
+
+
 def test_gates_are_saved_with_the_posterior(tmp_path):
     posterior = ds.MAP(ds.nets.MLP(4, 3, hidden=(5,)))
     x = torch.randn(60, 4)
@@ -124,6 +140,21 @@ def test_gates_are_saved_with_the_posterior(tmp_path):
         assert (same.threshold, same.facts) == (one.threshold, one.facts)
         assert same(x).accept.equal(one(x).accept)
     assert not nothing(x).accept.any()
+
+
+def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
+    """What else stands on both posteriors is in the state, and stays."""
+    posteriors = [ds.MAP(ds.nets.MLP(4, 3, hidden=(5,))) for _ in range(2)]
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    for posterior in posteriors:
+        ds.conformal(posterior, [(x, y)])
+    gate = ds.ood_gate(posteriors[0], [(x, y)])
+    posteriors[0].load_state_dict(posteriors[1].state_dict())
+    sets = [posterior.promises["conformal"].set(x) for posterior in posteriors]
+    assert torch.equal(*sets)
+    assert "load_state_dict drops what stood on the predictions (ood_gate)" in caplog.text
+    with pytest.raises(ValueError, match="got one that was dropped"):
+        gate(x)
 
 
 def test_bad_input_is_refused():

@@ -1,4 +1,4 @@
-"""What training refuses or warns of: several ranks unless each is to have its own model, schedules that do not fit."""
+"""What training refuses or warns of: a loop of one's own on several ranks, schedules that do not fit."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def rank(number: int) -> tuple[list[str], int, float, float]:
     wrapped = ds.MAP(DistributedDataParallel(tiny.mlp().double()))
     said = []
     for train in (
-        lambda: ds.fit(posterior, loader, epochs=1, progress=False),
+        lambda: posterior.backward(*loader[0]),
         lambda: wrapped.backward(*loader[0]),
         lambda: wrapped.loss(*loader[0]),
         lambda: DistributedDataParallel(ds.MAP(tiny.mlp().double())).module.backward(*loader[0]),
@@ -37,7 +37,7 @@ def rank(number: int) -> tuple[list[str], int, float, float]:
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
-def test_two_ranks_are_refused_unless_they_are_to_be_independent():
+def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
     found = []
     for number in range(2):  # one after the other: ranks that are refused or independent exchange nothing
         try:
@@ -47,7 +47,9 @@ def test_two_ranks_are_refused_unless_they_are_to_be_independent():
     for i, (said, steps, *_) in enumerate(found):
         assert len(said) == 4
         for each in said:
-            assert each.startswith(f"expected one process, got rank {i} of 2: ranks share no gradients and no members")
+            assert each.startswith(
+                f"expected one process, got rank {i} of 2: outside fit ranks share no gradients and no"
+            )
             assert 'ranks="independent"' in each
         assert steps == 0
     assert found[0][2] != found[1][2]  # two seeds, two models

@@ -39,7 +39,8 @@ class Ball:
         unit = torch.ones_like(ends[0])
         edges = ends[:1], ends[1:]
         if standardiser is not None:
-            unit, edges = 1 / standardiser.std.to(x), (standardiser(ends[0]), standardiser(ends[1]))
+            mean, unit = standardiser.mean.to(x), 1 / standardiser.std.to(x)
+            edges = (ends[0] - mean) * unit, (ends[1] - mean) * unit
         room = ROUNDING * (high - low) * unit
         if not (low < high and bool(((x >= edges[0] - room) & (x <= edges[1] + room)).all())):
             raise ValueError(

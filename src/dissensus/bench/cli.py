@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Grid
 
+from dissensus.bench import ranks
 from dissensus.bench.capacity import LENET, capacities
 from dissensus.bench.names import listed
 from dissensus.bench.own import imported
@@ -61,13 +62,19 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+TOGETHER = ("bench", "train", "evaluate")  # what several processes do; the rest the first one does alone
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """What may stand before a command."""
+    if context.invoked_subcommand not in TOGETHER:
+        ranks.leave_but_the_first()
 
 
 @app.command("bench")
@@ -127,6 +134,7 @@ def train_command(
     check_read(set_, [method])
     folder = jobs.default_folder(loaded) if out is None else out
     runs = jobs.begun(loaded, [run_config(loaded, method, seed)], folder, source=data)
+    runs[0].shared = ranks.shared(1)
     with jobs.withdrawing(runs):
         train_runs(runs, progress=not quiet)
     print(runs[0].folder)
@@ -141,6 +149,7 @@ def evaluate_command(
 ) -> None:
     """Evaluate a trained run and print its metrics."""
     opened = Run.open(run, source=data)
+    opened.shared = ranks.shared(1)
     if again:
         opened.posterior()  # a damaged one is an error before anything good is removed
         opened.forget_evaluation()
@@ -274,8 +283,10 @@ def list_command(data: Data = None) -> None:
 def main() -> None:
     """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
     try:
-        # What a command exits with, where it does not come back by itself.
-        code = app(prog_name="dissensus", standalone_mode=False)
+        ranks.connect()
+        with ranks.only_the_first_prints():
+            # What a command exits with, where it does not come back by itself.
+            code = app(prog_name="dissensus", standalone_mode=False)
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise
@@ -295,7 +306,7 @@ def main() -> None:
 
 
 def _fail(text: str, *, code: int = 2) -> None:
-    print(f"dissensus: {text}", file=sys.stderr)
+    print(f"dissensus: {ranks.failed(text)}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -27,7 +27,14 @@ def own_object(name: str, what: str, beside: str = "") -> Any:
     """What the name stands for. Modules are looked for where Python looks, then in `beside`, then in the current folder."""
     module, _, attributes = name.partition(":")
     try:
-        return reduce(getattr, attributes.split("."), _module(module, beside))
+        found = _module(module, beside)
+        if (file := _own_file(found)) is not None:
+            top, seen = _top(module, file), {(file, "")}
+            _reached(file, {attributes.partition(".")[0]}, top, seen)
+            for path in {path for path, _ in seen if path.is_relative_to(top)}:  # what it imports may be another task's
+                parts = path.relative_to(top).with_suffix("").parts
+                _check_is(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
+        return reduce(getattr, attributes.split("."), found)
     except Exception as error:  # an import may raise anything
         if str(error).startswith("expected"):
             raise
@@ -45,11 +52,9 @@ def code_digest(name: str, beside: str = "") -> str:
     Nothing ("") for an installed package.
     """
     module, _, attributes = name.partition(":")
-    file = getattr(_module(module, beside), "__file__", None)
-    if file is None or {"site-packages", "dist-packages"} & set(Path(file).parts):
+    if (file := _own_file(_module(module, beside))) is None:
         return ""
-    top = Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
-    code = _reached(Path(file), {attributes.partition(".")[0]}, top, set())
+    code = _reached(file, {attributes.partition(".")[0]}, _top(module, file), set())
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
 
 
@@ -62,21 +67,43 @@ def _module(name: str, beside: str) -> ModuleType:
     sys.path[:] = [*others, *_added]
     importlib.invalidate_caches()  # a file may have been written a moment ago
     found = importlib.import_module(name)
-    top = name.partition(".")[0]
     for folder in map(Path, places):
-        if wanted := [path for path in (folder / f"{top}.py", folder / top / "__init__.py") if path.is_file()]:
-            got = getattr(sys.modules[top], "__file__", None) or "a built-in module"
-            if not any(os.path.samefile(path, got) for path in wanted if os.path.exists(got)):
-                raise ValueError(
-                    f"expected the module {top!r} of {wanted[0]}, got {got}, which Python finds first; rename your file"
-                )
+        if here := [(each, path) for each in (name.partition(".")[0], name) for path in _files(folder, each)]:
+            for each, path in here:
+                _check_is(each, path)
             break
-    path = getattr(found, "__file__", None)
-    if path is not None and os.path.exists(path):
-        now = Path(path).read_bytes()
-        if _read.setdefault(found, now) != now:
-            raise ValueError(f"expected {path} as it was imported, got one that was changed since; start Python again")
     return found
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """The file of a module in the folder, if it is there."""
+    base = folder.joinpath(*name.split("."))
+    return [path for path in (base / "__init__.py", Path(f"{base}.py")) if path.is_file()][:1]
+
+
+def _own_file(module: ModuleType) -> Path | None:
+    """The module's file; None of an installed package, and of what is not written in Python."""
+    file = Path(getattr(module, "__file__", None) or "")
+    return file if file.suffix == ".py" and not {"site-packages", "dist-packages"} & set(file.parts) else None
+
+
+def _top(name: str, file: Path) -> Path:
+    """The folder that imports of a module start from."""
+    return file.parents[name.count(".") + (file.name == "__init__.py")]
+
+
+def _check_is(name: str, path: Path) -> None:
+    """Raises where the module of that name, if it is imported, is not the file, or not as the file is now."""
+    if (module := sys.modules.get(name)) is None:
+        return
+    got = getattr(module, "__file__", None) or "a built-in module"
+    if not (os.path.exists(got) and os.path.samefile(path, got)):
+        raise ValueError(
+            f"expected the module {name!r} of {path}, got {got}, which Python finds first; rename your file"
+        )
+    now = path.read_bytes()
+    if _read.setdefault(module, now) != now:
+        raise ValueError(f"expected {path} as it was imported, got one that was changed since; start Python again")
 
 
 def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]) -> list[str]:

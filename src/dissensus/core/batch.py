@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,18 @@ def length(loader: Iterable[Any]) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def sampler_of(loader: Any) -> Any:
+    """The loader's sampler where that gives each rank its own rows, as torch's DistributedSampler does; else None."""
+    for path in ("sampler", "batch_sampler.sampler"):
+        try:
+            sampler = attrgetter(path)(loader)
+        except AttributeError:
+            continue
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            return sampler
+    return None
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:

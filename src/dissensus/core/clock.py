@@ -41,6 +41,7 @@ class Clock(Ground):
         self.began = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
         self.ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
+        self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate it together
 
     @property
     @final

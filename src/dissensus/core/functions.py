@@ -28,6 +28,7 @@ class DrawnFunctions(nn.Module, ABC):
     members: int
     networks: int = 1  # of which these are functions, network by network, as many of each
     particles: Particles  # the tensors of the functions
+    seed: int = 0  # that they follow from beside their tensors
 
     @abstractmethod
     def each(self, function: Callable[..., Any], *args: Any) -> Any:

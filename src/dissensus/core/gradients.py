@@ -107,12 +107,13 @@ def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tenso
 
 def objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
     """() Σ_i loss_i + ⟨z_i, v_i⟩ of losses (M,) and what members are compared in."""
-    return losses.sum() + inner(z, cotangents(posterior, z)) if posterior.coupled else losses.sum()
+    total = posterior.particles.exchange.weighed(losses.sum())
+    return total + inner(z, cotangents(posterior, z)) if posterior.coupled else total
 
 
 def cotangents(posterior: Objective, z: Any) -> Any:
     """v, what members' z (M, ...) are multiplied by, without a graph."""
-    return posterior.couple(detached(z))
+    return posterior.particles.exchange.coupled(posterior.couple, detached(z))
 
 
 def looped(
@@ -128,30 +129,31 @@ def looped(
     Random layers draw the same numbers both times. `member`: finds one member's gradients.
     """
     member = member or member_gradients
-    state, (lane, join) = state_of(posterior), lanes
+    state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
     members = [state.member(i) for i in range(posterior.particles.members)]
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
-    if posterior.coupled:
-        seen = []
-        for i, mine in enumerate(members):
-            # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have another z than v was found for.
-            streams.append(random_state())
-            with lane(i), torch.no_grad():
-                seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
-        join()
-        streams.append(random_state())  # after one run of each member, which is where generators stand in the end
-        pulls = _cotangents_of_each(posterior, seen)
+    with exchange.in_turn():
+        if posterior.coupled:
+            seen = []
+            for i, mine in enumerate(members):
+                # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have a z that v was not found for.
+                streams.append(random_state())
+                with lane(i), torch.no_grad():
+                    seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
+            join()
+            streams.append(random_state())  # after one run of each member, which is where generators stand in the end
+            pulls = _cotangents_of_each(posterior, seen)
 
-    found = []
-    for i, mine in enumerate(members):
+        found = []
+        for i, mine in enumerate(members):
+            if streams:
+                streams[i]()
+            with lane(i):
+                found.append(exchange.found(member(posterior, mine, batch, pulls[i])))
+        join()
         if streams:
-            streams[i]()
-        with lane(i):
-            found.append(member(posterior, mine, batch, pulls[i]))
-    join()
-    if streams:
-        streams[-1]()
+            streams[-1]()
     return gathered(state, found)
 
 
@@ -176,7 +178,7 @@ def looped_keeping_graphs(
     found = []
     for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
         with lane(i):
-            found.append(_differentiated(wanted, *result, pulls[i]))
+            found.append(_differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i]))
     join()
     return gathered(state, found)
 
@@ -209,21 +211,45 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
+    if posterior.particles.fully:
+        return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
     params, before = state.parameters(wanted), state.buffers()
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
             result = posterior.member_loss(params, before, batch)
-        return _differentiated(wanted, *result, cotangent)
+        return _differentiated(particles.exchange.share, wanted, *result, cotangent)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
 
-def _differentiated(wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any) -> Gradients:
-    """What one member's run gives, by the gradient of its loss + ⟨z, v⟩; tensors that it did not use have none."""
+def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
+    """The same of a network that `fully_shard` has divided: its hooks gather weights and sum gradients into `.grad`."""
+    particles = posterior.particles
+    params, buffers = particles.at(0)
+    before = {name: parameter.grad for name, parameter in params.items()}
+    for parameter in params.values():
+        parameter.grad = None
+    with torch.enable_grad():
+        value, _, after = posterior.member_loss(params, buffers, batch)
+    # torch takes the mean over ranks, where shares of one batch are to be summed.
+    share, ranks = particles.exchange.share, particles.exchange.ranks
+    (value if share is None else value * (share * ranks).to(value.dtype)).backward()  # type: ignore[no-untyped-call]
+    found = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
+    for name, parameter in params.items():
+        parameter.grad = before[name]
+    gradients = {name: g if hasattr(g, "full_tensor") else g / ranks for name, g in found.items()}
+    return Gradients(value.detach(), gradients, detached(after))
+
+
+def _differentiated(
+    share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any
+) -> Gradients:
+    """What one member's run gives, by the gradient of share · loss + ⟨z, v⟩; tensors that it did not use have none."""
+    share = None if share is None else share.to(value.dtype)
     pulled = [] if cotangent is None else zip(pytree.tree_leaves(z), pytree.tree_leaves(cotangent), strict=True)
-    pairs = [(output, v) for output, v in ((value, None), *pulled) if output.requires_grad]
+    pairs = [(output, v) for output, v in ((value, share), *pulled) if output.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if pairs and wanted:
         outputs, weights = zip(*pairs, strict=True)

@@ -15,9 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
+from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, check_initialised, emptied, member_index
-from dissensus.core.running import How, Rows, Runner, averaged, first_line, loop
+from dissensus.core.member import (
+    PREFIX,
+    Member,
+    check_initialised,
+    check_whole,
+    emptied,
+    is_fully_sharded,
+    member_index,
+    stay_divided,
+)
+from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
@@ -30,7 +40,12 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class Particles(nn.Module):
-    """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all."""
+    """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all.
+
+    While several processes train, each with some of the members, `members` counts those and `everywhere` all.
+    """
+
+    exchange: Exchange = ALONE
 
     def __init__(
         self, *templates: Member, own: nn.Module, shared: nn.Module, members: int, frozen: Collection[str] = ()
@@ -46,6 +61,7 @@ class Particles(nn.Module):
         self._settle()
         # Asked once where the template is ours: at every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
+        self.fully = is_fully_sharded(self.template.network)  # divided by `fully_shard`: each process has a part of it
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
@@ -63,6 +79,7 @@ class Particles(nn.Module):
         if isinstance(network, Particles):
             return network
         check_initialised(network)
+        stay_divided(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
 
@@ -124,6 +141,11 @@ class Particles(nn.Module):
     @property
     def likelihood(self) -> Likelihood:
         return self.template.likelihood
+
+    @property
+    def everywhere(self) -> int:
+        """M, over all processes that train together."""
+        return self.exchange.members or self.members
 
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
@@ -226,6 +248,11 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
+        if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
+            raise ValueError(
+                "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or "
+                "copies weights; use MAP or MCDropout"
+            )
         # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
         if template.training:  # batch norm writes its statistics in place: into copies
@@ -241,7 +268,10 @@ class Particles(nn.Module):
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
             if targets:
-                sources = [*(buffers[name] for name in mine), *(averaged(buffers[name]) for name in common)]
+                sources = [
+                    *(buffers[name] for name in mine),
+                    *(self.exchange.averaged(buffers[name]) for name in common),
+                ]
                 torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None) -> Rows:
@@ -310,6 +340,7 @@ class Particles(nn.Module):
     def copied_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
+        check_whole(self.template.network)
         with self.turn(), torch.no_grad():
             copied = copy.deepcopy(part, unmade(part))
             values = {**self.shared_parameters(), **self.shared_buffers()}

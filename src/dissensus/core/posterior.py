@@ -300,6 +300,40 @@ class Posterior(TrainingRules, ABC):
         """The loader's batches: the one door through which data come to a posterior."""
         return (self.batch(given, anywhere=anywhere) for given in loader)
 
+    @property
+    @final
+    def others(self) -> Any:
+        """The mesh, where it has other processes and they are still connected; else None."""
+        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.alive else None
+
+    @final
+    def whole(self, loader: Any) -> Any:
+        """The loader; where it gives each process a part of the data, one of all the parts."""
+        if self.others is not None:
+            return self.others.whole(loader)
+        parts = batches.sampler_of(loader)
+        if parts is not None and parts.num_replicas > 1 and self.ranks is None:
+            raise ValueError(
+                "expected a posterior on a mesh for a loader that gives each process a part of the data, got none; set "
+                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for numbers of the part'
+            )
+        return loader
+
+    @final
+    def shared(
+        self, work: Callable[[Any], Any], given: Iterable[Any], drawn: DrawnFunctions, device: Any = "cpu"
+    ) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch, in order. Processes of the mesh take turns, and each gets all that was found.
+
+        Args:
+            drawn: the functions that the work is done with, the same on all processes.
+            device: where what other processes found shall lie.
+        """
+        if self.others is None:
+            return ((batch, work(batch)) for batch in given)
+        found: Iterator[tuple[Any, Any]] = self.others.in_turns(work, given, drawn=drawn, device=device)
+        return found
+
     @final
     def take(self, batch: Batch) -> Batch:
         """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""

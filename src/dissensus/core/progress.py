@@ -1,12 +1,31 @@
-"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted."""
+"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted.
 
+Of processes that work together only the first shows it, logs, and writes reports (`speaks`).
+"""
+
+import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 SECONDS = 10.0  # without a line, after which an epoch that still runs gets one
+
+_asked: list[Callable[[], bool]] = []  # whether this process speaks, where a mesh was made in it
+
+
+def speaks() -> bool:
+    """Whether this process shows progress, logs and writes reports: on a mesh the first one does, for all."""
+    return all(ask() for ask in _asked)
+
+
+def ask_before_speaking(ask: Callable[[], bool]) -> None:
+    """Called where a mesh is made: `ask` says whether this process is its first one, or it is no more."""
+    _asked[:] = [ask]
+
+
+logging.getLogger("dissensus").addFilter(lambda record: speaks())
 
 
 class Progress:
@@ -17,6 +36,7 @@ class Progress:
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
+        show = speaks() and show
         self.lines = bool(show) and not sys.stderr.isatty()
         self.done, self.steps, self.told = (
             0,

@@ -109,20 +109,38 @@ class RecalibratedRegression(SummaryPredictive):
 
 
 def normal_scores(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """(n, B, D) Φ⁻¹(F(y)) at y (n, B, D), F of the mixture (M, B, D): from the nearer tail, so that far outliers have one."""
-    z = (y[:, None] - means) / variances.sqrt()
-    # Φ(z) by erfc: torch's ndtr is 1 + erf, which has no digits left in the lower tail.
-    below, above = (0.5 * torch.special.erfc(each / math.sqrt(2)).mean(1) for each in (-z, z))
-    score = torch.special.ndtri(torch.minimum(below, above).clamp(min=torch.finfo(z.dtype).tiny))
+    """(n, B, D) Φ⁻¹(F(y)) at y (n, B, D), F of the mixture (M, B, D): by the nearer tail's logarithm, however far y is."""
+    below, above = log_tails(means, variances, y)
+    score = _log_ndtri(torch.minimum(below, above))
     return torch.where(below < above, score, -score)
+
+
+def log_tails(means: Tensor, variances: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """log F(y) and log (1 − F(y)), each (n, B, D)."""
+    z = (y[:, None] - means) / variances.sqrt()
+    below, above = (torch.special.log_ndtr(each).logsumexp(1) - math.log(len(means)) for each in (z, -z))
+    return below, above
+
+
+def _log_ndtri(tail: Tensor) -> Tensor:
+    """z with log Φ(z) = tail ≤ log ½. A probability of a far tail is 0 in floating point, its logarithm is not."""
+    far = 2 * tail.clamp(-1e30, -10)
+    z = torch.where(
+        tail > -10, torch.special.ndtri(tail.clamp(min=-10).exp()), -(-far - (-far * 2 * math.pi).log()).sqrt()
+    )
+    for _ in range(3):  # Newton; (log Φ)' is (√(z² + 4) − z) / 2 but for O(z⁻³) (Birnbaum 1942)
+        z = z - 2 * (torch.special.log_ndtr(z) - tail.clamp(min=-1e30)) / ((z**2 + 4).sqrt() - z)
+    return z
 
 
 def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
     """(n, B, D) y with Φ⁻¹(F(y)) = z (n, B, D), by bisection to rounding."""
     lower, upper = bracket(means, variances, z)
     middle: Tensor = 0.5 * (lower + upper)
+    tail = torch.special.log_ndtr(-z.abs())
     for _ in range(80 if z.dtype == torch.float64 else 40):
-        below = normal_scores(means, variances, middle) < z
+        log_below, log_above = log_tails(means, variances, middle)
+        below = torch.where(z < 0, log_below < tail, log_above > tail)
         lower, upper = torch.where(below, middle, lower), torch.where(below, upper, middle)
         middle = 0.5 * (lower + upper)
     return middle

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.weights import Weights
@@ -27,6 +27,21 @@ class Recorder(nn.Module, ABC):
         super().__init__()
         self.source = source
         self.weights = source()
+        if any(hasattr(tensor, "full_tensor") for tensor in self.weights.stored.values()):
+            raise NotImplementedError(
+                "expected weights that lie whole in a process, to be recorded, got a network divided by fully_shard; use MAP "
+                "or MCDropout"
+            )
+
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        """(buffer, its axis of members), of every buffer that has one: processes that train together divide these.
+
+        Asked of several networks only; without it, these train on a mesh of the data axis alone.
+        """
+        raise ValueError(
+            f"expected a recorder that says which buffers have an axis of members, got {type(self).__name__}; define "
+            "with_members, or divide batches alone: mesh(members=1)"
+        )
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Called before training: the run has this many optimiser steps, `done` of them are behind (a resumed run)."""

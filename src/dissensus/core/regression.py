@@ -31,7 +31,8 @@ class RealTargets(Likelihood):
         """From now on outputs are z. `targets`: {"mean": D numbers, "std": D numbers above 0}, or a `Standardiser`."""
         given = targets if isinstance(targets, Mapping) else {"mean": targets.mean, "std": targets.std}
         # Ten digits: a mean over shuffled batches is then the same whatever their order.
-        rounded = {key: [float(f"{float(v):.10g}") for v in torch.as_tensor(given[key]).flatten()] for key in given}
+        exact = {key: torch.as_tensor(given[key], dtype=torch.float64).flatten().tolist() for key in given}
+        rounded = {key: [float(f"{value:.10g}") for value in values] for key, values in exact.items()}
         for each in rounded["std"]:
             number("every std of the targets", each, above=0, hint="a constant target has std 1")
         if self.targets not in (None, rounded):

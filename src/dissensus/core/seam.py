@@ -10,12 +10,13 @@ with i over members. `loss` and `backward` of every posterior are derived from i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
 
 from dissensus.core.batch import Batch
+from dissensus.core.exchange import ALONE
 from dissensus.core.gradients import Gradients, Objective, Strategy, inner, looped, objective, vectorised
 from dissensus.core.particles import Rows
 from dissensus.core.running import Ways
@@ -62,12 +63,15 @@ def find(
 
     Meanwhile no other thread runs the network.
     """
+    exchange = posterior.particles.exchange
     with _turn(posterior), posterior.particles.runner.running():
-        found = (strategy or automatic)(posterior, batch)
+        with exchange.running(posterior, batch):
+            found = (strategy or automatic)(posterior, batch)
+        found = cast(Gradients, exchange.completed(posterior, found))
         if not posterior.mixes:
             return found
         unmixed(found.gradients)
-        return found._replace(gradients=posterior.mix(found.gradients))
+        return found._replace(gradients=exchange.mixed(posterior.mix, found.gradients))
 
 
 def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | None = None) -> None:
@@ -98,13 +102,14 @@ def _turn(posterior: Objective) -> Iterator[None]:
     They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
     """
     check_trainable(posterior)
+    _check_alone(posterior)
     posterior.particles.check_frozen()
     with PROCESS if posterior.coupled else nullcontext(), posterior.particles.turn():
         yield
 
 
 def check_trainable(posterior: Objective) -> None:
-    """Raises where no gradient is recorded, another posterior trains, or each process of a group another model unawares."""
+    """Raises where no gradient is recorded, or another posterior trains."""
     if (base := getattr(posterior, "base", None)) is not None:
         watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
         raise ValueError(f"expected the posterior that trains, {watched}; train that one, which ds.track returned")
@@ -113,12 +118,17 @@ def check_trainable(posterior: Objective) -> None:
             "expected gradients to be recorded, got torch.inference_mode(), in which nothing trains; leave it (for the value "
             "of a loss, torch.no_grad() will do)"
         )
-    grouped = posterior.ranks is None and distributed.is_available() and distributed.is_initialized()
+
+
+def _check_alone(posterior: Objective) -> None:
+    """Raises where each process of a group would train another model unawares."""
+    alone = posterior.ranks is None and posterior.particles.exchange is ALONE
+    grouped = alone and distributed.is_available() and distributed.is_initialized()
     if grouped and (size := distributed.get_world_size()) > 1:
         raise ValueError(
-            f"expected one process, got rank {distributed.get_rank()} of {size}: ranks share no gradients and no members, even "
-            "with DistributedDataParallel, so each would train another model; train on one rank (members run together on a "
-            'GPU), or, for a model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
+            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit ranks share no gradients and no "
+            "members, even with DistributedDataParallel, so each would train another model; train them together with "
+            'ds.fit, or, for a model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
             'posterior.ranks = "independent"'
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor, nn
@@ -149,21 +149,23 @@ class Ground(nn.Module):
         self.recalibrate(1.0, None, change)
 
     @final
-    def drop_promises(self, change: str) -> None:
-        """Drops the promises, with a warning where there were any: they are about predictions that now change."""
-        if self.promises:
+    def drop_promises(self, change: str, kept: Collection[str] = ()) -> None:
+        """Drops the promises but those kept, with a warning where there were any: predictions now change."""
+        if dropped := [name for name in self.promises if name not in kept]:
             log.warning(
                 "%s drops what stood on the predictions (%s): it was promised for those before; fit it again", change,
-                ", ".join(self.promises),
+                ", ".join(dropped),
             )  # fmt: skip
-            self.promises = nn.ModuleDict()
+            self.promises = nn.ModuleDict({name: each for name, each in self.promises.items() if name in kept})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Another state is another posterior: what stood here goes, unless the state has the same.
-        standing = (f"{prefix}calibration.", f"{prefix}promises.")
-        if not any(name.startswith(standing) for name in state_dict):
-            if self.calibration is not None:
-                log.warning("load_state_dict drops the %s calibration: the state has none", self.calibration.kind)
+        # Another state is another posterior: what stood here goes, unless the state has the same. No state has gates: they
+        # are no tensors, and what they promise is not known of it.
+        def there(part: str) -> bool:
+            return any(name.startswith(f"{prefix}{part}.") for name in state_dict)
+
+        if self.calibration is not None and not there("calibration"):
+            log.warning("load_state_dict drops the %s calibration: the state has none", self.calibration.kind)
             self.calibration = None
-            self.drop_promises("load_state_dict")
+        self.drop_promises("load_state_dict", [name for name in self.promises if there(f"promises.{name}")])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

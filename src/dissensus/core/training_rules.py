@@ -126,8 +126,10 @@ class TrainingRules(Clock):
         for name in self.with_prior():
             # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
             full = wide(params[name])
-            once = name in shared and self.particles.members > 1
-            weights[name.removeprefix(PREFIX)] = with_gradient_times(full, 1 / self.particles.members) if once else full
+            once = name in shared and self.particles.everywhere > 1
+            weights[name.removeprefix(PREFIX)] = (
+                with_gradient_times(full, 1 / self.particles.everywhere) if once else full
+            )
         if not weights:
             return 0.0
         if (log_prob := self.prior.log_prob(weights)).shape:

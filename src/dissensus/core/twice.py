@@ -19,6 +19,7 @@ and J is symmetric: the derivative of Σ u · J t by t is J u. By x and by w it 
 torch's kernel for J t also gives Σ x̂ t and Σ t, the gradients by weight and bias, and n r cov(t, u) with u in the place of x.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,15 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
         stage.by_inputs_alone = False
 
 
+class _Thread(threading.local):
+    norms = (
+        True  # whether batch norm takes the form written here: not where its statistics are those of several processes
+    )
+
+
+thread = _Thread()
+
+
 class _Stage:
     """What a layer's backward pass asks, in whichever thread: are we in the context still, where weights need no gradients?"""
 
@@ -74,7 +84,7 @@ class _Forms(TorchFunctionMode):
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
         if func is F.batch_norm:
-            return batch_norm(*args, **kwargs)
+            return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)
         return convolution(self.stage, func, *args, **kwargs)
@@ -138,7 +148,7 @@ class _Convolution(torch.autograd.Function):
         (t,), (x, w) = gradients, ctx.saved_tensors
         for_x, for_w, for_b = ctx.needs_input_grad[:3]
         if ctx.stage.by_inputs_alone:
-            for_w = for_b = False
+            for_w, for_b = (_leads_to_inputs(ctx, i) for i in (1, 2))
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
@@ -147,6 +157,14 @@ class _Convolution(torch.autograd.Function):
         if for_w or for_b:
             _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
         return by_x, by_w, by_b, *[None] * (1 + len(ctx.how))
+
+
+def _leads_to_inputs(ctx: Any, i: int) -> bool:
+    """Whether the i-th argument of a layer has a part in the derivative that is being taken: a kernel may depend on x."""
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
+    if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x alone
+        return False
+    return torch._C._will_engine_execute_node(node)
 
 
 class _Pulled(torch.autograd.Function):

@@ -20,16 +20,21 @@ class Weights:
 
     stored: Mapping[str, Tensor]
     own: frozenset[str]
-    members: int
+    built: int  # members when this was made
+
+    @property
+    def members(self) -> int:
+        """How many there are now: processes that train together may have a part of them."""
+        return next((len(tensor) for name, tensor in self.stored.items() if name in self.own), self.built)
 
     def only(self, wanted: Callable[[str, Tensor], bool]) -> Weights:
         """Those whose name and stored tensor are wanted."""
-        return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.members)
+        return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.built)
 
     def joined(self, other: Weights) -> Weights:
         """These and the other's; of a name in both, these."""
         others = {name: tensor for name, tensor in other.stored.items() if name not in self.stored}
-        return Weights({**self.stored, **others}, self.own | other.own, self.members)
+        return Weights({**self.stored, **others}, self.own | other.own, self.built)
 
     def lifted(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Name -> (M, ...) views without a graph of tensors that are shaped as the stored ones of these names."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dissensus.data.images import ImageSet
-from dissensus.data.segmentation import SUFFIXES
+from dissensus.data.segmentation import SUFFIXES, image_files
 from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.damage import reading
 
@@ -29,6 +30,8 @@ def image_folder(
 ) -> ImageSet:
     """ImageSet of FOLDER/CLASS/*.png (or .jpg, .bmp, .tif; subfolders too), one class after the other: shuffle to train.
 
+    Hidden files and folders, as of notebooks and file managers, are left out.
+
     Args:
         classes: names of the classes in the order of the labels, those of a training set for its test set: a folder of another
             name is an error. None: all folders, in alphabetical order.
@@ -37,7 +40,7 @@ def image_folder(
         channels: 3 for colour, 1 for grey.
     """
     root = Path(folder)
-    found = sorted(each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
+    found = [each.name for each in subfolders(root)]
     if not found:
         raise FileNotFoundError(
             f"expected a folder for each class in {root}, got none; put images into {root / 'CLASS'}"
@@ -48,7 +51,7 @@ def image_folder(
             f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; give training images of it, or move "
             "its folder away"
         )
-    parts = {name: _files(root / name) for name in names if name in found}
+    parts = {name: image_files(root / name) for name in names if name in found}
     if empty := [name for name, files in parts.items() if not files]:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {root / empty[0]}, got none; add some")
     files = [path for several in parts.values() for path in several]
@@ -60,14 +63,23 @@ def image_stack(
     folder: str | Path, *, size: int | Sequence[int] | None = None, channels: int = 3
 ) -> tuple[Tensor, tuple[str, ...]]:
     """(images (N, C, H, W) uint8, their files) of all images in a folder and its subfolders; arguments as in `image_folder`."""
-    files = _files(Path(folder))
+    files = image_files(Path(folder))
     if not files:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {folder}, got none; name another folder")
     return _stack(files, size, channels), tuple(path.relative_to(folder).as_posix() for path in files)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+def subfolders(folder: Path) -> list[Path]:
+    """Folders in a folder, sorted; not the hidden ones. None where it is not there."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(each for each in found if each.is_dir() and not each.name.startswith("."))
+
+
+def eight_bits(image: Any, mode: str, what: str) -> Any:
+    """A PIL image in another mode; an error where it has more than 8 bits a channel, which PIL would cut off at 255."""
+    if image.mode not in MODES:
+        raise ValueError(f"expected 8 bits a channel in {what}, got the mode {image.mode}; convert it to 8 bits")
+    return image.convert(mode)
 
 
 def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: int) -> Tensor:
@@ -79,11 +91,7 @@ def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: in
     images, resized = torch.empty(0), 0
     for row, path in enumerate(files):
         with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
-            if opened.mode not in MODES:  # PIL would cut 16 bits off at 255
-                raise ValueError(
-                    f"expected 8 bits a channel in {path}, got the mode {opened.mode}; convert it to 8 bits"
-                )
-            image = opened.convert("L" if channels == 1 else "RGB")
+            image = eight_bits(opened, "L" if channels == 1 else "RGB", str(path))
         if shape is not None and image.size != shape[::-1]:
             image, resized = image.resize(shape[::-1], Image.Resampling.BILINEAR), resized + 1
         found = np.asarray(image).reshape(*image.size[::-1], channels).transpose(2, 0, 1)

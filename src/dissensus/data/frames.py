@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -71,8 +72,8 @@ class CategoryColumn:
         counts: dict[Level, int] = {}
         for value in known:
             counts[value] = counts.get(value, 0) + 1
-        kept = sorted(counts, key=lambda level: -counts[level])[:most]
-        levels = tuple(sorted(kept, key=lambda level: (isinstance(level, str), level)))
+        named = sorted(counts, key=_rank)  # of levels that are as frequent the first, whatever the order of rows
+        levels = tuple(sorted(sorted(named, key=lambda level: -counts[level])[:most], key=_rank))
         return CategoryColumn(name, levels, len(counts) > len(levels), len(known) < len(values))
 
     @property
@@ -127,7 +128,15 @@ class TableEncoder:
         made: list[NumberColumn | CategoryColumn] = []
         for name, column in given.items():
             if name in declared or _is_category(column):
-                made.append(CategoryColumn.of(name, column, most_levels))
+                made.append(category := CategoryColumn.of(name, column, most_levels))
+                text = [level for level in category.levels if _reads_as_number(level)]
+                if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
+                    log.warning(
+                        "%s is taken as categories, though its text reads as numbers (%r): convert it, or name it in "
+                        "categories",
+                        name,
+                        text[0],
+                    )
             else:
                 made.append(NumberColumn.of(name, _numbers(name, column)))
         if not made or not len(columns[0]):
@@ -194,7 +203,6 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
         if len(set(names)) < len(names):
             raise ValueError(f"expected every column name once, got {_some(names)}; rename the columns")
         columns = [table[name] for name in names]
-        columns = [column if hasattr(column, "dtype") else _listed_column(column) for column in columns]
         names = [name if isinstance(name, str | int) else str(name) for name in names]
     else:
         if hasattr(table, "toarray"):
@@ -206,17 +214,18 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
                 "table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
             )
         names, columns = None, list(matrix.T)
+    columns = [_listed_column(each) if str(getattr(each, "dtype", "object")) == "object" else each for each in columns]
     if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
         raise ValueError(f"expected columns of one length, got {_shape(columns)}; pass one value per row")
     return names, columns
 
 
 def _listed_column(values: Any) -> np.ndarray:
-    """A column given as a list. Objects stay what they are: NumPy would make text of the numbers beside text."""
+    """A column given as objects. They stay what they are, but for dates: NumPy would make text of numbers beside text."""
     column = np.asarray(values, dtype=object)
     known = [None if _missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
-    return np.array(known, dtype="datetime64[ns]") if dates else column
+    return np.array(known, dtype="datetime64[us]") if dates else column
 
 
 def _array(values: Any) -> np.ndarray:
@@ -242,9 +251,9 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
     """(N,) float64, missing ones NaN; dates and durations in seconds."""
     kind = _kind(column)
     if kind in "Mm":
-        unit = "datetime64[ns]" if kind == "M" else "timedelta64[ns]"
-        dates = np.asarray(column.to_numpy(dtype=unit) if hasattr(column, "to_numpy") else column).astype(unit)
-        return np.where(np.isnat(dates), np.nan, dates.astype(np.int64) / 1e9)
+        unit = "datetime64[us]" if kind == "M" else "timedelta64[us]"  # nanoseconds end in the year 2262
+        dates = np.asarray(column.to_numpy(dtype=unit) if hasattr(column, "iloc") else column).astype(unit)
+        return np.where(np.isnat(dates), np.nan, dates.astype(np.int64) / 1e6)
     if kind == "O":
         objects = np.asarray(column, dtype=object)
         found = [np.nan if _missing(value) else value for value in objects]
@@ -271,6 +280,25 @@ def _levels(column: Any) -> list[Level | None]:
     """Values as JSON knows them, so that 1 and 1.0 are the same and "1" is not; None where missing."""
     objects = np.asarray(column.detach().cpu() if isinstance(column, Tensor) else column, dtype=object)
     return [None if _missing(value) else _level(value) for value in objects]
+
+
+def comparable(name: Name, column: Any) -> np.ndarray:
+    """(N,) float64, equal where values of the column are: numbers as they are, categories by their place among all."""
+    if not _is_category(column):
+        values = _numbers(name, column)
+        return np.where(np.isnan(values), np.nan, values) + 0.0  # one NaN, and −0 is 0
+    levels = _levels(column)
+    place = {level: at for at, level in enumerate(sorted({each for each in levels if each is not None}, key=_rank))}
+    return np.array([-1.0 if each is None else place[each] for each in levels])
+
+
+def _rank(level: Level) -> tuple[bool, Level]:
+    """Numbers before text."""
+    return isinstance(level, str), level
+
+
+def _reads_as_number(level: Level) -> bool:
+    return isinstance(level, str) and re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?\s*", level) is not None
 
 
 def _level(value: Any) -> Level:

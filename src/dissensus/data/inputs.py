@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.data.class_folders import eight_bits
 from dissensus.data.frames import NumberColumn, TableEncoder, table_columns
 from dissensus.data.frames import _numbers as numbers_in
-from dissensus.data.standardise import Standardiser
+from dissensus.data.standardise import Standardiser, check_columns
 from dissensus.numerics.arrays import as_tensor
 from dissensus.numerics.checks import number, whole
 
@@ -93,7 +94,8 @@ class ImageInputs(InputTransform):
                 raise ValueError(f"expected images of one size, got {len(images)} of several; pass them one by one")
             return torch.cat(images)
         if hasattr(x, "convert") and hasattr(x, "getbands"):  # PIL
-            x = np.asarray(x.convert({1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)))
+            mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)
+            x = np.asarray(eight_bits(x, mode, "a PIL image"))
         pixels = as_tensor(x)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             what = pixels.dtype if isinstance(pixels, Tensor) else type(x).__name__
@@ -151,15 +153,17 @@ class RowInputs(InputTransform):
 
     kind = "rows"
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], columns: Sequence[str] = ()) -> None:
         self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
+        self.columns = list(columns)  # names, where training rows were a DataFrame
 
     @staticmethod
     def of(standardiser: Standardiser) -> RowInputs:
         """That of a `Standardiser.of_rows`, which the training rows went through."""
-        return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist())
+        return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist(), standardiser.columns)
 
     def raw(self, x: Any) -> Tensor:
+        check_columns(self.columns, x)
         rows = as_tensor(np.asarray(x) if isinstance(x, list | tuple) else x, torch.float64)
         if isinstance(rows, Tensor) and rows.ndim == 1:
             rows = rows[None]
@@ -175,7 +179,7 @@ class RowInputs(InputTransform):
         return (raw.to(torch.float64) - mean) / std
 
     def config(self) -> dict[str, Any]:
-        return {"mean": self.mean, "std": self.std}
+        return {"mean": self.mean, "std": self.std, "columns": self.columns}
 
 
 class TableInputs(InputTransform):

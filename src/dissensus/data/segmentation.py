@@ -92,10 +92,10 @@ def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
         if not folder.is_dir():
             raise FileNotFoundError(f"expected a folder {folder}, got none; check its name")
     found: dict[Path, list[Path]] = {}
-    for path in _files(masks):
+    for path in image_files(masks):
         found.setdefault(path.relative_to(masks).with_suffix(""), []).append(path)
     pairs = []
-    for path in _files(images):
+    for path in image_files(images):
         name = path.relative_to(images)
         wanted = name.with_name(name.stem + ending)
         if wanted not in found:
@@ -145,8 +145,10 @@ def read_pairs(
     return SegmentationSet(images, masks, tuple(classes), tuple(name for name, _, _ in pairs))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+def image_files(folder: Path) -> list[Path]:
+    """Images in a folder and its subfolders, sorted; not the hidden ones, which programs leave there unasked."""
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
+    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def numbers_of_classes(classes: Sequence[str], void: int) -> dict[int, int]:

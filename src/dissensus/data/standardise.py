@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,16 @@ from dissensus.numerics.lengthscales import check_finite_rows
 
 @dataclass(frozen=True, eq=False)
 class Standardiser:
-    """z = (x − mean) / std, with mean and std measured on training data; uint8 values are pixels and read as x / 255.
+    """z = (x − mean) / std, with mean and std measured on training data; images of uint8 are pixels, read as x / 255.
 
     Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged. Made by
     `Standardiser.of_rows(x)` or `Standardiser.of_channels(images)`; `standardiser(x)` applies it, `.inverse(z)` undoes
-    it.
+    it. Measured on a DataFrame, it takes DataFrames with the same columns in the same order.
     """
 
     mean: Tensor  # (D,) of rows, (C, 1, 1) of images; float64
     std: Tensor  # like mean
+    columns: tuple[str, ...] = ()  # names of a DataFrame's
 
     @staticmethod
     def of_rows(x: Any) -> Standardiser:
@@ -30,14 +32,14 @@ class Standardiser:
 
         x: a tensor, an array or a DataFrame of numbers; for other columns and missing values see `TableEncoder`.
         """
-        x = tensor_of(x, torch.float64)
-        if x.ndim != 2 or len(x) == 0:
-            raise ValueError(f"expected rows of shape (N, D), got {tuple(x.shape)}; reshape to a matrix first")
-        values = _float(x, torch.float64)
+        values = tensor_of(x, torch.float64).to(torch.float64)
+        if values.ndim != 2 or len(values) == 0:
+            raise ValueError(f"expected rows of shape (N, D), got {tuple(values.shape)}; reshape to a matrix first")
         check_finite_rows(values, what="rows")  # one NaN would become the mean, and with it the whole column
         # by the extremes: the deviation of a constant column is not exactly 0 in floating point
         varies = values.amax(0) > values.amin(0)
-        return Standardiser(values.mean(0), torch.where(varies, values.std(0, correction=0), 1.0))
+        std = torch.where(varies, values.std(0, correction=0), 1.0)
+        return Standardiser(values.mean(0), std, tuple(map(str, getattr(x, "columns", ()))))
 
     @staticmethod
     def of_channels(images: Tensor) -> Standardiser:
@@ -60,20 +62,41 @@ class Standardiser:
 
     def __call__(self, x: Any) -> Tensor:
         """Standardised x, same shape; the dtype of a tensor of real numbers, else float32."""
+        check_columns(self.columns, x)
         given = isinstance(x, Tensor) and x.is_floating_point()
         x = tensor_of(x, torch.float64)
+        self._check_shape(x)
         # whole numbers, and those of frames, may be larger than float32 can tell apart
-        values = _float(x, torch.float32 if given or x.dtype == torch.uint8 else torch.float64)
-        z = (values - self.mean.to(values)) / self.std.to(values)
+        values = x if given else x.to(torch.float64)
+        if x.dtype == torch.uint8 and self.mean.ndim != 1:
+            values = x.float() / 255
+        z: Tensor = (values - self.mean.to(values)) / self.std.to(values)
         return z if given else z.float()
 
     def inverse(self, z: Tensor) -> Tensor:
         """x = z · std + mean, same shape and dtype as z, in the units of the training data."""
         z = tensor_of(z, torch.float64)
+        self._check_shape(z)
         return z * self.std.to(z) + self.mean.to(z)
 
+    def _check_shape(self, x: Tensor) -> None:
+        """Raises where numbers of one column would be spread over several columns, or the other way round."""
+        mean = self.mean
+        pixels = mean.ndim == 3 and mean.shape[1:] == (1, 1)
+        wanted = mean.shape[:1] if pixels else mean.shape
+        found = x.shape[-3:-2] if pixels else x.shape[x.ndim - len(wanted) :]
+        if found != wanted and not (x.ndim < 2 and wanted == (1,)):
+            raise ValueError(
+                f"expected {' × '.join(map(str, wanted))} {'channels' if pixels else 'columns'} as in the training data, got "
+                f"shape {tuple(x.shape)}; pass {'(B, C, H, W)' if pixels else 'those columns, one column as (N, 1)'}"
+            )
 
-def _float(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype == torch.uint8:
-        return x.to(dtype) / 255
-    return x if x.is_floating_point() and dtype == torch.float32 else x.to(dtype)
+
+def check_columns(names: Sequence[str], table: Any) -> None:
+    """Raises where a DataFrame has other columns than the training rows, or has them in another order."""
+    found = list(map(str, getattr(table, "columns", names)))
+    if names and found != list(names):
+        raise ValueError(
+            f"expected the columns {', '.join(names)} in this order, as in training, got {', '.join(found)}; pass "
+            "table[columns]"
+        )

@@ -53,7 +53,7 @@ def camvid(
 def streethazards(
     split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
 ) -> SegmentationSet:
-    """SegmentationSet of 5,125 train, 1,031 val or 1,500 test simulated scenes, 720×1280: 13 classes and "anomaly".
+    """SegmentationSet of simulated scenes, 720×1280: 13 classes and "anomaly".
 
     Folders of the two archives: train/images/training/t*, train/annotations/training/t*, the same with validation, and
     test/images/test/t*. Masks hold 1 to 14, and 0 for void. "unlabeled", which sky is part of, is a class that networks are

@@ -13,6 +13,8 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
     if not own and not shared:
         return torch.zeros(particles.members)
     found = []
+    if particles.fully:
+        return _clip_divided(shared, largest)
     for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
         if gradients:
             # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
@@ -25,3 +27,14 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
                 gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
             found.append(norms)
     return found[0]
+
+
+def _clip_divided(gradients: list[Tensor], largest: float) -> Tensor:
+    """(1,) the same of one network, of whose gradients (`fully_shard`) this process has a part."""
+    divided = [gradient for gradient in gradients if hasattr(gradient, "full_tensor")]
+    plain = [gradient for gradient in gradients if not hasattr(gradient, "full_tensor")]
+    squares: Tensor = torch.nn.utils.get_total_norm(divided).full_tensor().square()  # type: ignore[attr-defined]
+    norm = (squares + sum(gradient.square().sum() for gradient in plain)).sqrt()
+    torch._foreach_mul_(gradients, (largest / norm.clamp(min=1e-12)).clamp(max=1.0).item())
+    found: Tensor = norm[None]
+    return found

@@ -100,7 +100,7 @@ class EagerStep:
         w = torch.ones(len(batch.y), device=batch.y.device) if batch.weight is None else batch.weight
         if counted is not None:
             w = spread(w, counted.to(w.dtype)) * counted
-        counts = w.sum(dtype=dtype)
+        counts = self.posterior.particles.exchange.counted(w.sum(dtype=dtype))
         self.gathered = counts if number == 1 else self.gathered + counts
         return torch.where(self.gathered > 0, counts / self.gathered, 1 / number)
 

@@ -43,6 +43,7 @@ class Guard:
         self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
+        self._here = _local if particles.fully else lambda tensor: tensor  # of tensors that `fully_shard` divides
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
@@ -68,17 +69,19 @@ class Guard:
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Looks at losses, and at gradients where the step is complete; raises Diverged where it checks at once."""
-        gradients = {name: p.grad for name, p in self._weights.items() if p.grad is not None} if complete else {}
+        gradients = {n: self._here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
         given = [*([] if losses is None else [losses]), *gradients.values()]
+        exchange = self.posterior.particles.exchange
         if self.reads:
-            if suspicious(given):
+            if exchange.any(suspicious(given)):
                 self._note(losses, gradients)
-                self.halted.copy_(self.bad.any())
+                self.halted.copy_(exchange.everywhere(self.bad).any())
                 self._raise_if_halted()
         elif given:
             with self._aside():  # first: beside the flag's kernel too
                 self._note(losses, gradients)
             flag_not_finite(given, self.halted, self._one)
+            exchange.agree(self.halted)
 
     def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
         """Notes what is bad and in which members, unless something was noted before."""
@@ -150,19 +153,22 @@ class Guard:
             what: {name: tensor for name, tensor in tensors.items() if name in self._sound[what] or what == "moment"}
             for what, tensors in self._tensors().items()
         }
-        if not suspicious([tensor for tensors in found.values() for tensor in tensors.values()]):
+        exchange = self.posterior.particles.exchange
+        if not exchange.any(suspicious([tensor for tensors in found.values() for tensor in tensors.values()])):
             return
         for what, tensors in found.items():
             mine, common = (~size.isfinite() for size in self._largest(tensors))
-            if mine.any() or common:
-                bad = mine if mine.any() else common.expand_as(mine)
+            all_mine, all_common = exchange.everywhere(torch.stack([mine, common.expand_as(mine)]))
+            if all_mine.any() or all_common.any():
+                bad = all_mine if all_mine.any() else all_common
                 raise Diverged(bad.nonzero().flatten().tolist(), int(self.posterior.steps), what)
 
     def _raise_if_halted(self) -> None:
         if self.halted > 0:
             self.undo()
             self.posterior.zero_grad(set_to_none=True)
-            by_fault = dict(zip(FAULTS, self.bad.tolist(), strict=True))
+            bad = self.posterior.particles.exchange.everywhere(self.bad)
+            by_fault = dict(zip(FAULTS, bad.tolist(), strict=True))
             what, members = next((what, each) for what, each in by_fault.items() if any(each))
             self.halted.zero_()
             self.bad.zero_()
@@ -195,7 +201,7 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
-            what: {name: t.detach() for name, t in tensors.items() if t.is_floating_point()}
+            what: {name: self._here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
                 ("weight", self._weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
@@ -208,6 +214,12 @@ class Guard:
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies in this process."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 class Aside:

@@ -130,6 +130,8 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
 
 def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
+    if posterior.particles.fully:  # which cannot run without its backward pass
+        return 0
     state = gradients.state_of(posterior).member(0)
     params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}

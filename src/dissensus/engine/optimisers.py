@@ -49,7 +49,8 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
         and group.get("fused") is None
         and group.get("foreach") is None
         and not group.get("differentiable")
-        and all(parameter.is_floating_point() for parameter in group["params"])
+        # Not of every kind is there a fused kernel for tensors that `fully_shard` divides.
+        and all(p.is_floating_point() and not hasattr(p, "full_tensor") for p in group["params"])
     ]
     return _changed(optimizer, groups, fused=True, foreach=False)
 

@@ -1,7 +1,7 @@
 """Attacked inputs: what a posterior says about inputs made to mislead it, at several ε, and about noise made to fool it."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -122,19 +122,28 @@ def attacked_inputs(
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
     rows, seen = [], 0
-    for x, y, _ in posterior.read(loader, anywhere=True):
-        check_hard(y, functions)
-        if functions.ignore_index is not None:
-            kept = y != functions.ignore_index
-            x, y = batches.apply(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
-        if not len(y):
-            continue
-        images, clean = cast(Tensor, x), said(functions, x, y)
+
+    def kept_rows() -> Iterator[tuple[batches.Inputs, Tensor]]:
+        for x, y, _ in posterior.read(loader, anywhere=True):
+            check_hard(y, functions)
+            if functions.ignore_index is not None:
+                kept = y != functions.ignore_index
+                x, y = batches.apply(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
+            if len(y):
+                yield x, y
+
+    def work(batch: tuple[batches.Inputs, Tensor]) -> Tensor:
+        images, y = cast(Tensor, batch[0]), batch[1]
+        clean = said(functions, images, y)
         table = [
             [clean, *(said(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons)]
             for name in spec.names
         ]
-        rows.append(torch.stack([torch.stack(each) for each in table]))  # (attacks, 1 + E, 5, B)
+        return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
+
+    for batch, values in functions.shared(work, kept_rows()):
+        images, y = batch
+        rows.append(values)
         seen += len(y)
         if tell is not None:
             tell(seen)

@@ -6,7 +6,7 @@ NeurIPS 2019): cA, cNLL and cECE.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -157,30 +157,44 @@ def corrupted_counts(
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     example_accuracy, example_nll, seen = [], [], 0
-    promised = CorruptedPromises(dict(functions.posterior.promises.items()))
-    for x, y, _ in functions.posterior.read(loader, anywhere=True):
-        if not is_image(x):
-            raise ValueError(
-                f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "
-                "pass corrupt=None"
-            )
-        check_hard(y, functions)
-        images, y = x.to(functions.device), y.to(functions.device)  # type: ignore[union-attr]
-        index = torch.arange(seen, seen + len(y), device=functions.device)
-        seen += len(y)
-        clean += _outcome(functions.predict(images), y, functions.ignore_index).sums()
+    promises = dict(functions.posterior.promises.items())
+    promised = CorruptedPromises(promises)
+
+    def numbered() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        first = 0
+        for x, y, _ in functions.posterior.read(loader, anywhere=True):
+            if not is_image(x):
+                raise ValueError(
+                    f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "
+                    "pass corrupt=None"
+                )
+            check_hard(y, functions)
+            yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
+            first += len(y)
+
+    def work(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
+        images, y, index = (each.to(functions.device) for each in batch)
+        part = CorruptedPromises(promises, seed=int(batch[2][:1].sum()))  # of the first image's number
+        undamaged = _outcome(functions.predict(images), y, functions.ignore_index).sums()
         examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
+        sums = torch.zeros_like(table)
         for t, name in enumerate(types):
             for s, severity in enumerate(severities):
                 damaged = spec.apply(images, name, severity, index)
                 predictive = functions.predict(damaged)
-                promised.add(t, s, predictive, damaged, y, functions.ignore_index)
+                part.add(t, s, predictive, damaged, y, functions.ignore_index)
                 outcome = _outcome(predictive, y, functions.ignore_index)
-                table[t, s] += outcome.sums()
+                sums[t, s] = outcome.sums()
                 examples += outcome.per_example(len(y))
-        examples /= len(types) * len(severities)
+        return undamaged, sums, examples / (len(types) * len(severities)), part.rows
+
+    for (_, y, _), (undamaged, sums, examples, rows) in functions.shared(work, numbered()):
+        seen += len(y)
+        clean += undamaged
+        table += sums
         example_accuracy.append(examples[0])
         example_nll.append(examples[1])
+        promised.merge(rows)
         if tell is not None:
             tell(seen)
     if not seen:

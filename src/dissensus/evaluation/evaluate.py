@@ -78,8 +78,12 @@ def evaluate(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
     raw = posterior.inputs is not None
-    ood, shift = ({name: as_loader(each, raw=raw) for name, each in (sets or {}).items()} for sets in (ood, shift))
-    loader = as_loader(loader, raw=raw)
+
+    def read_by_all(given: Any) -> Any:
+        return posterior.whole(as_loader(given, raw=raw))
+
+    ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
+    loader = read_by_all(loader)
     check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:

@@ -1,6 +1,6 @@
 """One draw of a posterior, asked batch by batch: every number of an evaluation belongs to the same functions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,6 +62,12 @@ class Functions:
         # The energy of the logits as the members are seen: a calibration of their mean does not reach it.
         flat = energy_score(lens.logits(outputs).flatten(0, 1))
         return Answer(lens.mixture(members), flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
+
+    def shared(
+        self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
+    ) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch, in order, with tensors of what was found on the device: `Posterior.shared`."""
+        return self.posterior.shared(work, given, self.drawn, device)
 
     def _said(self, function: CapturedFunction, x: Inputs) -> Any:
         x = batches.to(x, self.device)

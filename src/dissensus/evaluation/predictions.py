@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.evaluation import PredictionKind
@@ -86,17 +86,23 @@ def predictions(
     extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
     promised: list[RowValues] = []
     promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
-    for batch in functions.posterior.read(loader, anywhere=True):
-        x, y, weight = batch
-        said = unweighted(weight, name, said)
-        shapes.add(checked_shapes(x, like, name))
+
+    def work(batch: Batch) -> tuple[Answer, float]:
+        checked_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
-            check_hard(y, functions)
+            check_hard(batch.y, functions)
         start = now(functions.device)
-        answer = functions.answer(x)
-        seconds.append((now(functions.device) - start, batches.size(x)))
-        answer, index = on_host(answer), torch.arange(seen, seen + batches.size(x))
+        answer = functions.answer(batch.x)
+        taken = now(functions.device) - start
+        return on_host(answer), taken
+
+    for batch, (answer, taken) in functions.shared(work, functions.posterior.read(loader, anywhere=True)):
+        x, y, weight = batch
+        said = unweighted(weight, name, said)
+        shapes.add(shapes_of(x))
+        seconds.append((taken, batches.size(x)))
+        index = torch.arange(seen, seen + batches.size(x))
         seen += batches.size(x)
         if labelled and functions.ignore_index is not None:
             counted = y.cpu() != functions.ignore_index
@@ -106,7 +112,7 @@ def predictions(
         shown_at = labelled and is_image(x) and len(shapes) == 1
         if shown_at and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
-            shown = x.cpu() if picture is None else picture(x.cpu())  # type: ignore[union-attr]
+            shown = x.cpu() if picture is None else picture(x.cpu())
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
         if promises:
             true = y.cpu() if labelled else None
@@ -141,9 +147,14 @@ def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
     return True
 
 
+def shapes_of(x: Inputs) -> Shapes:
+    """The shapes of one input."""
+    return tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
+
+
 def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
     """The shapes of one input; an error where they are not those of the test set, where all of it has the same."""
-    shapes = tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
+    shapes = shapes_of(x)
     if like is not None and shapes != like:
         raise ValueError(
             f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {_shown(shapes)}; "

@@ -116,21 +116,27 @@ def promise_details(
 class CorruptedPromises:
     """How promises do on corrupted inputs, for which nothing is promised: gathered by type and severity."""
 
-    def __init__(self, promises: Promises) -> None:
+    def __init__(self, promises: Promises, *, seed: int = 0) -> None:
+        """`seed`: of randomised sets."""
         self.promises = promises
-        self._rows: dict[tuple[int, int], list[RowValues]] = {}  # of type t at severity s
-        self._generator = torch.Generator().manual_seed(0)
+        self.rows: dict[tuple[int, int], list[RowValues]] = {}  # of type t at severity s
+        self._generator = torch.Generator().manual_seed(seed)
 
     def add(self, t: int, s: int, predictive: Predictive, x: Tensor, y: Tensor, ignored: int | None) -> None:
         """Takes in one batch."""
         if self.promises and y.ndim == 1:
             keep = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
             said = outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
-            self._rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
+            self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
+
+    def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
+        """Takes in the rows of another one."""
+        for at, parts in rows.items():
+            self.rows.setdefault(at, []).extend(parts)
 
     def tables(self) -> dict[str, Tensor]:
         """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN where nothing was accepted."""
-        found = {at: promise_metrics(self.promises, joined_outcomes(parts)) for at, parts in self._rows.items()}
+        found = {at: promise_metrics(self.promises, joined_outcomes(parts)) for at, parts in self.rows.items()}
         names = dict.fromkeys(
             key for each in found.values() for key in each if not key.endswith(("/level", "/promised"))
         )

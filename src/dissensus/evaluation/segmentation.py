@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.core import batch as batches
+from dissensus.core.batch import Batch
 from dissensus.core.summary import SummaryPredictive
 from dissensus.evaluation.functions import Answer, Functions
-from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, unweighted
+from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, shapes_of, unweighted
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.calibration import bin_sums
 from dissensus.metrics.checks import labelled
@@ -80,6 +81,23 @@ class PixelSums:
         }
         self.images.append({name: value.tolist() for name, value in kept.items()})
 
+    def merge(self, other: "PixelSums") -> "PixelSums":
+        """Those of these images and of the other ones after them."""
+        if self.confusion is None or other.confusion is None:
+            return self if other.confusion is None else other
+        return PixelSums(
+            self.confusion.merge(other.confusion),
+            self.bins.merge(other.bins),
+            self.risk.merge(other.risk),
+            self.nll + other.nll,
+            self.brier + other.brier,
+            self.member_nll + other.member_nll,  # type: ignore[operator]
+            self.disagreement + other.disagreement,
+            self.pixels + other.pixels,
+            self.seconds + other.seconds,
+            self.images + other.images,
+        )
+
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
         """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all pixels that count."""
         if self.confusion is None or not self.pixels:
@@ -135,18 +153,25 @@ class PixelSums:
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
     """(PixelSums, shapes of one input, None where they differ, images seen) of a labelled loader."""
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
-    for batch in functions.posterior.read(loader, anywhere=True):
-        x, y, weight = batch
-        said = unweighted(weight, name, said)
-        shapes.add(checked_shapes(x, like, name))
+
+    def work(batch: Batch) -> PixelSums:
+        part = PixelSums()
+        checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
-        check_hard(y, functions)
+        check_hard(batch.y, functions)
         start = now(functions.device)
-        predictive: Any = functions.predict(x)
-        sums.seconds += now(functions.device) - start
-        y = y.to(functions.device)
+        predictive: Any = functions.predict(batch.x)
+        part.seconds = now(functions.device) - start
+        y = batch.y.to(functions.device)
         for row in range(len(y)):  # one by one: what scores take of memory grows with members × pixels
-            sums.update(predictive[row], y[row : row + 1], functions.ignore_index)
+            part.update(predictive[row], y[row : row + 1], functions.ignore_index)
+        return part
+
+    read = functions.posterior.read(loader, anywhere=True)
+    for (x, _, weight), part in functions.shared(work, read, functions.device):
+        said = unweighted(weight, name, said)
+        shapes.add(shapes_of(x))
+        sums = sums.merge(part)
         images += batches.size(x)
     return sums, shapes.pop() if len(shapes) == 1 else None, images
 
@@ -166,6 +191,10 @@ class PixelRanking:
             each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swapped().fpr()
             self.images.append(torch.stack(each).tolist())
 
+    def merge(self, other: "PixelRanking") -> "PixelRanking":
+        """That of these images and of the other ones after them."""
+        return PixelRanking(self.histogram.merge(other.histogram), self.images + other.images)
+
     def numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """(means over images and pooled_… numbers, the values (n,) of every image that has a ranking) of every metric."""
         columns = zip(*self.images, strict=True)
@@ -184,23 +213,22 @@ def pixel_ood(
     """
     scores = [each for each in RANKED_BY if functions.members > 1 or each != "mutual_information"]
     scores += [score] if score not in scores else []
-    rankings = {each: PixelRanking(ScoreHistogram.empty(device=functions.device)) for each in scores}
-    bins, voids = CalibrationBins.empty(device=functions.device), set[int]()
-    for x, mask, _ in functions.posterior.read(loader, anywhere=True):
+
+    def empty() -> tuple[dict[str, PixelRanking], CalibrationBins]:
+        nothing = {each: PixelRanking(ScoreHistogram.empty(device=functions.device)) for each in scores}
+        return nothing, CalibrationBins.empty(device=functions.device)
+
+    def work(batch: Batch) -> tuple[dict[str, PixelRanking], CalibrationBins, int]:
+        x, mask, _ = batch
+        rankings, bins = empty()
         checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
-        batch, classes, *place = answer.predictive.mean.shape
-        expected = (batch, *place)
+        size, classes, *place = answer.predictive.mean.shape
+        expected = (size, *place)
         if mask.is_floating_point() or mask.shape != expected:
             raise ValueError(
                 f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
                 "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void ones"
-            )
-        voids |= set(torch.unique(mask).tolist()) - {0, 1}
-        if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
-            raise ValueError(
-                f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
-                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
             )
         mask = mask.to(functions.device)
         for row in range(len(mask)):
@@ -212,6 +240,19 @@ def pixel_ood(
             for each, ranking in rankings.items():
                 value = pixel_score(one, each)
                 ranking.update(value[inside], value[outside])
+        return rankings, bins, classes
+
+    (rankings, bins), voids = empty(), set[int]()
+    read = functions.posterior.read(loader, anywhere=True)
+    for (_, mask, _), (part, foreign, classes) in functions.shared(work, read, functions.device):
+        voids |= set(torch.unique(mask).tolist()) - {0, 1}
+        if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
+            raise ValueError(
+                f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
+                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
+            )
+        rankings = {each: ranking.merge(part[each]) for each, ranking in rankings.items()}
+        bins = bins.merge(foreign)
     if not rankings[score].images:
         raise ValueError(f"expected an image with both OOD and other pixels in {name!r}, got none; check its masks")
     return rankings, bins

@@ -18,6 +18,7 @@ from dissensus.guarantees.fits import Rows, best_lens
 from dissensus.guarantees.temperature import SUSPICIOUS, WIDEST
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.predict import predict
+from dissensus.standing.values import DeviationScaling
 
 log = logging.getLogger("dissensus")
 
@@ -86,7 +87,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     """What the posterior says of the loader's rows, uncalibrated."""
-    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
+    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     view = copy.copy(posterior)  # uncalibrated: other threads may predict meanwhile with what it has
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
@@ -124,8 +125,9 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
             "these were held out, members are too unsure (for a regression: is its noise set too high?)",
             lens.temperature,
         )
-    elif method == "temperature" and lens.temperature > 0.99 * WIDEST:
-        log.warning("the temperature %.3g is the highest looked at: is the posterior trained at all?", lens.temperature)
+    widest = float(lens.calibration.factor) if isinstance(lens.calibration, DeviationScaling) else lens.temperature
+    if widest > 0.99 * WIDEST:
+        log.warning("the %s %.3g is the highest looked at: is the posterior trained at all?", method, widest)
     predictive = rows.predictive
     if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
         return

@@ -31,7 +31,7 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
-    loader = as_loader(loader, raw=expect_posterior(posterior).inputs is not None)
+    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     with left_as_found(posterior), Watch() as watch:
         posterior.draw()

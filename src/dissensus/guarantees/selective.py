@@ -13,7 +13,7 @@ from dissensus.guarantees.rows import CalibrationRows, calibration_rows
 from dissensus.guarantees.sequence import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
 from dissensus.numerics.checks import number, one_of, share
 from dissensus.standing.gate import Gate, uncertainty, wrong
-from dissensus.standing.quantiles import cumulative, least_rows, quantile
+from dissensus.standing.quantiles import SAME, cumulative, least_rows, loosened, quantile
 from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
 
 log = logging.getLogger("dissensus")
@@ -69,7 +69,8 @@ def selective(
     if not safe.accepted:
         _say_what_can_be(scores, errors, risk, confidence, ordered)
     facts = {"risk": float(risk), "confidence": float(confidence), "ordered": bool(ordered), "tolerance": tolerance}
-    return _stand(posterior, name, known, safe, {**facts, "rows": n})
+    below = safe._replace(threshold=(1 - SAME) * safe.threshold)  # what has the next score but for rounding is refused
+    return _stand(posterior, name, known, below, {**facts, "rows": n})
 
 
 def ood_gate(
@@ -107,7 +108,7 @@ def ood_gate(
     one = torch.ones(1, dtype=torch.float64)
     highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
     # A gate accepts what is below its threshold: the next number above the highest score that is accepted.
-    above = torch.nextafter(highest, torch.tensor(torch.inf, dtype=torch.float64))
+    above = torch.nextafter(loosened(highest), torch.tensor(torch.inf, dtype=torch.float64))
     safe = Threshold(float(above), int((scores < above).sum()), 0)
     return _stand(posterior, name, known, safe, {"false_alarm": float(false_alarm), "rows": len(scores)})
 

@@ -93,6 +93,7 @@ class DroppedFunctions(DrawnFunctions):
         super().__init__()
         self.particles = particles
         self.members = samples
+        self.seed = seed
         self.sites = sites
         self.masks = Masks(particles.template.network, sites, samples, seed)
         self._met: dict[tuple[Any, ...], Tensors] = {}

@@ -82,7 +82,9 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The sum over members reaches the head M times.
         shared = self.particles.shared_parameters()
-        used = {n: with_gradient_times(p, 1 / self.particles.members) if n in shared else p for n, p in params.items()}
+        used = {
+            n: with_gradient_times(p, 1 / self.particles.everywhere) if n in shared else p for n, p in params.items()
+        }
         if not self.coupled:
             return super().member_loss(params, buffers, batch)
 
@@ -98,7 +100,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         some = next(iter(params.values()))
         zeros = torch.zeros(self._feature_shape(batch.x), dtype=some.dtype, device=some.device)
         (slope,), (nll, feature, after) = differentiate(of_shift, zeros)
-        z = {"features": feature, "slopes": carried(slope, feature)}
+        z = {"features": feature, "slopes": carried(self.particles.exchange.weighed(slope), feature)}
         if batch.weight is not None:
             z["weight"] = carried(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
         return nll + self.penalty(params), z, after

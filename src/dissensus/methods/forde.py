@@ -93,7 +93,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
     def before_step(self, batch: Batch) -> None:
-        if self.every > 1 and self.particles.members > 1:
+        if self.every > 1 and self.particles.everywhere > 1:
             # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
             self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
@@ -101,7 +101,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         dimension = input_dimension(batch.x)
-        if self.particles.members > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
+        if self.particles.everywhere > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
             raise ValueError(
                 f"expected lengthscales of {dimension} dimensions for these inputs, got {len(self.eigenvectors)}; "
                 "make them from inputs of the same shape: pca_lengthscales(inputs)"

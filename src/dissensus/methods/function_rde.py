@@ -143,7 +143,10 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         def noisy(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            return tensor + self.noise * normal_of_step(tensor, self.steps)
+            size, here = self.particles.exchange.rows(len(tensor))
+            like = tensor if size == len(tensor) else tensor.new_empty(size, *tensor.shape[1:])
+            drawn = normal_of_step(like, self.steps)
+            return tensor + self.noise * (drawn if like is tensor else drawn[here])
 
         return batches.apply(x, noisy)
 

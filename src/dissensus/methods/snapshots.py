@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
 from dissensus.core import weights as named
 from dissensus.core.likelihood import Likelihood
@@ -28,6 +29,9 @@ class LastSnapshots(SnapshotRecorder):
         self.recorded = TensorTree()
         for name, rows in self.weights.rows().items():
             self.recorded.plant(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
+
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        return [(tensor, 0) for tensor in self.recorded.buffers()]
 
     def record(self, number: int) -> None:
         recorded, row = dict(self.recorded.named_buffers()), (number - 1) % self.kept

@@ -78,7 +78,7 @@ class SVGD(StackedPosterior):
             outputs = full_precision(batches.call(member.network, batch.x))
             nll = member.likelihood.nll(outputs, batch.y, batch.weight)
             (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach())
-            return nll, outputs, carried(u, outputs)
+            return nll, outputs, carried(self.particles.exchange.weighed(u), outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": outputs_as_points(outputs, batch.weight), "slopes": u}

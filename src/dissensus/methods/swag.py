@@ -32,6 +32,9 @@ class MeanRecorder(SnapshotRecorder):
         super().__init__(source, snapshots)
         self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
 
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        return [(self.mean_vector, 0)]
+
     def record(self, number: int) -> None:
         self.move(self.weights.flat(self.mean_vector.dtype), number)
 
@@ -63,6 +66,9 @@ class GaussianRecorder(MeanRecorder):
         self.scale = scale
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
+
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        return [*super().with_members(), (self.square_sum, 0), (self.deviations, 1)]
 
     def record(self, number: int) -> None:
         if number == 1:

@@ -141,6 +141,10 @@ class KalmanRecorder(Recorder):
         self.filters = WeightFilters(self.weights.stored, **filters)
         self._start()
 
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        both = (self.filters.mean, self.filters.variance)
+        return [(tensor, 0) for each in both for name, tensor in each.items() if name in self.weights.own]
+
     def begin(self, steps: int, *, done: int = 0) -> None:
         self._start_here()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from dissensus.core.progress import speaks
 from dissensus.reporting import figures, tables
 from dissensus.reporting.claims import claims
 from dissensus.reporting.measures import Measure
@@ -31,6 +32,8 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
     targets = {path.suffix: path} if path.suffix in NAMES else {end: path / name for end, name in NAMES.items()}
     if path.suffix and path.suffix not in NAMES and not path.is_dir():
         raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
+    if not speaks():  # the first process of a mesh writes
+        return list(targets.values())
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
         text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})

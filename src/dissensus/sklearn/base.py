@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.predictive import Predictive
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.frames import TableEncoder
+from dissensus.data.inputs import TableInputs
 from dissensus.guarantees.calibrate import temperature_scale
 from dissensus.guarantees.conformal import ConformalScore, conformal
 from dissensus.nets import MLP
@@ -111,6 +113,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         for name in ("validation", "conformal"):
             number(name, getattr(self, name), least=0, below=1)
+        number("validation + conformal", self.validation + self.conformal, below=1)
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None; pass the targets of the rows"
@@ -145,14 +148,16 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 x, y, weight = batch_tensors(calibrating)
                 rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
                 conformal(self.posterior_, rows_left, score=self._score)
+        self._finish()
         return self
 
     def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
-        size = self.batch_size or min(256, max(32, len(x) // 16))
+        size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
         batches = Batches(x, y, weight=weight, batch_size=whole("batch_size", size), shuffle=True, seed=seed)
-        epochs = self.epochs or min(200, max(20, math.ceil(STEPS / len(batches))))
+        most = min(200, max(20, math.ceil(STEPS / len(batches))))
+        epochs = most if self.epochs is None else whole("epochs", self.epochs)
         posterior = posterior_of(
             self.method,
             lambda: (self.network or self._network)(x.shape[1], outputs),
@@ -194,6 +199,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if held is not None and y.is_floating_point():
             temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
 
+    def _finish(self) -> None:
+        """From here on the posterior takes tables, also where it is exported, or loaded without this class."""
+        self.posterior_.inputs = TableInputs(self.encoder_)
+
     def _network(self, inputs: int, outputs: int) -> nn.Module:
         return MLP(inputs, outputs, hidden=self.hidden)
 
@@ -201,9 +210,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """The prediction with every member, in float64, in the units of y: `.epistemic`, `.sample`, `.quantile`, …"""
         check_is_fitted(self)
         x = self.encoder_(checked_table(self, X, reset=False), dtype=torch.float64)
-        parts = [x[start : start + 4096] for start in range(0, len(x), 4096)]
-        found: Predictive = self._in_units(Predictive.cat([self.posterior_.predict(part) for part in parts]))
-        return found
+        encoded = copy.copy(self.posterior_)
+        encoded.inputs = None
+        return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
 
     def _threshold(self, level: float) -> Tensor | None:
         """(1, P) the calibration rows' score at this level; None where nothing was calibrated."""
@@ -233,7 +242,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             "arguments": kept,
             "columns": self.n_features_in_,
             "names": list(map(str, getattr(self, "feature_names_in_", ()))),
-            "encoder": self.encoder_.config(),
             **self._state(),
         }
         text = json.dumps(state)

@@ -16,9 +16,9 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.predictive import CategoricalPredictive, Predictive, RegressionPredictive
-from dissensus.core.regression import HeteroscedasticRegression
-from dissensus.data.frames import TableEncoder
+from dissensus.core.particles import Particles
+from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.regression import HeteroscedasticRegression, RealTargets
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
@@ -82,8 +82,9 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
         return len(self.classes_), copy.deepcopy(self.likelihood) or Classification()
 
-    def _in_units(self, predictive: Predictive) -> Predictive:
-        return predictive
+    def _finish(self) -> None:
+        super()._finish()
+        self.posterior_.classes = tuple(map(str, self.classes_))
 
     def _state(self) -> dict[str, Any]:
         return {"classes": self.classes_.tolist(), "dtype": self.classes_.dtype.str}
@@ -121,30 +122,45 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return targets.reshape(len(targets), -1)
 
     def _measure(self, targets: np.ndarray) -> None:
-        self.scale_ = Standardiser.of_rows(np.sort(targets, axis=0))  # sums do not depend on the order
+        measured = Standardiser.of_rows(np.sort(targets, axis=0))  # sums do not depend on the order
+        self.scale_ = _scale(HeteroscedasticRegression(targets=measured))
 
     def _encoded(self, targets: np.ndarray) -> Tensor:
-        return self.scale_(targets)
+        return torch.from_numpy(targets - self.scale_.mean.numpy()).float()  # float32 would not tell dates apart
 
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
         likelihood = copy.deepcopy(self.likelihood) or HeteroscedasticRegression()
+        if not isinstance(likelihood, RealTargets):
+            raise TypeError(
+                f"expected a likelihood of real targets, got {type(likelihood).__name__}; pass ds.Regression(), or derive "
+                "yours from it"
+            )
+        likelihood.standardise({"mean": torch.zeros(y.shape[1]), "std": self.scale_.std})
         return y.shape[1] * (2 if isinstance(likelihood, HeteroscedasticRegression) else 1), likelihood
 
-    def _in_units(self, predictive: Predictive) -> Predictive:
-        means, variances = predictive.described()
-        return RegressionPredictive(self.scale_.inverse(means), variances * self.scale_.std**2)
+    def _finish(self) -> None:
+        super()._finish()
+        families = [part for part in self.posterior_.modules() if isinstance(part, Particles)]  # stored draws, too
+        for likelihood in {template.likelihood for family in families for template in family.templates}:
+            assert isinstance(likelihood, RealTargets)
+            likelihood.targets = None  # until now targets without their mean
+            likelihood.standardise(self.scale_)
 
     def _state(self) -> dict[str, Any]:
-        return {"mean": self.scale_.mean.tolist(), "std": self.scale_.std.tolist(), "targets_2d": self.targets_2d_}
+        return {"targets_2d": self.targets_2d_}
 
     def _restore(self, state: dict[str, Any]) -> None:
-        mean, std = (torch.tensor(state[key], dtype=torch.float64) for key in ("mean", "std"))
-        self.scale_, self.targets_2d_ = Standardiser(mean, std), bool(state["targets_2d"])
+        self.scale_, self.targets_2d_ = _scale(self.posterior_.likelihood), bool(state["targets_2d"])
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _scale(likelihood: Any) -> Standardiser:
+    mean, std = (torch.tensor(likelihood.targets[key], dtype=torch.float64) for key in ("mean", "std"))
+    return Standardiser(mean, std)
 
 
 def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Classifier | Regressor:
@@ -160,7 +176,8 @@ def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Cl
         estimator.n_features_in_ = int(state["columns"])
         if state["names"]:
             estimator.feature_names_in_ = np.array(state["names"], dtype=object)
-        estimator.encoder_ = TableEncoder.of_config(state["encoder"])
+        estimator.posterior_ = load_posterior(folder, network)
+        inputs: Any = estimator.posterior_.inputs
+        estimator.encoder_ = inputs.encoder
         estimator._restore(state)
-    estimator.posterior_ = load_posterior(folder, network)
     return estimator

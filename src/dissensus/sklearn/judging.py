@@ -1,6 +1,7 @@
 """Which epoch of a regression is kept: the one whose means are nearest to held-out targets."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class NearestMeans:
 
     def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
         self.posterior, self.rows, self.patience = posterior, rows, patience
-        self.scores: list[float] = []  # root mean squared errors, epoch by epoch
+        self.scores: list[float] = []  # root mean squared errors, in deviations of the targets, epoch by epoch
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> bool:
@@ -36,11 +37,12 @@ class NearestMeans:
 
     def _error(self) -> float:
         total = count = 0.0
+        likelihood: Any = self.posterior.likelihood
         with left_as_found(self.posterior):
             drawn = self.posterior.current()
             for x, y, *weights in self.rows:
                 mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
-                each = (mean - y).square().mean(1)
+                each = ((mean - y) / likelihood.scale(y)[1]).square().mean(1)  # outputs count alike
                 weight = weights[0].double() if weights else torch.ones_like(each)
                 total, count = total + float((weight * each).sum()), count + float(weight.sum())
         return math.sqrt(total / count)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from dissensus.data.frames import TableEncoder
+from dissensus.data.frames import comparable, table_columns
 from dissensus.data.splits import split_indices
 
 
@@ -40,9 +40,9 @@ def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray,
 def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(places in `rows`, sorted by what the rows say, so that training does not depend on their order; numbers that equal
     rows, which are then neighbours, share)."""
-    table = taken(table, rows)
-    seen = TableEncoder.of(table)(table, dtype=torch.float64).numpy()
-    parts = np.ascontiguousarray(np.concatenate([seen, y.reshape(len(y), -1)[rows]], 1)) + 0.0  # −0 is 0
+    names, columns = table_columns(taken(table, rows))
+    seen = [comparable(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
+    parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
     keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
     order = np.argsort(keys, kind="stable")
     return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])

@@ -80,7 +80,7 @@ class HistogramCalibration(MeanCalibration):
     """By the share of each class's labels in bins of its mean probability (Zadrozny & Elkan, ICML 2001).
 
     Bins have equal width and are closed at the right, as those of the calibration error; one without rows leaves
-    probabilities as they are.
+    probabilities as they are. Within a bin all become alike, so the NLL may rise, on the calibration rows as well.
     """
 
     kind = "histogram"

@@ -10,7 +10,7 @@ from torch import Tensor
 from dissensus.core.batch import Inputs
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.standing import Promise
-from dissensus.standing.quantiles import quantile
+from dissensus.standing.quantiles import loosened, quantile
 from dissensus.standing.scores import CLASS_SCORES, ends
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
@@ -77,7 +77,7 @@ class Conformal(Promise):
             device = "cpu" if generator is None else generator.device
             u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
         u = u.to(predictive.log_mean.device)
-        return CLASS_SCORES[self.score](predictive, u, self.facts["settings"]) <= thresholds
+        return CLASS_SCORES[self.score](predictive, u, self.facts["settings"]) <= loosened(thresholds)
 
     def interval(
         self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
@@ -93,6 +93,11 @@ class Conformal(Promise):
         if lower.shape[1] != self.facts["outputs"]:
             raise ValueError(f"expected {self.facts['outputs']} outputs per row, got {predictive!r}")
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
+        rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
+        lower, upper = (
+            lower - rounding,
+            upper + rounding,
+        )  # of equal inputs in another batch, with equal targets at an end
         middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
         ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
         mean = predictive.mean

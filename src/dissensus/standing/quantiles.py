@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-12  # 0.55 · 20 is 11.000000000000002: the 11th of 19 scores is meant, not the 12th
+# Networks compute the same input in another batch to about 1e-6. Where inputs repeat (all features are categories) many rows
+# share the score at the threshold, and all of them must fall on the same side.
+SAME = 1e-5
 
 
 def least_rows(level: float) -> int:
@@ -33,3 +36,8 @@ def quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tens
     index = torch.searchsorted(mass.T.contiguous(), wanted).T  # (B, P) the first with that much
     last = torch.full_like(scores[:1], math.inf) if len(scores) else scores.new_full((1, scores.shape[1]), math.inf)
     return torch.cat([scores, last]).gather(0, index)
+
+
+def loosened(threshold: Tensor) -> Tensor:
+    """The threshold, and what is the same score but for rounding."""
+    return torch.maximum((1 + SAME) * threshold, (1 - SAME) * threshold)

@@ -42,7 +42,8 @@ def save(
 
     Both are written under temporary names and then renamed. The first holds all that `load` reads, so a folder that is
     saved over is at every moment the old one or the new one; the second is a copy of its config for people to read. No
-    file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own.
+    file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own. Of processes on a mesh,
+    which have the same posterior, the first alone writes.
 
     Args:
         inputs: what the training inputs went through, a `Standardiser`, a `TableEncoder` or `ds.data.ImageInputs`. The
@@ -80,6 +81,8 @@ def save(
         **standing_on(posterior),
         **transforms_of(posterior, inputs, classes),
     }
+    if posterior.others is not None and not posterior.others.is_first:
+        return  # all processes have the same, and the first writes it
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import copy
 import zipfile
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.posterior import Posterior
+from dissensus.distributed.alone import Undivided
+from dissensus.distributed.joining import check_seen
 from dissensus.numerics.damage import reading
 from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import (
@@ -25,16 +28,20 @@ from dissensus.training.belonging import (
 )
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.loaderstate import loader_state, restore_loader
+from dissensus.training.part import Part
+from dissensus.training.ranks import holds_only_ours, newest, read_ranks, write_ranks
 
 
 class Resumed(NamedTuple):
-    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them."""
+    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them; `part`: of the next epoch."""
 
     history: History
     best: Best
     told: dict[str, Any]
+    part: Part | None = None
 
 
+ALONE = Undivided()
 OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
 
 
@@ -46,35 +53,107 @@ def write_checkpoint(
     history: History,
     best: Best,
     loader: Iterable[Any] = (),
+    part: Part | None = None,
+    *,
+    division: Undivided = ALONE,
 ) -> None:
-    """Everything needed to go on, under a temporary name first."""
-    state = _state(posterior, optimizer, scheduler) | {
+    """Everything needed to go on, under a temporary name first. `part`: of an epoch that is broken off here.
+
+    One process writes a file, several a folder; what is there already stays what it is.
+    """
+    folder = path.is_dir() if division.several is None else not division.first(path.is_file())
+    folder = folder or posterior.particles.fully
+    with nullcontext() if folder else division.whole(optimizer):
+        state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
+        if folder:
+            write_ranks(path, state, division.several, posterior.particles.members, _rows(state, posterior, optimizer))
+        elif division.is_first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                torch.save(state, temporary)
+
+
+def is_there(path: Path, division: Undivided = ALONE) -> bool:
+    """Whether there is a checkpoint to go on from. Raises where not all processes see it, or a folder holds other things."""
+    if division.several is not None:
+        check_seen(path.parent)
+    found = path.exists()
+    if path.is_dir() and holds_only_ours(path) and (division.several is not None or any(path.iterdir())):
+        found = newest(path) is not None
+    elif path.is_dir() and division.several is not None:
+        raise IsADirectoryError(
+            f"expected a folder of checkpoints, got {path} with other files; pass another checkpoint="
+        )
+    return bool(division.first(found))
+
+
+def _everything(
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    history: History,
+    best: Best,
+    loader: Iterable[Any],
+    part: Part | None,
+) -> dict[str, Any]:
+    return _state(posterior, optimizer, scheduler) | {
         "run": description(posterior, optimizer, scheduler),
         "told": {"done": int(posterior.steps) - posterior.began, "steps_per_epoch": posterior.steps_per_epoch},
-        "loader": loader_state(loader),
+        "loader": loader_state(loader) if part is None else part.loader,
+        "part": None if part is None else {**vars(part), "loader": None},
         "history": [asdict(epoch) for epoch in history.epochs],
         "engine": history.engine,
         "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        torch.save(state, temporary)
+
+
+def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
+    """Ids of the tensors in a state that have a row for each member that lies here: the optimiser's moments of own ones."""
+    own = {id(parameter) for parameter in posterior.particles.own_parameters().values()}
+    order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    states = state["optimizer"]["state"].items()
+    return {id(value) for number, each in states if order[number] in own for value in each.values() if _has_rows(value)}
+
+
+def _divided(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Name in a state -> tensor that `fully_shard` divides; the optimiser's moments by their parameter's number."""
+    if not posterior.particles.fully:
+        return {}
+    named = posterior.state_dict().items()
+    states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
+    return {name: tensor.detach() for name, tensor in states.items() if hasattr(tensor, "full_tensor")}
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def resume(
-    path: Path, posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, loader: Iterable[Any] = ()
+    path: Path,
+    posterior: Posterior,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    loader: Iterable[Any] = (),
+    division: Undivided = ALONE,
 ) -> Resumed:
     """What `write_checkpoint` wrote, put back in place. A file that is damaged or of another run changes nothing."""
-    remedy = "remove it, or pass another checkpoint="
-    with reading(path, remedy, kind="a checkpoint of this posterior in"):
-        check_archive(path)
-        state = torch.load(path, map_location=posterior.device, weights_only=True)
+    remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest(path) is not None
+    whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of members that lie here
+    with whole, reading(path, remedy, kind="a checkpoint of this posterior in"):
+        if folder:
+            state = read_ranks(path, division.several, posterior.device, _divided(posterior, optimizer))
+        else:
+            check_archive(path)
+            state = torch.load(path, map_location=posterior.device, weights_only=True)
         check_tensors(state)
         kept = state["best"].pop("kept")
         resumed = Resumed(
             History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
             Best(**state["best"]),
             state["told"],
+            None if state.get("part") is None else Part(**{**state["part"], "loader": state["loader"]}),
         )
         if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
             raise ValueError(
@@ -140,6 +219,7 @@ def check_archive(path: Path) -> None:
 def check_tensors(state: Any) -> None:
     """Raises where tensors are far larger than the memory they were read into: copies would take what no file holds."""
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    overlapping = sum(t.nbytes for t in tensors if t.nbytes > t.untyped_storage().nbytes())
+    plain = [t for t in tensors if not hasattr(t, "full_tensor")]
+    overlapping = sum(t.nbytes for t in plain if t.nbytes > t.untyped_storage().nbytes())
     if overlapping > OVERLAPPING:
         raise ValueError(f"tensors of {overlapping} bytes in far fewer")

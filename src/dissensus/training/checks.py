@@ -21,6 +21,11 @@ def check_run(
 ) -> None:
     """Raises where nothing would be trained, or what is given does not go together: some would show after an epoch only."""
     check_trainable(posterior)
+    if posterior.particles.fully and posterior.prior is not None:
+        raise NotImplementedError(
+            f"expected no prior of a network divided by fully_shard, got {type(posterior.prior).__name__}; use the optimizer's "
+            "weight_decay"
+        )
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
     if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dissensus.bench.rows.own import read_table
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.run.run import Run
@@ -272,6 +273,20 @@ def test_tables_that_do_not_fit_are_one_error(tmp_path, change, lines, message):
     houses().to_csv(tmp_path / "test.csv", index=False)  # classes cheap and dear
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         rows_of(own_task(tmp_path, f'name = "table"\nfile = "houses.csv"\n{lines}'))
+
+
+def test_only_columns_that_number_rows_are_left_out_of_a_csv(tmp_path):
+    def read(text):
+        (tmp_path / "t.csv").write_text(text)
+        return read_table(tmp_path / "t.csv")
+
+    assert list(read(",,a,b\n7,0,1,2\n9,1,3,4\n")) == ["a", "b"]
+    assert list(read("a,b,\n1,2,3\n4,5,6\n")) == ["a", "b", "Unnamed: 2"]
+    assert list(read(",a\n1.5,2\n2.5,3\n")) == ["Unnamed: 0", "a"]
+    assert list(read(",a\n1,2\n1,3\n")) == ["Unnamed: 0", "a"]
+    for shifted in ("y,a,b\n1,2,3,\n4,5,6,\n", "y,a\nr1,2,3\nr2,4,5\n"):  # y would be what a is
+        with pytest.raises(ValueError, match=r"as many values as names in every row of .*t.csv, got one value more"):
+            read(shifted)
 
 
 def test_without_pandas_a_table_says_what_to_install(tmp_path, monkeypatch):

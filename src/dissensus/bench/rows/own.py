@@ -15,7 +15,7 @@ from dissensus.bench.own import own_object
 from dissensus.bench.rows.arrays import HINT, Learner
 from dissensus.bench.rows.learned import Asked, LearnedRows, TaskRows
 from dissensus.data import split_indices
-from dissensus.data.class_folders import image_folder, image_stack
+from dissensus.data.class_folders import image_folder, image_stack, subfolders
 from dissensus.data.npy import npz_arrays
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.checks import one_of
@@ -116,14 +116,10 @@ def folder_rows(
         labelled(root / "test"),
         classes,
         labelled(held) if held.is_dir() else None,
-        ood={each.name: foreign(each) for each in _folders(root / "ood")},
-        shift={each.name: labelled(each) for each in _folders(root / "shift")},
+        ood={each.name: foreign(each) for each in subfolders(root / "ood")},
+        shift={each.name: labelled(each) for each in subfolders(root / "shift")},
         sorted=True,
     )
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
 
 
 def table_rows(
@@ -185,7 +181,7 @@ def table_rows(
 
 
 def read_table(path: Path) -> Any:
-    """The DataFrame in a CSV or Parquet file, without a column that only numbers its rows."""
+    """The DataFrame in a CSV or Parquet file, without first columns that have no name and only number or name the rows."""
     try:
         import pandas
     except ImportError as error:
@@ -196,7 +192,19 @@ def read_table(path: Path) -> Any:
     one_of("a table's file, by its suffix,", path.suffix, readers)
     with fitting(f"{path}", wanted="a table in", remedy="save it again"):
         frame = readers[path.suffix](path)
-    return frame.loc[:, [not str(name).startswith("Unnamed: ") for name in frame.columns]]  # an index that was saved
+    if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
+        raise ValueError(
+            f"expected as many values as names in every row of {path}, got one value more; name the first column too, or take "
+            "away the commas at the ends of rows"
+        )
+    names = list(frame.columns)
+    while (
+        names
+        and str(names[0]).startswith("Unnamed: ")
+        and (frame[names[0]].is_unique and frame[names[0]].dtype.kind != "f")
+    ):  # an index that was saved
+        del names[0]
+    return frame[names]
 
 
 def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:

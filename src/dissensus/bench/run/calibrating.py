@@ -41,9 +41,10 @@ def fit_standing(
     """Calibrates the posterior and lets promises stand on it: `conformal` for a level, `selective` for a risk.
 
     Every other row is for the calibration and the rest for promises, where both are asked for: a row that chose a calibration
-    is not held out any more.
+    is not held out any more. So a temperature from training is fitted anew for promises: it may have seen all of them.
     """
-    promised, method = settings.keys() & {"level", "risk"}, settings.get("method")
+    own = None if float(posterior.temperature) == 1.0 else "temperature"
+    promised, method = settings.keys() & {"level", "risk"}, settings.get("method", own)
     first, second = (rows.at(torch.arange(len(rows.y))[start::2]) if promised and method else rows for start in (0, 1))
     if method:
         calibrate(posterior, loader(first), method)

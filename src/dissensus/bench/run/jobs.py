@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dissensus.bench import ranks
 from dissensus.bench.fitting import fitting
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.calibrating import check_calibration
@@ -85,10 +86,15 @@ def finished(
     runs: Sequence[Run], *, source: str | None = None, progress: bool = False, jobs: int = 1, tell: Tell = silent
 ) -> list[Evaluation]:
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
-    if jobs > 1:
-        in_processes(_groups(runs), jobs, source=source, tell=tell)
+    groups = _groups(runs)
+    for run in runs:
+        run.shared = jobs == 1 and ranks.shared(len(groups))
+    if jobs > 1 or (ranks.size() > 1 and not runs[0].shared):
+        in_processes(groups, jobs, source=source, tell=tell)
     with withdrawing(runs):
         evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+    if runs[0].shared:
+        ranks.leave_but_the_first()
     for out in dict.fromkeys(run.folder.parent for run in runs):
         remove_leftovers(out)
     return evaluations
@@ -122,14 +128,22 @@ def begun(
     task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: LastData | None = None
 ) -> list[Run]:
     """The runs of these configs, checked, each with its folder: nothing is trained yet. `load`: shared with other runs."""
+    ranks.connect()
     load = load or LastData(source)
     runs = [Run(out / folder_name(config), config, load=load) for config in configs]
     _ = runs[0].data  # before the folder: data that is not there leaves nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
-    checked_folder(out)
-    for run in runs:  # a folder of another run is an error before anything is trained
-        run.begin()
+    if ranks.rank() == 0:
+        checked_folder(out)
+        for run in runs:  # a folder of another run is an error before anything is trained
+            run.begin()
+    ranks.wait()
+    if not all((run.folder / "config.toml").is_file() for run in runs):
+        raise FileNotFoundError(
+            f"expected a folder that all processes see, got {out}, which the first alone does; choose an --out on a file "
+            "system that all machines have"
+        )
     return runs
 
 

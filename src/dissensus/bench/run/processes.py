@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dissensus.bench import ranks
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run.run import Run, Tell
 from dissensus.bench.run.together import train_runs
@@ -23,8 +24,16 @@ def in_processes(
 ) -> None:
     """Trains and evaluates groups of runs that have begun, those of a group in one process, `jobs` processes at a time.
 
+    Processes that `torchrun` started each take some of the groups, and only the first comes back, when all are done.
     `keep_going`: a run that diverges is noted in its folder and is no error.
     """
+    _in_processes(ranks.dealt(groups), jobs, source=source, tell=tell, keep_going=keep_going)
+    ranks.leave_but_the_first()
+
+
+def _in_processes(
+    groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool
+) -> None:
     waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
     if not waiting:
         return
@@ -73,6 +82,7 @@ def _told(i: int, count: int, group: Sequence[Run]) -> str:
 
 
 def _prepare(source: str | None, threads: int) -> None:
+    os.environ.pop("RANK", None)  # it is none of those that `torchrun` started
     torch.set_num_threads(threads)
     _loaded[:] = [LastData(source)]
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dissensus import storage
+from dissensus.bench import ranks
 from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import LastData, TaskData
@@ -39,9 +40,10 @@ from dissensus.bench.run.splits import (
     attack_curves,
     corruptions,
     split_names,
-    write_split,
+    split_writer,
 )
 from dissensus.bench.run.watch import ROWS, watcher
+from dissensus.bench.run.writing import Folder
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.objects import written
 from dissensus.core.posterior import Posterior, refresh
@@ -65,11 +67,11 @@ def silent(text: str) -> None:
     """Says nothing."""
 
 
-class Run:
+class Run(Folder):
     """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
 
     def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.config = config
         self.load = load or LastData()
         self.fresh = False  # whether `begin` made the folder
@@ -165,7 +167,7 @@ class Run:
     def train_alone(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
         if self.trained:
-            (self.folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was stopped on its last line
+            self.remove(self.folder / "checkpoint.pt")  # of a run that was stopped on its last line
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -189,10 +191,11 @@ class Run:
                 progress=self.config.method if progress else False,  # a variant's own name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
+                ranks=self.ranks,
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
             self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
-        checkpoint.unlink(missing_ok=True)
+        self.remove(checkpoint)
 
     def _keep_untrained(self, posterior: Posterior) -> None:
         """Keeps what the method makes of its network without training, by the training rows as they are."""
@@ -220,15 +223,17 @@ class Run:
         """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
         scaled = self.config.training.get("temperature", False)
         temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
-        storage.save(posterior, self.folder / "posterior")
-        # Written whole once more: a run that was stopped may have lost or doubled its last line.
-        write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
-        facts |= image_facts(self.data)
-        write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+        if self.writes:
+            storage.save(posterior, self.folder / "posterior")
+            # Written whole once more: a run that was stopped may have lost or doubled its last line.
+            write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
+            facts |= image_facts(self.data)
+            write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
+        self.written()
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
         """What is done after each epoch: a line in the log, and looks at how members differ and at what is learned."""
-        asked, watching = self.config.evaluation, []
+        asked, watching = self.config.evaluation if self.writes else {}, []
         if "distances_every" in asked:
             watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
         if "curves_every" in asked:
@@ -247,11 +252,6 @@ class Run:
     def _compared(self) -> Batches:
         """The training rows at which members are compared."""
         return self.loader(self.data.train.first(ROWS, seed=0))
-
-    def log(self, epoch: Epoch) -> None:
-        """Adds a line to log.jsonl."""
-        with (self.folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(epoch)) + "\n")
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
@@ -278,19 +278,28 @@ class Run:
         if not waiting:
             return
         self._check_own(lambda: self.data)
-        with self._threads(), drawn_once(self.posterior()) as functions:
+        posterior = self.posterior()
+        posterior.mesh = ranks.mesh() if self.shared else None
+        with self._threads(), drawn_once(posterior) as functions:
             for split, path in waiting.items():
-                write_split(path, split, self.config, self.data, functions, self.loader, tell)
+                write = split_writer(split, self.config, self.data, functions, self.loader, tell)
+                if self.writes:
+                    write(path)
+        self.written()
 
     def measure(self) -> Evaluation:
         """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
+            return read_evaluation(self.folder)
+        if not self.writes:
+            self.written()
             return read_evaluation(self.folder)
         about = (self.config, self.kind, self.data, self.posterior(), self._compared)
         # Always anew: the one in the folder may be calibrated otherwise. On the processor, as files of predictions are.
         calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
         evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
         write_evaluation(self.folder, evaluation)
+        self.written()
         return evaluation
 
     def evaluate(self, *, tell: Tell = silent) -> Evaluation:
@@ -307,7 +316,8 @@ class Run:
     def forget_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` makes them anew."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
-            path.unlink(missing_ok=True)
+            self.remove(path)
+        self.written()
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""

@@ -86,16 +86,15 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     )
 
 
-def write_split(
-    path: Path,
+def split_writer(
     split: str,
     config: RunConfig,
     data: TaskData,
     functions: Functions,
     loader: Loader,
     tell: Callable[[str], object],
-) -> None:
-    """Writes what the functions say about one split."""
+) -> Callable[[Path], None]:
+    """What writes to a file what the functions say about one split; they are asked now."""
     spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
     if spec is not None:
         rows = data.test if split == CORRUPT else data.validation
@@ -108,8 +107,7 @@ def write_split(
             replace(spec, standardiser=data.standardiser),
             tell=lambda done: tell(f"{about}: {done} done"),
         )
-        write_counts(path, counts)
-        return
+        return lambda path: write_counts(path, counts)
     attacks = attack_curves(config) if split == ATTACK else None
     if attacks is not None:
         rows = data.test.first(config.evaluation.get("attack_rows"), seed=0)
@@ -122,18 +120,17 @@ def write_split(
             replace(attacks, standardiser=data.standardiser, bounds=bounds),
             tell=lambda done: tell(f"{about}: {done} done"),
         )
-        write_attacked(path, found)
-        return
+        return lambda path: write_attacked(path, found)
     tell(split)
     kind, _, name = split.partition("-")
     rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
     if is_segmentation(config):
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
-        write_measured(path, measured_pixels(split, rows, data, functions, loader, score))
-        return
+        measured = measured_pixels(split, rows, data, functions, loader, score)
+        return lambda path: write_measured(path, measured)
     picture = data.standardiser.inverse if data.images else None
     said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
-    write_predictions(path, in_original_units(said, data.targets, rows.y))
+    return lambda path: write_predictions(path, in_original_units(said, data.targets, rows.y))
 
 
 def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:

@@ -74,7 +74,8 @@ def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
         if waiting:
             with first.prepared():
                 _branch(runs, waiting, tail, folder, progress=progress)
-    shutil.rmtree(folder, ignore_errors=True)
+    if first.writes:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_leftovers(out: Path) -> None:
@@ -177,6 +178,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
             scheduler=scheduler,
             checkpoint=folder / f"{name}.pt",
             callback=log,
+            ranks=first.ranks,
             **settings,
         )
         epochs.extend(replace(epoch, epoch=done + epoch.epoch) for epoch in history.epochs)

@@ -61,7 +61,7 @@ class EmbeddedPosterior(Posterior):
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The gradient is scaled, not a rate: what decays weights, or draws them to a prior, keeps its meaning.
-        factor = self.gamma / self.particles.members
+        factor = self.gamma / self.particles.everywhere
         used = params
         if factor != 1:
             shared = self.particles.shared_parameters()

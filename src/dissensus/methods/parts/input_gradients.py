@@ -89,7 +89,7 @@ class InputGradientPosterior(StackedPosterior):
 
     def check_batch(self, batch: Batch) -> None:
         # Before the network is run: many fail on integers in their own words. One member is compared with nobody.
-        if self.particles.members > 1 and (dimension := input_dimension(batch.x)) < 2:
+        if self.particles.everywhere > 1 and (dimension := input_dimension(batch.x)) < 2:
             found, remedy = FEW_DIMENSIONS[dimension]
             raise ValueError(f"expected inputs of at least two floating-point features, got {found}; {remedy}")
         super().check_batch(batch)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dissensus.core.attributes import unmade
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import check_initialised
+from dissensus.core.member import check_initialised, check_whole
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
@@ -86,6 +86,7 @@ def stack_members(
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
     for module in modules:
         check_initialised(module)
+        check_whole(module)
     check_same_architecture(modules)
     check_distinct_weights(modules)
     return Particles.stack(modules, likelihood or Classification(), latents=latents)

@@ -108,15 +108,20 @@ def starting_latents(like: Tensor, components: int, latents: int, std: float, st
     return tree
 
 
-def for_examples(mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn) -> Tensor:
-    """(examples, D) latents: components in turn, from a random one on, so that all train alike whatever the batch."""
+def for_examples(
+    mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn, *, here: slice | None = None
+) -> Tensor:
+    """(examples, D) latents: components in turn, from a random one on, so that all train alike whatever the batch.
+
+    `here`: which of them to give; None gives all.
+    """
     components = len(mean)
     first = torch.randint(components, (1,), device=mean.device)
     order = (torch.arange(components, device=mean.device) + first) % components
     rounds = -(-examples // components)
     epsilon = noise(rounds, *mean.shape, dtype=mean.dtype, device=mean.device)
     drawn = mean.index_select(0, order) + std.index_select(0, order) * epsilon  # (rounds, K, D)
-    return drawn.flatten(0, 1)[:examples]
+    return drawn.flatten(0, 1)[here or slice(examples)]
 
 
 def for_functions(

@@ -115,7 +115,9 @@ class NodePosterior(StoringPosterior):
         x = node_batches.repeated_inputs(batch.x, copies, whole=self._whole)
         several = Batch(x, repeated(batch.y, copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
-        nodes = by_layer(self.sites, for_examples(mean, std, size * copies, self.complexity.noise))
+        whole, part = self.particles.exchange.rows(size)
+        here = slice(part.start * copies, part.stop * copies)
+        nodes = by_layer(self.sites, for_examples(mean, std, whole * copies, self.complexity.noise, here=here))
 
         def nll(member: Member) -> Tensor:
             with standing(member.network, nodes):

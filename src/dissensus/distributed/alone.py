@@ -1,0 +1,66 @@
+"""What `fit` asks of a mesh, where there is none: one process has all members, all rows, and the word."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dissensus.core.batch import Batch
+
+
+class Undivided:
+    """Training on one process. `is_first`: whether it writes and prints; `mine`: which members lie here."""
+
+    is_first = True
+    mesh: Any = None
+    several: Any = None  # the mesh, where there are several processes
+    mine: slice = slice(None)
+    loaders = 1  # whose batches make a whole one
+
+    def begin(self) -> None:
+        """Before anything trains."""
+
+    def here(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[object]:
+        """Around the steps of an epoch."""
+        return nullcontext()
+
+    def whole(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+        """Around what reads or writes the optimiser's state for a file."""
+        return nullcontext()
+
+    def engine(self, engine: str) -> str:
+        """How members run."""
+        return engine
+
+    def reads(self, loader: Any) -> Any:
+        """What training reads from a loader."""
+        return loader
+
+    def together(self, loader: Any) -> Any:
+        """The loader's batches, whole: for what is measured on all rows."""
+        return loader
+
+    def epoch(self, loader: Any, index: int) -> None:
+        """Before an epoch of this number."""
+
+    def part(self, batch: Batch) -> Batch:
+        """The rows of a batch that lie here."""
+        return batch
+
+    def losses(self, losses: Tensor) -> Tensor:
+        """(M,) losses, of those that lie here."""
+        return losses
+
+    def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches that this process looks at where each is looked at by one."""
+        return iter(batches)
+
+    def total(self, *numbers: float) -> list[float]:
+        """Sums over processes."""
+        return list(numbers)
+
+    def first(self, value: Any) -> Any:
+        """What the first process says."""
+        return value

@@ -1,0 +1,70 @@
+"""Loaders on a mesh: whole batches that every process reads alike, or parts of them, one for each rank of the data axis."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.core.batch import Batch, apply, sampler_of
+from dissensus.core.posterior import Posterior
+from dissensus.distributed.mesh import Axis, Mesh
+
+
+def check_sampler(sampler: Any, axis: Axis) -> None:
+    """Raises where a sampler divides rows otherwise than the axis does."""
+    if (sampler.num_replicas, sampler.rank) != (axis.size, axis.rank):
+        raise ValueError(
+            f"expected a sampler of the mesh's data axis, rank {axis!r}, got rank {sampler.rank} of {sampler.num_replicas}; "
+            "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+        )
+
+
+class Parts:
+    """Batches of a loader that gives each rank its own rows; rows that its sampler repeats, to be even, have weight 0."""
+
+    def __init__(self, loader: Iterable[Any], posterior: Posterior) -> None:
+        self.loader, self.posterior, self.sampler = loader, posterior, sampler_of(loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        seen, sampler = 0, self.sampler
+        for batch in self.posterior.read(self.loader):
+            seen += batch.size
+            if sampler is not None and seen == len(sampler) and sampler.total_size > len(sampler.dataset):
+                # The k-th row of rank r is number k R + r of all; those past the end are the first ones again.
+                number = torch.arange(seen - batch.size, seen) * sampler.num_replicas + sampler.rank
+                once = (number < len(sampler.dataset)).to(batch.y.device, torch.get_default_dtype())
+                batch = batch._replace(weight=once if batch.weight is None else batch.weight * once)
+            yield batch
+
+
+class Together:
+    """Whole batches, put together from the parts that the ranks of the data axis read: the same in all of them."""
+
+    def __init__(self, parts: Parts, mesh: Mesh) -> None:
+        self.parts, self.mesh = parts, mesh
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        device, axis = self.mesh.device, self.mesh.data
+        for batch in self.parts:
+            size = batch.size
+
+            def gathered(tensor: Tensor, size: int = size) -> Tensor:
+                if not tensor.ndim or len(tensor) != size:
+                    return tensor
+                whole = axis.gather(tensor.to(device), size * axis.size)
+                return whole.to(tensor.device)
+
+            weight = None if batch.weight is None else gathered(batch.weight)
+            yield Batch(apply(batch.x, gathered), gathered(batch.y), weight)
+
+
+def fingerprint(batch: Batch) -> tuple[float, ...]:
+    """Numbers that two different batches hardly share."""
+    return (float(batch.size), *(float(tensor.double().sum()) for tensor in batch.tensors()))

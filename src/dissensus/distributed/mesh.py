@@ -1,0 +1,237 @@
+"""The mesh: processes in a grid of two axes, members and data, and what lies on which of them.
+
+    rank = members.rank × data.size + data.rank
+
+Ranks along *members* hold different members and see the same rows; ranks along *data* hold the same members and see
+different rows of every batch. Both axes divide what they divide into contiguous parts, the larger ones first, so that parts put
+together in the order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dissensus.core.batch import sampler_of
+from dissensus.core.progress import ask_before_speaking
+from dissensus.distributed.joining import connected, start
+from dissensus.distributed.sharing import Interleaved, Joined, in_turns
+from dissensus.numerics.checks import one_of, whole
+
+Statistics = Literal["synchronised", "per rank"]
+Given = Literal["whole", "parts"]
+
+
+class Axis:
+    """One direction of a mesh: this process's `rank` among `size` and their `group` (None: nobody to exchange with).
+
+    `sent` counts the bytes that this process has put into collectives, by kind.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.sent = {"sum": 0, "gather": 0}
+
+    def __repr__(self) -> str:
+        return f"{self.rank} of {self.size}"
+
+    def part(self, count: int, rank: int | None = None) -> slice:
+        """Which of `count` things are this rank's (or another one's): a contiguous part."""
+        rank = self.rank if rank is None else rank
+        least, more = divmod(count, self.size)
+        start = rank * least + min(rank, more)
+        return slice(start, start + least + (rank < more))
+
+    def sizes(self, count: int) -> list[int]:
+        """How many of `count` things each rank has."""
+        parts = [self.part(count, rank) for rank in range(self.size)]
+        return [part.stop - part.start for part in parts]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, which becomes the sum over ranks in place."""
+        if self.group is not None:
+            self.sent["sum"] += tensor.nbytes
+            distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def begin_sum(self, tensor: Tensor) -> distributed.Work | None:
+        """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
+        if self.group is None:
+            return None
+        self.sent["sum"] += tensor.nbytes
+        work: distributed.Work = distributed.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
+        if self.group is not None:
+            self.sent["sum"] += tensor.nbytes
+            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor, count: int, *, axis: int = 0) -> Tensor:
+        """All ranks' tensors put together along an axis, of which each rank has its part of `count`. Without a graph."""
+        if self.group is None:
+            return tensor
+        sizes = self.sizes(count)
+        mine = tensor.detach().movedim(axis, 0)
+        # Collectives want equal shapes: shorter parts are filled up, and cut again.
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        self.sent["gather"] += padded.nbytes
+        parts = [torch.empty_like(padded) for _ in sizes]
+        distributed.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, axis)
+
+    def objects(self, mine: Any) -> list[Any]:
+        """What every rank has of a Python object, in the order of ranks."""
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+class Mesh:
+    """Who has what. Made by `mesh`, or by `fit` from the number of processes and members.
+
+    Attributes:
+        members: the `Axis` along which ranks hold different members.
+        data: the `Axis` along which ranks see different rows of a batch.
+        statistics: of batch norm in training, "synchronised" over the data axis, or of each rank's rows, "per rank".
+        batches: what loaders give: the "whole" batches, everywhere the same, or each rank of the data axis its "parts".
+        device_mesh: torch's, with the axes "members" and "data"; None where there is no process group.
+    """
+
+    def __init__(
+        self,
+        members: Axis,
+        data: Axis,
+        *,
+        statistics: Statistics = "synchronised",
+        batches: Given = "whole",
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.members = members
+        self.data = data
+        self.statistics = statistics
+        self.batches = batches
+        self.device_mesh = device_mesh
+        self._world = distributed.group.WORLD if connected() else None
+        ask_before_speaking(lambda: self.is_first or not self.alive)
+
+    def __repr__(self) -> str:
+        return f"Mesh(members={self.members!r}, data={self.data!r})"
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.members.size * self.data.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self.members.rank * self.data.size + self.data.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be exchanged."""
+        cuda = self.device_mesh is not None and self.device_mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its processes are still connected."""
+        return connected() and distributed.group.WORLD is self._world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def rows(self, members: int) -> slice:
+        """Which of M members lie here."""
+        return self.members.part(members)
+
+    def share(self, examples: int) -> slice:
+        """Which of the B examples of a batch lie here."""
+        return self.data.part(examples)
+
+    def objects(self, mine: Any) -> list[Any]:
+        """What every process has of a Python object, in the order of ranks."""
+        along = self.data.objects(mine)
+        return [each for row in self.members.objects(along) for each in row]
+
+    def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
+        """(batch, work(batch)) of every batch on every process, each worked on by one of them: `sharing.in_turns`."""
+        return in_turns(self, work, batches, **about)
+
+    def whole(self, loader: Any) -> Any:
+        """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        sampler = sampler_of(loader)
+        if sampler is not None and sampler.num_replicas > 1:
+            return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
+        return Joined(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # a copied posterior is on the same mesh, and process groups cannot be copied
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # one that is sent elsewhere is on none
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, in place of this one's."""
+        if self.device_mesh is not None:
+            distributed.broadcast(tensor, src=0)
+        return tensor
+
+
+def mesh(
+    members: int | None = None,
+    data: int | None = None,
+    *,
+    statistics: Statistics = "synchronised",
+    batches: Given = "whole",
+) -> Mesh:
+    """The mesh of all processes: `members` × `data` of them; without either number, the other takes what is left.
+
+    To be called by every process. Under `torchrun` it connects them first (`start`) where nobody has.
+
+    Args:
+        members: ranks that hold different members; None leaves all processes that `data` does not take.
+        data: ranks that see different rows; None is 1, or what `members` leaves.
+        statistics: "synchronised" gives batch norm the statistics of the whole batch, as one process would have;
+            "per rank" those of each rank's rows, which saves an exchange per layer and is another model.
+        batches: "whole" where every process's loader gives the same batches, of which `fit` takes the rows that are its own;
+            "parts" where each rank of the data axis reads its own rows, as many batches of as many rows as the others. A
+            loader with a `DistributedSampler` gives parts in any case.
+    """
+    one_of("statistics", statistics, ("synchronised", "per rank"))
+    one_of("batches", batches, ("whole", "parts"))
+    start()
+    size = distributed.get_world_size() if connected() else 1
+    given = whole("members", 1 if members is None else members) * whole("data", 1 if data is None else data)
+    left = max(size // given, 1)
+    if members is None:
+        members, data = left, data or 1
+    data = left if data is None else data
+    if members * data != size:
+        raise ValueError(
+            f"expected a mesh of {size} processes, got {members} × {data} (members × data); let them multiply to {size}"
+        )
+    if not connected():
+        return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
+    kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
+    found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
+    # One rank has nobody to exchange with; one process that asks for a mesh all the same goes through every exchange.
+    axes = [
+        Axis(found.get_local_rank(name), number, found.get_group(name) if number > 1 or size == 1 else None)
+        for name, number in (("members", members), ("data", data))
+    ]
+    return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)

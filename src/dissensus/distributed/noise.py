@@ -1,0 +1,200 @@
+"""Noise of a training step: every process draws what one process would draw for the whole batch, and takes its part.
+
+Random operations of a member's run come in a fixed order (`Draw`, found once by running members on two and on three rows). The
+axis that grows with the rows is the batch's; with all members at once, axis 0 is theirs. `WholeNoise` lets each of these
+operations draw for all rows and members, so that generators everywhere stand where those of one process would.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dissensus.core.batch import Batch, apply, size
+
+aten = torch.ops.aten
+# Operations by what says the shape of what they draw: their first tensor, or a list of sizes.
+FILLING = {
+    each.overloadpacket for each in (
+        aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default, aten.exponential_.default, aten.cauchy_.default,
+        aten.log_normal_.default, aten.geometric_.default, aten.random_.default,
+    )
+}  # fmt: skip
+LIKE = {aten.randn_like, aten.rand_like, aten.randint_like, aten.bernoulli, aten.native_dropout}
+SIZED = {aten.randn, aten.rand, aten.randint}
+
+
+@dataclass
+class Draw:
+    """One random operation of a member's run: what it was called with, and its axis and numbers per row of the batch."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: torch.Size
+    drew: bool  # whether it took numbers from a generator: attention without dropout does not
+    axis: int | None = None
+    per_row: int = 0
+
+    def drawn(self, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation gives with these arguments, for another shape."""
+        packet = self.func.overloadpacket
+        if packet in SIZED:
+            where = next(i for i, each in enumerate(args) if isinstance(each, list | tuple | torch.Size))
+            return self.func(*args[:where], list(shape), *args[where + 1 :], **kwargs)
+        like, *rest = args
+        # In the order of axes in memory, which is the order that numbers are drawn in.
+        order = sorted(range(len(shape)), key=lambda axis: -like.stride(axis))
+        whole = like.new_empty([shape[axis] for axis in order]).permute(
+            [order.index(axis) for axis in range(len(shape))]
+        )
+        return self.func(
+            whole.fill_(0.5) if packet in (aten.bernoulli, aten.native_dropout) else whole, *rest, **kwargs
+        )
+
+
+def shape_of(func: Any, args: tuple[Any, ...]) -> torch.Size:
+    """The shape of what a random operation draws."""
+    sizes = next((each for each in args if isinstance(each, list | tuple | torch.Size)), None)
+    found = next((each for each in args if isinstance(each, Tensor)), None)
+    return (
+        torch.Size(sizes) if found is None and sizes is not None else found.shape if found is not None else torch.Size()
+    )
+
+
+class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, random operations are noted, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = _states(kwargs.get("generator"))
+        found = func(*args, **kwargs)
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _states(kwargs.get("generator")), strict=True))
+        held = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
+        self.draws.append(Draw(func, held, kwargs, shape_of(func, args), drew))
+        return found
+
+
+def _states(generator: torch.Generator | None) -> list[Tensor]:
+    if generator is not None:
+        return [generator.get_state()]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
+
+
+def of_rows(batch: Batch, rows: int) -> Batch:
+    """A batch of the first example so many times."""
+    count = size(batch.x)
+
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor[:1].expand(rows, *tensor.shape[1:]) if tensor.ndim and len(tensor) == count else tensor
+
+    weight = None if batch.weight is None else torch.ones_like(repeated(batch.weight))
+    return Batch(apply(batch.x, repeated), repeated(batch.y), weight)
+
+
+def grown(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
+    """(the axis that grows with the rows, how much with each), of a tensor's shapes with two rows and with three."""
+    if two == three:
+        return None, 0
+    axes = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
+    axis, per_row = axes[0], three[axes[0]] - two[axes[0]]
+    if len(two) != len(three) or len(axes) > 1 or two[axis] != 2 * per_row:
+        raise ValueError(
+            f"expected noise, and what members are compared in, with a row for each example, got shapes {tuple(two)} of two "
+            f"and {tuple(three)} of three examples; divide members alone: mesh(data=1)"
+        )
+    return axis, per_row
+
+
+def plan(two: list[Draw], three: list[Draw]) -> list[Draw]:
+    """The draws of a run, with their axes, from those of two runs."""
+    if [each.func for each in two] != [each.func for each in three]:
+        raise ValueError(
+            "expected a network that draws the same random numbers whatever the batch, got one that chooses; train it on one "
+            'process, or pass fit(ranks="independent")'
+        )
+    for small, large in zip(two, three, strict=True):
+        small.axis, small.per_row = grown(small.shape, large.shape)
+    return two
+
+
+class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, random operations of this plan draw for the whole batch and all members, and give what lies here.
+
+    `members`: (M, which lie here), where all run at once; `rows`: (B, which lie here).
+    """
+
+    def __init__(self, draws: list[Draw], *, members: tuple[int, slice] | None, rows: tuple[int, slice]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws, self.members, self.rows = draws, members, rows
+        self.position = 0
+        self.paused = False
+
+    def whole(self, draw: Draw, shape: torch.Size) -> tuple[list[int], tuple[slice, ...]]:
+        """(the shape for all, which of it lies here)."""
+        full, here = list(shape), [slice(None)] * len(shape)
+        if self.members is not None:
+            full[0], here[0] = self.members
+        if draw.axis is not None:
+            count, part = self.rows
+            here[draw.axis] = slice(part.start * draw.per_row, part.stop * draw.per_row)
+            expected, full[draw.axis] = (part.stop - part.start) * draw.per_row, count * draw.per_row
+            if shape[draw.axis] != expected:
+                raise ValueError(f"expected noise with a row for each example, got shape {tuple(shape)}; {ELSE}")
+        return full, tuple(here)
+
+    def skip(self, runs: int) -> None:
+        """Draws what so many other members would."""
+        self.paused = True
+        for draw in [each for each in self.draws if each.drew] * runs:
+            shape = list(draw.shape)
+            if draw.axis is not None:
+                shape[draw.axis] = self.rows[0] * draw.per_row
+            draw.drawn(shape, draw.args, draw.kwargs)
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        draw = self.draws[self.position % len(self.draws)] if self.draws else None
+        self.position += 1
+        if draw is None or draw.func is not func:
+            raise ValueError(f"expected the random numbers of the first batch, got {func}; {ELSE}")
+        shape = shape_of(func, args)
+        full, here = self.whole(draw, shape)
+        if not draw.drew or full == list(shape):
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet not in FILLING | LIKE | SIZED or any(isinstance(each, Tensor) for each in args[1:]):
+            raise ValueError(f"expected noise that can be divided over processes, got {func}; {ELSE}")
+        if packet is aten.bernoulli and func is aten.bernoulli.default:  # of a probability for each entry
+            chances = args[0].new_zeros(full)
+            chances[here] = args[0]
+            return func(chances, **kwargs)[here]
+        drawn = draw.drawn(full, args, kwargs)
+        if packet in FILLING:
+            return args[0].copy_(drawn[here])
+        if packet is aten.native_dropout:
+            kept = drawn[1][here]
+            return args[0] * kept * (1 / (1 - args[1]) if args[1] < 1 else 0.0), kept
+        return drawn[here]
+
+
+ELSE = 'train on one process, or pass fit(ranks="independent")'
+
+
+def recorded(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list[Draw], Any]:
+    """(random operations of a run on so many rows, what it gave)."""
+    with Recorded() as seen:
+        found = run(of_rows(batch, rows))
+    return seen.draws, found

@@ -1,0 +1,146 @@
+"""Checkpoints of several processes: a folder by torch.distributed.checkpoint, which any number of them can resume.
+
+    run.ckpt/00000012/run.pt        what is no tensor of the members, and where tensors go; as one process writes it
+    run.ckpt/00000012/*.distcp      tensors; each member's under keys of its own, so that any rank can read any member
+
+A folder of that name is written under another one and renamed when all ranks are done; then the one before is removed. What
+killed processes leave is never read, and goes with the next write.
+"""
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from dissensus.distributed.mesh import Mesh
+
+SPREAD = ("posterior", "optimizer", "best")  # parts of a state whose tensors all ranks write; of others the first alone
+RUN = "run.pt"
+OURS = re.compile(r"\.?\d{8}")  # names of checkpoints, and of those that are being written
+MARK = "tensor in the folder"
+CHAINS = "optimizer/generators"  # a list with one for each member
+
+
+def holds_only_ours(path: Path) -> bool:
+    """Whether there is nothing in the folder but checkpoints, whole ones or not."""
+    return all(OURS.fullmatch(each.name) for each in path.iterdir())
+
+
+def newest(path: Path) -> Path | None:
+    """The last whole checkpoint in the folder."""
+    return max((each for each in path.iterdir() if _is_one(each)), default=None) if path.is_dir() else None
+
+
+def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
+    """Writes a state as the newest in the folder; to be called by all ranks, with the mesh they form, or None for one.
+
+    Args:
+        members: M over all ranks.
+        own: ids of the tensors in it that have a row for each member that lies here. Of other tensors all ranks have the same
+            values, and one of them writes them.
+    """
+    # Imported here: a run on one process needs none of it.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    first, here = mesh is None or mesh.is_first, range(members)[slice(None) if mesh is None else mesh.rows(members)]
+    tensors: dict[str, Tensor] = {}
+    rest = {key: _taken_out(value, key, tensors, here, own) if key in SPREAD else value for key, value in state.items()}
+    before = newest(path) if first else None
+    number = [0 if before is None else int(before.name) + 1]
+    if first:
+        path.mkdir(parents=True, exist_ok=True)
+        for each in path.iterdir():
+            if each != before and OURS.fullmatch(each.name):  # of processes that were killed
+                shutil.rmtree(each)
+        (path / f".{number[0]:08d}").mkdir()
+        torch.save({**rest, "members": members}, path / f".{number[0]:08d}" / RUN)
+    if mesh is not None:
+        distributed.broadcast_object_list(number)
+    temporary = path / f".{number[0]:08d}"
+    with _quiet():
+        save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
+    if first:
+        temporary.rename(path / temporary.name[1:])
+        if before is not None:
+            shutil.rmtree(before)
+
+
+def read_ranks(
+    path: Path, mesh: Mesh | None, device: torch.device, divided: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """The newest state in the folder; of tensors with a row for each member those that lie here. To be called by all ranks.
+
+    `divided`: by name, or by the name of what they belong to, tensors that `fully_shard` divides, as they are to be divided.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    chosen = [str(newest(path)) if mesh is None or mesh.is_first else ""]
+    if mesh is not None:
+        distributed.broadcast_object_list(chosen)
+    folder = path / Path(chosen[0]).name
+    state = torch.load(folder / RUN, map_location=device, weights_only=True)
+    here = range(state.pop("members"))
+    here = here if mesh is None else here[mesh.rows(len(here))]
+    tensors: dict[str, Tensor] = {}
+    whole = {key: _put_in(value, tensors, here, device, divided or {}) for key, value in state.items()}
+    with _quiet():
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=mesh is None)
+    return whole
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not warn that there is one process: that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _is_one(path: Path) -> bool:
+    return path.name.isdigit() and (path / ".metadata").exists() and (path / RUN).exists()
+
+
+def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, own: set[int]) -> Any:
+    """The value with words in place of its tensors, which are put among `tensors`."""
+    if isinstance(value, dict):
+        return {key: _taken_out(each, f"{name}/{key}", tensors, here, own) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_taken_out(each, f"{name}/{i}", tensors, here, own) for i, each in enumerate(value)]
+        if name == CHAINS:  # of other ranks' chains this one does not know the state
+            for i in {*range(len(found))} - {*here}:
+                tensors.pop(f"{name}/{i}", None)
+        return found
+    if not isinstance(value, Tensor):
+        return value
+    rows = id(value) in own
+    tensors.update({f"{name}/{row}": value[i] for i, row in enumerate(here)} if rows else {name: value})
+    return {MARK: name, "rows": rows, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _put_in(
+    value: Any, tensors: dict[str, Tensor], here: range, device: torch.device, divided: Mapping[str, Tensor]
+) -> Any:
+    """The value with empty tensors in place of words, which are put among `tensors` to be filled."""
+    if isinstance(value, list):
+        return [_put_in(each, tensors, here, device, divided) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        return {key: _put_in(each, tensors, here, device, divided) for key, each in value.items()}
+    name, rows, shape = value[MARK], value["rows"], value["shape"]
+    shape = [len(here), *shape[1:]] if rows else shape
+    like = divided.get(name, divided.get(name.rpartition("/")[0]))
+    if like is not None and list(like.shape) == shape:
+        made = torch.empty_like(like)
+    else:
+        made = torch.empty(shape, dtype=getattr(torch, value["dtype"]), device=device)
+    tensors.update({f"{name}/{row}": made[i] for i, row in enumerate(here)} if rows else {name: made})
+    return made

@@ -1,0 +1,334 @@
+"""Training on a mesh is training on one process: the same weights, functions, losses and files."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from workers import workers
+
+import dissensus as ds
+import test_contract
+import tiny
+from dissensus.training.ranks import read_ranks
+
+MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
+# Methods of the contract's table whose line there runs chains before `fit` does
+METHODS = test_contract.METHODS | {
+    "hmc": lambda net: ds.HMC(net(), samples=3, warmup=1, leapfrog=1, data_size=12),
+    "multi_hmc": lambda net: ds.HMC([net(), net()], samples=3, warmup=1, leapfrog=1, data_size=12),
+}
+
+
+def small(dropout=0.0):
+    """4 inputs, batch norm, 3 outputs. No bias right before the norm: its gradient is rounding, which Adam makes steps of."""
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), *drop, nn.Linear(6, 3))
+
+
+def plain(dropout=0.0):
+    """4 inputs, 3 outputs, no batch norm."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def trained(method, mesh=None, epochs=100, *, net=small, batch_size=7, keywords=None, **settings):
+    """(state, losses, predictions, history) after training on 12 points in batches of 7 and 5.
+
+    Not of fewer: batch norm of two rows gives ±1 whatever they are, and directions of input gradients are then rounding.
+    """
+    torch.manual_seed(0)
+    posterior = METHODS[method](net, **(keywords or {})).to(torch.float64)
+    x, y = tiny.points()
+    loader = ds.data.Batches(x, y, batch_size=batch_size, shuffle=True)
+    made = None
+    if mesh is not None:
+        made = ds.distributed.mesh(*mesh)
+        if made.rank:  # whose weights and random numbers are those of the first process
+            state = posterior.state_dict()
+            posterior.load_state_dict({name: t + 1 if t.is_floating_point() else t for name, t in state.items()})
+            torch.manual_seed(9)
+    if not (made and made.rank):
+        torch.manual_seed(1)
+    history = ds.fit(posterior, loader, epochs=epochs, progress=False, mesh=made, **settings)
+    torch.manual_seed(2)
+    return result(posterior, history, x)
+
+
+def result(posterior, history, x):
+    losses = torch.tensor([epoch.members for epoch in history.epochs], dtype=torch.float64)
+    return posterior.state_dict(), losses, posterior.predict(x).members, history
+
+
+def off(found, expected):
+    """The largest difference between what two runs gave."""
+    assert found[0].keys() == expected[0].keys()
+    # Eigenvectors of equal eigenvalues turn with the rounding: what is made of them is compared.
+    pairs = [(found[0][name], wanted) for name, wanted in expected[0].items() if not name.endswith(".vectors")]
+    pairs += zip(found[1:3], expected[1:3], strict=True)
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
+
+
+def divisible(method, which):
+    """Whether members of this method can lie in different processes."""
+    return which == "data" or METHODS[method](small).particles.members > 1
+
+
+FAST = [
+    *((method, which) for which in ("members", "data") for method in ("deep_ensemble", "batch_ensemble", "svgd")),
+    *(
+        (method, which)
+        for which in ("members", "data")
+        for method in ("function_rde", "multi_mc_dropout", "multi_swag")
+    ),
+    *((method, "data") for method in ("map", "node_bnn", "tradi")),
+]
+
+
+@pytest.mark.parametrize(("method", "which"), FAST)
+def test_two_processes_train_to_the_result_of_one(method, which):
+    expected = trained(method, epochs=4)
+    for rank in workers().run(2, trained, method, MESHES[which], 4):
+        assert off(rank, expected) < 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_every_mesh_to_the_result_of_one_process(method):
+    """200 steps; of one network there is no members axis."""
+    expected = trained(method)
+    for which, mesh in MESHES.items():
+        if divisible(method, which):
+            for rank in workers().run(math.prod(mesh), trained, method, mesh):
+                assert off(rank, expected) < 1e-8
+
+
+def four(method):
+    """By itself: four processes and four members are four parts of members, four processes and three members of rows."""
+    return trained(method, None, 3), repr(ds.distributed.mesh())
+
+
+def test_processes_choose_a_mesh():
+    expected = trained("batch_ensemble", epochs=3)
+    for found, _ in workers().run(4, four, "batch_ensemble"):
+        assert off(found, expected) < 1e-8
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+class Weighted(Dataset):
+    """13 rows with labels, some of which do not count, and weights."""
+
+    def __init__(self):
+        self.x, self.y = tiny.points(13)
+        self.y[::4] = 255
+        self.weight = torch.linspace(0.5, 2.0, 13, dtype=torch.float64)
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], self.weight[index]
+
+
+def with_sampler(mesh, accumulate):
+    """On a mesh with a DistributedSampler; without one, the same rows in the same batches."""
+    torch.manual_seed(0)
+    posterior = METHODS["function_rde"](plain, likelihood=ds.Classification(ignore_index=255)).double()
+    data = Weighted()
+    if mesh is None:
+        first, second = [*range(0, 13, 2)], [*range(1, 13, 2), 0]  # what the two ranks read: the last row is read again
+        loader = [data[first[i : i + 2] + second[i : i + 2]] for i in range(0, 7, 2)]
+        loader[-1][2][-1] = 0.0
+    else:
+        mesh = ds.distributed.mesh(*mesh)
+        sampler = DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+    settings = {"accumulate": accumulate, "clip": 0.5, "validation": loader}
+    history = ds.fit(posterior, loader, epochs=4, progress=False, mesh=mesh, **settings)
+    return *result(posterior, history, data.x), [epoch.validation for epoch in history.epochs]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_rows_that_a_sampler_divides_count_by_their_weights_and_once(accumulate):
+    *expected, scores = with_sampler(None, accumulate)
+    for *rank, validation in workers().run(2, with_sampler, (1, 2), accumulate):
+        assert off(rank, expected) < 1e-8
+        assert validation == pytest.approx(scores, abs=1e-12)
+
+
+def uneven(mesh):
+    """Batches of 5, 5, 2 and 1 on 4 ranks: of the last two some ranks have no rows of their own."""
+    x, y = tiny.points(13)
+    weight = torch.linspace(0.0, 2.0, 13, dtype=torch.float64)
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([plain() for _ in range(2)], weight_prior_std=1.0, data_size=13).double()
+    batches = [(x[rows], y[rows], weight[rows]) for rows in (slice(5), slice(5, 10), slice(10, 12), slice(12, 13))]
+    made = None if mesh is None else ds.distributed.mesh(*mesh)
+    return result(posterior, ds.fit(posterior, batches, epochs=3, progress=False, mesh=made, accumulate=2), x)
+
+
+def test_batches_with_fewer_rows_than_ranks_count_once():
+    expected = uneven(None)
+    for rank in workers().run(4, uneven, (1, 4)):
+        assert off(rank, expected) < 1e-8
+
+
+def in_a_loop(mesh):
+    """Dropout of members that run one after the other: noise of other processes' members is drawn between."""
+    return trained("multi_mc_dropout", mesh, 3, engine="loop"), trained("function_rde", mesh, 2, engine="loop")
+
+
+def test_noise_is_that_of_one_process_in_a_loop_too():
+    expected = in_a_loop(None)
+    for rank in workers().run(4, in_a_loop, (2, 2)):
+        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
+
+
+def per_rank():
+    """(running mean of batch norm with statistics per rank, and synchronised) after one batch of rows 0, 1 and 2, 3."""
+    found = []
+    for statistics in ("per rank", "synchronised"):
+        posterior = ds.MAP(nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 2))).double()
+        mesh = ds.distributed.mesh(data=2, statistics=statistics)
+        batch = torch.tensor([[0.0], [2.0], [10.0], [14.0]], dtype=torch.float64), torch.tensor([0, 1, 0, 1])
+        ds.fit(posterior, [batch], epochs=1, progress=False, mesh=mesh)
+        found += [float(each) for name, each in posterior.named_buffers() if "running_" in name]
+    return found
+
+
+def test_statistics_may_be_each_ranks_own():
+    # means 1 and 12, variances 2 and 8; of all four rows 6.5 and 43 2/3
+    for rank in workers().run(2, per_rank):
+        assert rank == pytest.approx([6.5, 5.0, 6.5, 131 / 3])
+
+
+# ---------------------------------------------------------------------------------------------------- files and errors
+
+
+def files(folder):
+    """What a run with validation and checkpoint is after an interruption, and what two ranks save."""
+    mesh = ds.distributed.mesh(2, 1) if folder else None
+    runs = []
+    for epochs in (2, 4):  # the second goes on from the first one's checkpoint
+        torch.manual_seed(0)
+        posterior = ds.DeepEnsemble([small() for _ in range(3)]).double()
+        x, y = tiny.points()
+        loader = ds.data.Batches(x, y, batch_size=5, shuffle=True, seed=3)
+        settings = {"checkpoint": f"{folder}/run.pt"} if folder else {}
+        if not folder and epochs == 2:
+            continue
+        optimizer = torch.optim.AdamW(posterior.parameters(), lr=1e-2)
+        history = ds.fit(
+            posterior,
+            loader,
+            epochs=epochs,
+            validation=(x, y),
+            optimizer=optimizer,
+            progress=False,
+            mesh=mesh,
+            **settings,
+        )
+        runs.append((posterior, history))
+    if folder:
+        ds.save(posterior, f"{folder}/saved")
+    return *result(posterior, history, x), [epoch.validation for epoch in history.epochs]
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_its_file_is_read_by_one_process(tmp_path):
+    *expected, scores = files(None)
+    found = workers().run(2, files, str(tmp_path))
+    for *rank, validation in found:
+        assert off(rank, expected) < 1e-8
+        assert validation == pytest.approx(scores, abs=1e-12)
+    loaded = ds.load(tmp_path / "saved", small().double())
+    for state, _, members, *_ in found:
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+        assert torch.equal(loaded.predict(tiny.points()[0]).members, members)
+    checkpoint = read_ranks(tmp_path / "run.pt", None, torch.device("cpu"))
+    assert all(each["exp_avg"].shape[0] == 3 for each in checkpoint["optimizer"]["state"].values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.pt", "saved"]
+
+
+def diverging(which):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(3)]).double()
+    with torch.no_grad():
+        next(iter(posterior.particles.own.parameters()))[2] = 1e200
+    x, y = tiny.points()
+    before = {name: tensor.clone() for name, tensor in posterior.state_dict().items()}
+    try:
+        ds.fit(posterior, [(1e200 * x, y)], epochs=1, progress=False, mesh=ds.distributed.mesh(*which))
+    except ds.Diverged as error:
+        same = all(torch.equal(tensor, before[name]) for name, tensor in posterior.state_dict().items())
+        return error.members, error.step, same
+    return None
+
+
+@pytest.mark.parametrize("which", ["members", "data"])
+def test_a_member_that_diverges_is_named_in_every_process_before_anything_moves(which):
+    assert workers().run(2, diverging, MESHES[which]) == [([2], 1, True)] * 2
+
+
+def refused():
+    """What processes say that would train something else than they were asked for."""
+    rank = ds.distributed.mesh().rank
+    x, y = tiny.points()
+    data = torch.utils.data.TensorDataset(x, y)
+    two = [plain(), plain()]
+
+    def fit(posterior, loader=((x, y),), **mesh):
+        made = ds.distributed.mesh(**mesh) if mesh else None
+        return ds.fit(posterior.double(), list(loader), epochs=1, progress=False, mesh=made)
+
+    def sampled():
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=3, rank=0))
+        ds.fit(ds.MAP(plain().double()), loader, epochs=1, progress=False, mesh=ds.distributed.mesh(data=2))
+
+    cases = [
+        lambda: fit(ds.MAP(plain()), members=2),
+        lambda: fit(ds.MAP(DistributedDataParallel(plain()))),
+        lambda: fit(ds.MAP(plain()), [(x + rank, y)]),
+        sampled,
+        lambda: fit(ds.FoRDE(two, examples=1), data=2),
+        lambda: ds.fit(ds.MAP(plain().double()), [(x, y)], epochs=1, progress=False, engine="compiled"),
+        lambda: DistributedDataParallel(ds.MAP(plain().double())).module.backward(x, y),
+    ]
+    said = []
+    for case in cases:
+        try:
+            case()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_divided_is_said_in_one_line():
+    starts = [
+        "expected at most as many ranks for members as there are, 1, got 2; pass mesh(data=2)",
+        "expected a network of its own, got DistributedDataParallel; pass net.module",
+        "expected the same batches in every process, got others; ",
+        "expected a sampler of the mesh's data axis, rank ",
+        "expected members compared in a row for each example, or in what does not depend on the rows, got shape (2, 1, 4)",
+        "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
+        "expected one process, got rank ",
+    ]
+    for said in workers().run(2, refused):
+        assert [each[: len(start)] for each, start in zip(said, starts, strict=True)] == starts
+        assert all("\n" not in each for each in said)
+
+
+def independent():
+    torch.manual_seed(torch.distributed.get_rank())
+    posterior = ds.MAP(plain().double())
+    history = ds.fit(posterior, [tiny.points()], epochs=1, progress=False, ranks="independent")
+    return history[0].loss
+
+
+def test_independent_ranks_train_models_of_their_own():
+    one, other = workers().run(2, independent)
+    assert one != other

@@ -1,0 +1,138 @@
+"""Checkpoints of several processes: any number of them resumes what another number wrote, bit for bit."""
+
+import pytest
+import torch
+from torch.optim import Adam
+from workers import workers
+
+import dissensus as ds
+import tiny
+from dissensus.training.ranks import newest, read_ranks, write_ranks
+from thinning import often
+
+
+def state_of(mesh, members):
+    """A state of M members: (what this rank knows, ids of tensors with a row for each member that lies here)."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(members, 3, 2, dtype=torch.float64, generator=generator)
+    moment = torch.randn(members, 3, 2, generator=generator)[mesh.rows(members)].clone()
+    shared, count = torch.randn(4, generator=generator).bfloat16(), torch.tensor(7)
+    optimizer = {"state": {0: {"step": count, "exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    state = {
+        "posterior": {"own.weight": weight, "shared.bias": shared},
+        "optimizer": optimizer,
+        "best": {"state": {"own.weight": weight + 1}, "score": 0.5},
+        "random": torch.get_rng_state(),
+        "history": [{"loss": 1.5}],
+    }
+    return state, {id(moment)}
+
+
+def write(path, members, shape=(None, None)):
+    mesh = ds.distributed.mesh(*shape)
+    state, own = state_of(mesh, members)
+    write_ranks(path, state, mesh if mesh.size > 1 else None, members, own)
+
+
+def read(path, members, shape=(None, None), rewrite=False):
+    """Whether the state is this rank's part of what was written."""
+    mesh = ds.distributed.mesh(*shape)
+    together = mesh if mesh.size > 1 else None
+    found, (expected, _) = read_ranks(path, together, torch.device("cpu")), state_of(mesh, members)
+    if rewrite:
+        write_ranks(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
+    return same(expected, found)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def test_four_ranks_then_two_then_one_then_four(tmp_path):
+    """Five members: ranks have two, or one, or none that another rank has."""
+    path = tmp_path / "run.ckpt"
+    workers().run(4, write, path, 5, (2, 2))
+    assert all(workers().run(2, read, path, 5, (2, 1), True))
+    assert read(path, 5, rewrite=True)  # here, without a group
+    assert all(workers().run(4, read, path, 5, (4, 1)))
+    assert [each.name for each in path.iterdir()] == ["00000002"]
+
+
+def test_what_killed_processes_left_is_not_read_and_goes_with_the_next_write(tmp_path):
+    path = tmp_path / "run.ckpt"
+    write(path, 3)
+    (path / ".00000001").mkdir()
+    (path / ".00000001" / "run.pt").write_bytes(b"half")
+    (path / "00000004").mkdir()  # being removed
+    (path / "notes.txt").write_text("somebody else's")
+    assert newest(path).name == "00000000"
+    write(path, 3)
+    assert {each.name for each in path.iterdir()} == {"00000001", "notes.txt"}
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+BUILD = {
+    "deep_ensemble": lambda: ds.DeepEnsemble([tiny.mlp().double() for _ in range(4)]),
+    "sghmc": lambda: ds.SGHMC([tiny.mlp().double() for _ in range(4)], members=4, data_size=1200),
+    "batch_ensemble": lambda: ds.BatchEnsemble(tiny.mlp().double(), members=4, modulation=ds.Modulation.sign()),
+}
+
+
+def fit(name, path, epochs, shape=(None, None)):
+    """Everything that the run has after so many epochs: state, optimiser's state of all members, losses, random state."""
+    torch.manual_seed(2)
+    mesh, posterior = ds.distributed.mesh(*shape), BUILD[name]()
+    optimizer = posterior.default_optimizer() if name == "sghmc" else Adam(posterior.parameters(), lr=0.01)
+    x, y = tiny.points(24)
+    settings = {"optimizer": optimizer, "checkpoint": path, "checkpoint_seconds": 1e6, "progress": False, "draw": False}
+    loader = ds.data.Batches(x, y, batch_size=8, shuffle=True, seed=1)
+    history = ds.fit(posterior, loader, epochs=epochs, validation=[(x, y)], mesh=mesh, **settings)
+    moments = [
+        mesh.members.gather(value, 4) if value.ndim and len(value) == len(range(4)[mesh.rows(4)]) else value
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    losses = [epoch.loss for epoch in history.epochs]
+    return tiny.state(posterior), moments, losses, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("name", often(["deep_ensemble"], ["sghmc", "batch_ensemble"]))
+def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
+    path = tmp_path / "run.ckpt"
+    four = workers().run(4, fit, name, path, 1, (2, 2))
+    for found in workers().run(2, fit, name, path, 1, (2, 1)):  # resumed and not trained
+        assert same(found, four[0])
+    two = workers().run(2, fit, name, path, 2, (1, 2))
+    assert same(fit(name, path, 2), two[0])
+    found, expected = fit(name, path, 4), fit(name, None, 4)  # on to the end by one, and never interrupted
+    assert len(list(path.iterdir())) == 1
+    assert tiny.largest_difference(expected[0], found[0]) < 1e-8
+    assert found[2] == pytest.approx(expected[2], abs=1e-8)
+    assert torch.equal(found[3], expected[3])
+
+
+def test_a_file_of_one_process_is_resumed_by_several_and_stays_a_file(tmp_path):
+    path = tmp_path / "run.pt"
+    alone = fit("deep_ensemble", path, 1)
+    assert same(workers().run(2, fit, "deep_ensemble", path, 1, (2, 1))[0], alone)
+    two = workers().run(2, fit, "deep_ensemble", path, 2, (2, 1))
+    assert path.is_file()
+    assert same(fit("deep_ensemble", path, 2), two[0])
+
+
+def refused(path):
+    try:
+        fit("deep_ensemble", path, 1)
+    except IsADirectoryError as error:
+        return str(error)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    found = workers().run(2, refused, tmp_path)
+    assert all("expected a folder of checkpoints, got" in word for word in found)

@@ -1,0 +1,277 @@
+"""Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit."""
+
+import functools
+from itertools import zip_longest
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from workers import workers
+
+import dissensus as ds
+from dissensus.data import Batches
+from dissensus.evaluation.corrupted import Corruptions
+
+N, BATCH = 90, 16  # 6 batches, the last one of 10: no multiple of 4
+
+
+def rows(n=N, *, seed=1):
+    """Images in [0, 1], and labels that have something to do with them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, 1, 32, 32, generator=generator)
+    return x, (x.flatten(1)[:, :3] + torch.rand(n, 3, generator=generator)).argmax(1)
+
+
+def loader(n=N, *, seed=1, batch_size=BATCH):
+    return Batches(*rows(n, seed=seed), batch_size=batch_size)
+
+
+def on_the_mesh(posterior):
+    """The posterior in eval mode; where there are several processes, on the mesh of all of them."""
+    if distributed.is_initialized():
+        posterior.mesh = ds.distributed.mesh()
+    return posterior.eval()
+
+
+def network(outputs=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, outputs))
+
+
+def ensemble(outputs=3, **about):
+    torch.manual_seed(3)
+    return on_the_mesh(ds.DeepEnsemble([network(outputs) for _ in range(3)], **about))
+
+
+def numbers(evaluation):
+    """Metrics and arrays, without times."""
+    found = {**evaluation.metrics, **evaluation.arrays}
+    return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in found.items() if name[:5] != "cost/"}
+
+
+def evaluated_classes():
+    posterior = ensemble()
+    promises = ds.conformal(posterior, loader(200, seed=5), score="aps", randomised=True, by=by_brightness)
+    ds.selective(posterior, loader(200, seed=6), risk=0.9)
+    evaluation = ds.evaluate(
+        posterior,
+        loader(),
+        ood={"other": loader(50, seed=2)},
+        shift={"moved": loader(60, seed=3)},
+        corrupt=Corruptions(["brightness", "contrast"], [2, 4]),
+        attack=ds.AttackCurves([0.1], ["fgsm", "transfer"], steps=2, fool_steps=1),
+        progress=False,
+    )
+    return numbers(evaluation) | {"thresholds": promises.thresholds(torch.ones(1), torch.tensor([1]))}
+
+
+def by_brightness(x):
+    return (x.flatten(1)[:, 0] > 0.5).long()
+
+
+def evaluated_regression():
+    posterior = ensemble(1, likelihood=ds.Regression(0.7))
+    x, y = rows()
+    far = Batches(x * 3, y[:, None].float(), batch_size=BATCH)
+    data = Batches(x, y[:, None].float(), batch_size=BATCH)
+    ds.calibrate(posterior, data, "scale")
+    ds.conformal(posterior, data)
+    return numbers(ds.evaluate(posterior, data, ood={"far": far}, shift={"far": far}, progress=False))
+
+
+def evaluated_pixels():
+    torch.manual_seed(4)
+    networks = [nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)) for _ in range(2)]
+    posterior = on_the_mesh(ds.DeepEnsemble(networks, likelihood=ds.Classification(ignore_index=255)))
+    x = torch.rand(9, 1, 8, 8)
+    y = (3 * x[:, 0]).long().clamp(max=2)
+    mask, y[:, 0] = (x[:, 0] > 0.8).long(), 255
+    data, foreign = (Batches(x, each, batch_size=2) for each in (y, mask))
+    return numbers(ds.evaluate(posterior, data, ood={"odd": foreign}, shift={"same": data}, progress=False))
+
+
+def predicted():
+    posterior = ensemble()
+    before = ds.temperature_scale(posterior, loader(seed=4))
+    vector = ds.calibrate(posterior, loader(seed=4), "vector")
+    predictive, y = ds.predict(posterior, loader())
+    summary, again = ds.summarise(posterior, loader())
+    parts, targets = zip(*ds.predict_batches(posterior, loader()), strict=True)
+    sampled = on_the_mesh(ds.MCDropout(network(), samples=4))
+    return {
+        "temperature": torch.tensor([before, *vector[2:]]),
+        "members": predictive.members,
+        "targets": torch.stack([y, again, torch.cat(targets)]),
+        "summary": torch.cat([summary.mean, summary.epistemic[:, None]], 1),
+        "batches": torch.cat([part.members for part in parts], 1),
+        "dropped": ds.predict(sampled, loader())[0].members,
+        "regression": ds.calibrate(ensemble(), loader(), "isotonic").nll * torch.ones(1),
+    }
+
+
+@functools.cache
+def alone(function):
+    return function()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", [evaluated_classes, evaluated_regression, evaluated_pixels, predicted])
+def test_ranks_find_what_one_process_finds(function, size):
+    """Bit for bit, on every rank: each batch is predicted whole, and what was said of it is counted in its order."""
+    expected = alone(function)
+    for found in workers().run(size, function):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def parted(n, batch_size, drop_last=False):
+    data = TensorDataset(*rows(n))
+    sampler = DistributedSampler(data, shuffle=False, drop_last=drop_last) if distributed.is_initialized() else None
+    size = batch_size // (distributed.get_world_size() if distributed.is_initialized() else 1)
+    return DataLoader(data, batch_size=size, sampler=sampler)
+
+
+def of_parts():
+    found = {}
+    for n in (N, 3):  # one that four does not divide, one with fewer rows than ranks
+        predictive, y = ds.predict(ensemble(), parted(n, 16))
+        evaluation = numbers(ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8)}, progress=False))
+        found |= {f"{n}/{name}": value for name, value in evaluation.items()}
+        found |= {f"{n}/members": predictive.members, f"{n}/y": y}
+    posterior = ensemble()
+    ds.conformal(posterior, parted(N, 16), score="aps", randomised=True)
+    return found | {"scores": posterior.promises["conformal"].scores}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_parts_of_a_sampler_are_put_together_in_the_order_of_the_set(size):
+    """Repeated rows that fill the sampler's last round are counted once."""
+    expected = alone(of_parts)
+    for found in workers().run(size, of_parts):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def of_uneven_parts():
+    """Rank r reads rows of its own: 40, none, 33 and 17 of them."""
+    sizes = [40, 0, 33, 17]
+    rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    x, y = rows()
+    x = x.double()
+    parts = [
+        Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
+    ]
+    parts.insert(1, [])
+    mine = parts[rank] if size > 1 else [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
+    posterior = ensemble().double()
+    posterior.mesh = ds.distributed.mesh(data=size, batches="parts") if size > 1 else None
+    ds.calibrate(posterior, mine, "vector")
+    scores = ds.conformal(posterior, mine, score="aps").scores
+    twice = said(ds.predict, posterior, (x, y)) if size > 1 else ""
+    return numbers(ds.evaluate(posterior, mine, progress=False)) | {"scores": scores, "twice": twice}
+
+
+def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
+    expected = alone(of_uneven_parts)
+    for found in workers().run(4, of_uneven_parts):
+        assert found.pop("twice").startswith("ValueError: expected other rows on every rank")
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
+        assert torch.equal(found["test/correct"], expected["test/correct"])
+
+
+def said(function, *args, **keywords):
+    """What an error says."""
+    try:
+        function(*args, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Failing:
+    """A loader that a rank's disk fails in."""
+
+    def __iter__(self):
+        for number, batch in enumerate(loader()):
+            if number == 3 and distributed.get_rank() == 1:
+                raise OSError("disk gone")
+            yield batch
+
+
+def bad_days():
+    rank = distributed.get_rank()
+    posterior, other = ensemble(), ensemble()
+    with torch.no_grad():
+        next(other.parameters())[0] += 1e-7 * rank
+    shuffled = DataLoader(TensorDataset(*rows()), batch_size=BATCH, shuffle=True)
+    nan = loader()
+    nan.x[70] = torch.nan
+    diverged = ensemble()
+    with torch.no_grad():
+        diverged.particles.own_parameters()["network.4.bias"][1] = torch.nan
+    sampler = DistributedSampler(TensorDataset(*rows()), num_replicas=3, rank=rank)
+    unlike = DistributedSampler(TensorDataset(*rows(N - rank)), shuffle=False)
+    not_on_it = ensemble()
+    not_on_it.mesh = None
+    drawn = on_the_mesh(ds.MCDropout(network(), samples=2))
+    torch.manual_seed(rank)
+    return {
+        "other rows": said(ds.predict, posterior, loader(seed=rank)),
+        "fewer rows": said(ds.evaluate, posterior, loader(N - 40 * rank), progress=False),
+        "none on one": said(ds.predict, posterior, loader() if rank else []),
+        "none at all": said(ds.predict, posterior, []),
+        "shuffled": said(ds.conformal, posterior, shuffled),
+        "other functions": said(ds.evaluate, other, loader(), progress=False),
+        "other draws": said(ds.predict, drawn, loader()),
+        "disk": said(ds.predict, posterior, Failing()),
+        "nan": said(ds.evaluate, posterior, nan, progress=False),
+        "diverged": said(ds.predict, diverged, loader()),
+        "sampler": said(ds.predict, posterior, DataLoader(sampler.dataset, sampler=sampler)),
+        "sets": said(ds.predict, posterior, DataLoader(unlike.dataset, sampler=unlike, batch_size=8)),
+        "no mesh": said(ds.predict, not_on_it, parted(N, 16)),
+        "afterwards": said(ds.predict, posterior, loader()),
+    }
+
+
+def test_what_differs_between_ranks_is_an_error_on_all_of_them():
+    expected = {
+        "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
+        "fewer rows": "ValueError: expected the same batches on all ranks",
+        "none on one": "ValueError: expected the same batches on all ranks",
+        "none at all": "ValueError: expected at least one batch from the loader, got none",
+        "shuffled": "ValueError: expected the same batches on all ranks",
+        "other functions": "ValueError: expected the same functions on all ranks, got others on rank 1 than on 0; load",
+        "other draws": "ValueError: expected the same functions on all ranks",
+        "disk": "OSError: disk gone",
+        "nan": "ValueError: expected finite inputs, got NaN",
+        "diverged": "Diverged: expected finite predictions, got a prediction that is not finite in member 1",
+        "sampler": "ValueError: expected samplers of ranks 0 to 1, got [0, 1] of 3",
+        "sets": "ValueError: expected the same sampler and set on all ranks",
+        "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
+        "afterwards": "no error",
+    }
+    for found in workers().run(2, bad_days):
+        assert {name: text[: len(expected[name])] for name, text in found.items()} == expected
+
+
+def after_the_group():
+    """One rank goes on alone when the group is no more."""
+    posterior = ensemble()
+    distributed.destroy_process_group()
+    return ds.predict(posterior, loader())[0].members if posterior.mesh.is_first else None
+
+
+def test_a_rank_may_go_on_alone_after_the_group():
+    found = workers().run(2, after_the_group)
+    assert torch.equal(found[0], ds.predict(ensemble(), loader())[0].members)
+
+
+def test_one_process_takes_no_turns():
+    posterior = ensemble()
+    posterior.mesh = ds.distributed.mesh()
+    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), None)
+    assert next(taken) == (1, -1), "and reads no batch before it is its turn"
+    assert [*taken] == [(2, -2)]
