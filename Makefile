@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: bench test test-slow lint types clean
+.PHONY: bench test test-slow lint types docs clean
 
 bench: $(VENV)/installed
 	$(BIN)/dissensus bench --jobs 2
@@ -21,6 +21,9 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/mypy
 
+docs: $(VENV)/installed-docs
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict   # ruff, beside it, lays out signatures
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -32,5 +35,11 @@ $(VENV)/installed-test: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,lint]"
 	touch $@ $(VENV)/installed
 
+# The site is made from the pages and the source alone: torch is not needed for it.
+$(VENV)/installed-docs: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(VENV)/docs.txt
+	$(BIN)/pip install -q -c constraints.txt -r $(VENV)/docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,7 @@
     python benchmarks/camvid_ood.py runs/camvid runs/camvid-car runs/camvid-tradi
     python benchmarks/tables.py
 
-docs/segmentation-results.md names the commands that make the runs. The network, the recipe and the paper's numbers stand in
+docs/results/segmentation.md names the commands that make the runs. The network, the recipe and the paper's numbers stand in
 the task. Differences to MAP are paired image by image on the seeds that both methods have, by the report's own statistics,
 with Holm's adjustment for all comparisons of a folder.
 """

@@ -1,7 +1,7 @@
 """Methods that compose, on the digits of the package: one network or five, samplers around each, samplers over FoRDE; CSV out.
 
     python benchmarks/compose.py                 # six methods and a temperature, five seeds; started again, it goes on
-    python benchmarks/tables.py                  # writes docs/composing-results.md from the CSV
+    python benchmarks/tables.py                  # writes docs/results/composing.md from the CSV
 
 Every method has the same network, data (4,000 digits to learn from), optimiser, rate and number of epochs, and five networks;
 MAP and SWAG have one. Rates decay, except for SWAG in all its forms: its tail, the last quarter of a run, is constant. A seed

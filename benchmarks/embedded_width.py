@@ -1,4 +1,4 @@
-"""The table and sentences of docs/embedded.md from what `dissensus bench embedded-width` wrote.
+"""The table and sentences of docs/results/embedded.md from what `dissensus bench embedded-width` wrote.
 
     dissensus bench embedded-width --seeds 3 --jobs 2 --out FOLDER
     python benchmarks/embedded_width.py FOLDER         # into benchmarks/results and docs/figures

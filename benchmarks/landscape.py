@@ -147,7 +147,7 @@ def drawn(given: argparse.Namespace) -> None:
 
 
 def page(rows: list[Row]) -> str:
-    """What docs/landscape.md says of the figure."""
+    """What docs/results/landscape.md says of the figure."""
     lines = []
     for name in dict.fromkeys(row["network"] for row in rows):
         mine = [row for row in rows if row["network"] == name]

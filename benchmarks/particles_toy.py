@@ -13,7 +13,7 @@ Runs with other settings than the task's are filed under a name of their own (CO
 
     python benchmarks/particles_toy.py runs/toy-regression-adam --name toy-regression-adam
 
-Tables and sentences in docs/particle-results.md are made from the CSV files alone; figures need the runs' folders.
+Tables and sentences in docs/results/particles.md are made from the CSV files alone; figures need the runs' folders.
 """
 
 from __future__ import annotations

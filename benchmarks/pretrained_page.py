@@ -1,4 +1,4 @@
-"""What docs/pretrained.md shows: CSV files and a figure of packed runs, tables and sentences of the CSV files.
+"""What docs/results/pretrained.md shows: CSV files and a figure of packed runs, tables and sentences of the CSV files.
 
     python benchmarks/pretrained_page.py runs.tar.gz
 
@@ -32,7 +32,7 @@ from dissensus.reporting.statistics import LEVEL, SIGNIFICANT
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"
-PAGE = ROOT / "docs" / "pretrained.md"
+PAGE = ROOT / "docs" / "results" / "pretrained.md"
 FILES = ("pretrained.csv", "pretrained_pairs.csv")
 COMMAND = (
     "python benchmarks/pretrained.py --data FOLDER --explore --seeds 2 --pack runs.tar.gz "

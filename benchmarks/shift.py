@@ -5,7 +5,7 @@
     python benchmarks/shift.py runs/node-corruptions-short runs/remedies-short
     python benchmarks/tables.py
 
-Tables in docs/covariate-shift.md are made from the CSV files alone; figures need the runs' folders.
+Tables in docs/results/covariate-shift.md are made from the CSV files alone; figures need the runs' folders.
 """
 
 from __future__ import annotations

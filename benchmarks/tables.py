@@ -13,6 +13,7 @@ from pathlib import Path
 import bias_correlation
 import calibration
 import camvid_ood
+import choose
 import compose
 import compose_speed
 import embedded_width
@@ -137,8 +138,8 @@ def rows(name: str) -> list[dict[str, str]]:
     return read_rows(RESULTS / name)
 
 
-def speed_table(*, short: bool) -> str:
-    """The H200 and CPU comparisons; the short one has training at the cases' own sizes only."""
+def speed_table() -> str:
+    """The H200 and CPU comparisons."""
     lines = [
         "| device | network | M | batch | what | loop over members | dissensus | ratio | how it ran |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -146,15 +147,6 @@ def speed_table(*, short: bool) -> str:
     commits = set()
     for file in ("speed_h200.csv", "speed_cpu.csv"):
         for row in rows(file):
-            training = row["what"].startswith("training step")
-            own_size = (row["case"], row["members"], row["batch"]) in {
-                ("mlp", "20", "128"),
-                ("mlp16", "20", "16"),
-                ("resnet18", "10", "128"),
-                ("conv", "5", "128"),
-            }
-            if short and not (training and own_size):
-                continue
             commits.add(f"{row['commit']}, torch {row['torch']}")
             network = {
                 "mlp": "MLP 784-200-200-200-10",
@@ -335,27 +327,43 @@ def measurements() -> Iterator[tuple[str, str, str]]:
     """(page, name, table) of small measurements."""
     both = [*rows("node_step_cpu.csv"), *rows("node_step_h200.csv")]
     command = "python benchmarks/node_step.py --repeats 30"
-    yield "node-bnn.md", "node-step", measured.measured(both, measured.STEP, command, "medians of steps in turns")
+    yield (
+        "results/node-bnn.md",
+        "node-step",
+        measured.measured(both, measured.STEP, command, "medians of steps in turns"),
+    )
     both = [*rows("embedded_step_cpu.csv"), *rows("embedded_step_h200.csv")]
     command = "python benchmarks/embedded_step.py --csv FILE"
-    yield "embedded.md", "embedded-step", measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns")
+    yield (
+        "results/embedded.md",
+        "embedded-step",
+        measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns"),
+    )
     both = [*rows("tangent_kernel.csv"), *rows("tangent_kernel_h200.csv")]
     command = "python benchmarks/tangent_kernel.py --csv FILE"
     yield "theory.md", "tangent-kernel", measured.measured(both, measured.KERNEL, command)
     both = [*rows("tradi_overhead_cpu.csv"), *rows("tradi_overhead_h200.csv")]
     command = "python benchmarks/tradi_overhead.py --csv FILE"
     yield (
-        "tracking.md",
+        "results/tracking.md",
         "tradi-overhead",
         measured.measured(both, measured.TRACKED, command, "medians of rounds in turns"),
     )
     found = rows("threads_cpu.csv")
-    yield "threads.md", "threads", measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE")
+    yield (
+        "guides/threads.md",
+        "threads",
+        measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE"),
+    )
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
-    yield "laplace.md", "laplace-cifar10", measured.measured(found, measured.LAPLACE, command, "means over seeds")
+    yield (
+        "results/laplace.md",
+        "laplace-cifar10",
+        measured.measured(found, measured.LAPLACE, command, "means over seeds"),
+    )
     if found := rows("bias_correlation.csv"):
-        yield "embedded.md", "bias-correlation", bias_correlation.page(found)
+        yield "reference/details/embedded.md", "bias-correlation", bias_correlation.page(found)
 
 
 def side_by_side() -> str:
@@ -414,60 +422,74 @@ def shift_table(task: str) -> str:
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
-    """(page, name, table) of every table there is a CSV for."""
+    """(page, name, table) of every table there is a CSV for; figures are linked as the page's folder asks."""
+    for page, name, table in tables_of_docs():
+        up = "../" * (len(page.relative_to(ROOT / "docs").parts) - 1) if page.is_relative_to(ROOT / "docs") else "docs/"
+        yield page, name, table.replace("](figures/", f"]({up}figures/")
+
+
+def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
+    """The same with links as in docs itself."""
     docs = ROOT / "docs"
-    yield ROOT / "README.md", "speed", speed_table(short=True)
-    yield docs / "speed.md", "speed", speed_table(short=False)
-    yield docs / "node-bnn.md", "capacity", capacity_table()
+    yield ROOT / "README.md", "gains", choose.gains()
+    for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):
+        yield docs / "choose.md", name, table()
+    yield docs / "choose.md", "table", choose.table_rows()
+    yield docs / "results" / "speed.md", "speed", speed_table()
+    yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
     for name in NODES:
-        yield docs / "node-bnn.md", name.replace("_", "-"), node_table(name)
+        yield docs / "results/node-bnn.md", name.replace("_", "-"), node_table(name)
     for page, name, table in measurements():
         yield docs / page, name, table
     for task in shift.COLUMNS:
-        yield docs / "covariate-shift.md", task, shift_table(task)
+        yield docs / "results" / "covariate-shift.md", task, shift_table(task)
     for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
         if found := rows(f"{name}.csv"):
-            yield docs / "tracking.md", name.replace("_", "-"), page(found)
+            yield docs / "results/tracking.md", name.replace("_", "-"), page(found)
     for task, columns in PARTICLES.items():
         if particle_rows(task):
-            yield docs / "particle-results.md", task, particle_table(task, columns)
+            yield docs / "results" / "particles.md", task, particle_table(task, columns)
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
-        yield docs / "particle-results.md", "side-by-side", side_by_side()
+        yield docs / "results" / "particles.md", "side-by-side", side_by_side()
     if found := rows("toy_entropy.csv"):
-        yield docs / "particle-results.md", "toy-entropy", toy_entropy.page(found)
+        yield docs / "results" / "particles.md", "toy-entropy", toy_entropy.page(found)
     if found := rows(camvid_ood.NUMBERS):
-        yield docs / "segmentation-results.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
+        yield docs / "results" / "segmentation.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
     if found := rows(calibration.NUMBERS):
-        yield docs / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
+        yield docs / "results" / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := rows("compose.csv"):
-        yield docs / "composing-results.md", "compose", compose.page(found)
+        yield docs / "results" / "composing.md", "compose", compose.page(found)
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
-        yield docs / "composing-results.md", "compose-speed", compose_speed.page(found)
+        yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     if found := rows("recipe.csv"):
-        yield docs / "pretrained.md", "recipe", recipe.page(found)
+        yield docs / "results/pretrained.md", "recipe", recipe.page(found)
     if found := rows("embedded_width_fashion.csv"):
-        yield docs / "embedded.md", "embedded-verdicts-fashion", embedded_width.verdict_page(embedded_width.FASHION)
+        yield (
+            docs / "results/embedded.md",
+            "embedded-verdicts-fashion",
+            embedded_width.verdict_page(embedded_width.FASHION),
+        )
     for task, table in task_results.pages():
-        yield docs / "standard-results.md", task, table
+        yield docs / "results" / "standard.md", task, table
     if rows("forde_cost_cpu.csv"):
-        yield docs / "particles.md", "forde-cost", cost_table()
+        yield docs / "reference/details/particles.md", "forde-cost", cost_table()
     if found := rows("landscape.csv"):
-        yield docs / "landscape.md", "landscape", landscape.page(found)
+        yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
     if found := rows("momentum.csv"):
-        yield docs / "embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
+        yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):
-        yield docs / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
+        yield docs / "results" / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):
-        yield docs / "embedded.md", "embedded-width", embedded_width.page()
-        yield docs / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
+        yield docs / "results/embedded.md", "embedded-width", embedded_width.page()
+        yield docs / "results/embedded.md", "embedded-verdicts", embedded_width.verdict_page()
     if found := rows(scaling.MEASURED):
         yield docs / "scaling.md", "scaling-measured", scaling.measured_page(found)
     if found := rows(scaling.PREDICTED):
         yield docs / "scaling.md", "scaling-predicted", scaling.predicted_page(found)
     if rows("false_positives.csv"):
-        yield docs / "bench.md", "false-positives", false_positive_table()
-        yield docs / "bench.md", "false-positives-few", few_examples_table()
+        yield docs / "results" / "statistics.md", "false-positives", false_positive_table()
+        yield docs / "results" / "statistics.md", "false-positives-few", few_examples_table()
 
 
 def main() -> None:

@@ -222,7 +222,7 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row], tried: list[Row]) -> str:
-    """What docs/tables.md shows."""
+    """What docs/results/tables.md shows."""
     return f"{table(rows)}\n\n{verdicts(rows)}\n\n{choices(tried)}"
 
 

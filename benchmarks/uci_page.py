@@ -1,4 +1,4 @@
-"""What docs/tracking.md shows of results/uci.csv: the table, and what stands out in it for better and for worse."""
+"""What docs/results/tracking.md shows of results/uci.csv: the table, and what stands out in it for better and for worse."""
 
 from __future__ import annotations
 

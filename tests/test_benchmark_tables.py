@@ -32,7 +32,7 @@ def test_every_generated_table_is_up_to_date(benchmarks):
     ]
     assert stale == [], "run `python benchmarks/tables.py` and commit what it writes"
     # and no block between marks is written by hand
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     marked = {(page, name) for page in pages for name in re.findall(r"<!-- /([\w-]+) -->", page.read_text())}
     assert marked == {(path, name) for path, name, _ in made}
 

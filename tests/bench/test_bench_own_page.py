@@ -11,7 +11,7 @@ import dissensus as ds
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.task.config import load_task
 
-PAGE = (Path(__file__).parents[2] / "docs" / "own.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "own.md").read_text()
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 

@@ -198,7 +198,7 @@ def test_black_and_white_images_stay_finite(name: str, level: int) -> None:
 
 
 def test_the_documentations_first_example_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "corruptions.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "corruptions.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     exec(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], names)
     assert len(names["everything"]) == 95  # type: ignore[arg-type]

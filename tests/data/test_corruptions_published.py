@@ -46,7 +46,7 @@ def test_without_severity_all_fifty_thousand_come(folder: Path) -> None:
 
 
 def test_the_documentations_example_runs(folder: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "corruptions.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "corruptions.md").read_text(encoding="utf-8")
     names: dict[str, object] = {"folder": folder}
     exec(re.findall(r"```\n(from dissensus.data.corruptions.*?)```", page, flags=re.DOTALL)[0], names)
     assert names["images"].shape == (10_000, 3, 32, 32)  # type: ignore[attr-defined]

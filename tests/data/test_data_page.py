@@ -1,9 +1,9 @@
-"""The code in docs/data.md runs, from top to bottom."""
+"""The code in docs/guides/data.md runs, from top to bottom."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "data.md"
 
 
 def test_the_code_of_the_page_runs_and_prints_what_it_promises(capsys, monkeypatch):

@@ -131,7 +131,7 @@ def test_bad_input_is_a_clear_error():
 
 @pytest.mark.parametrize("members", [2, 5, 16])
 def test_the_pairs_of_a_member_add_up(members):
-    """Of M − 1 others that all point one way each pushes in full: the exact factor that docs/particles.md names."""
+    """Of M − 1 others that all point one way each pushes in full: the exact factor that its page names."""
     generator = torch.Generator().manual_seed(0)
     mine, other = torch.randn(2, 1, 5, 3, dtype=torch.float64, generator=generator)
 

@@ -12,7 +12,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "composing.md"
 LOADER = [(x, y) for x, y in zip(*(t.split(8) for t in tiny.points(24)), strict=True)]
 X = tiny.points(24)[0]
 RECORDING = {

@@ -3,7 +3,7 @@
 A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so a parameter of
 it (the noise of `Regression`) is trained with the network, and every member of an ensemble gets its own.
 
-Your own likelihood subclasses `Likelihood` and defines three methods; docs/training.md has a Poisson likelihood.
+Your own likelihood subclasses `Likelihood` and defines three methods; docs/guides/likelihoods.md has a Poisson likelihood.
 """
 
 from abc import ABC, abstractmethod

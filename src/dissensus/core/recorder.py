@@ -15,7 +15,7 @@ class Recorder(nn.Module, ABC):
     """Base class of what watches weights in training and samples weights around them: `observe`, `ready`, `sample`.
 
     The source is asked again before every step that is recorded: it may have other tensors by then, or refuse the step.
-    Keep what is recorded in buffers, so that it moves, is saved and is resumed with the posterior. `docs/composing.md`
+    Keep what is recorded in buffers, so that it moves, is saved and is resumed with the posterior. `docs/guides/composing.md`
     has one.
 
     Args:

@@ -46,7 +46,7 @@ def conformal(
             density ratios: see `weight`.
         level: 1 − α, below 1.
         score: classes: "lac" (None; the smallest sets), "aps", "raps", "disagreement" (uses the members); regression, each
-            output by itself: "cqr" (None) or "residual". docs/guarantees.md compares them.
+            output by itself: "cqr" (None) or "residual". docs/guides/guarantees.md compares them.
         by: promises for every class by itself ("class"), or for every group, a function of inputs (B, ...) that gives whole
             numbers (B,). A class or group with too few rows is in every set, or has infinite intervals.
         weight: for a known shift of the inputs: a function of inputs (B, ...) that gives the density of new inputs over that

@@ -8,7 +8,7 @@ for masks.
 κ averages overlaps with their signs, which cancel; what members do to each other at a finite width does not. Random factors of
 N nodes overlap by ±1/√N, so that together the others have Σ cos² ≈ (M − 1)/N of what a member has: the `crowding` of the
 narrowest hidden layer. Above 0.075, about 13 nodes for every other member, members are not called independent. The limit was
-set on the cells of the task `embedded-width` and tried on other data (docs/embedded.md).
+set on the cells of the task `embedded-width` and tried on other data (docs/reference/details/embedded.md).
 """
 
 import math

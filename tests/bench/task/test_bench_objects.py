@@ -187,7 +187,7 @@ def test_a_sweep_finds_its_setting_inside_an_object():
 
 
 def test_the_page_shows_forms_that_work(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "tasks.md").read_text()
     (block,) = [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if text.startswith("likelihood")]
     names = re.findall(r"\[method.(\w+)\]", block)
     head = f'methods = {json.dumps(names)}\ndata.name = "cubic"\nnetwork.name = "MLP"\ntraining.epochs = 1\n'

@@ -1,0 +1,86 @@
+"""The documentation site: every public name in the reference, pages of one shape and no longer than agreed, a strict build."""
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dissensus as ds
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
+SHAPE = ["Idea", "Equation", "Picture", "Code", "Cost", "When not", "Paper"]
+
+
+def directives() -> list[str]:
+    """Public names that the reference pages take from docstrings: `predict` where it says `predict.predict`.
+
+    A function in a file of its name must be written so: the tool that reads the source would show the file instead.
+    """
+    pages = (DOCS / "reference").rglob("*.md")
+    found = [name for page in pages for name in re.findall(r"^::: dissensus\.(\S+)$", page.read_text(), re.MULTILINE)]
+    for name in found:
+        file = ROOT / "src" / "dissensus" / f"{name.replace('.', '/')}.py"
+        assert not file.exists(), f"{name} is a file: write {name}.{name.rpartition('.')[2]}"
+    return [re.sub(r"(^|\.)(?:methods\.)?(\w+)\.\2$", r"\1\2", name) for name in found]
+
+
+def test_every_public_name_is_in_the_reference_once():
+    found = directives()
+    assert len(found) == len(set(found))
+    top = {name for name in found if "." not in name}
+    assert top == set(ds.__all__) - set(ROOMS)
+    for room in ROOMS:
+        public = importlib.import_module(f"dissensus.{room}").__all__
+        mine = sorted(name.rpartition(".")[2] for name in found if name.split(".")[0] == room)
+        assert mine == sorted(public), room
+
+
+def test_every_class_and_verb_of_the_reference_has_an_example():
+    """Code, or a link to a page with code, before the next name."""
+    for page in ("verbs", "posterior", "methods", "likelihoods", "evaluation"):
+        parts = re.split(r"^::: (\S+)$", (DOCS / "reference" / f"{page}.md").read_text(), flags=re.MULTILINE)[1:]
+        names, texts = parts[::2], parts[1::2]
+        bare = [n for n, text in zip(names, texts, strict=True) if "```python" not in text and "Example" not in text]
+        assert bare == []
+
+
+def test_every_method_has_a_page_of_one_shape_with_its_picture():
+    for name in ds.METHODS:
+        file = name.replace("_", "-")
+        text = (DOCS / "methods" / f"{file}.md").read_text()
+        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SHAPE, name
+        assert f"(../figures/methods/{file}.png)" in text
+        assert (DOCS / "figures" / "methods" / f"{file}.png").exists()
+        assert f"({file}.md)" in (DOCS / "methods" / "index.md").read_text()
+
+
+def test_pages_are_no_longer_than_agreed():
+    long = {page: len(page.read_text().splitlines()) for page in (DOCS / "guides").glob("*.md")}
+    assert {page.name: lines for page, lines in long.items() if lines > 150} == {}
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_pages_link_to_pages_that_are_there():
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+        assert [x for x in links if "://" not in x and not (page.parent / x).exists()] == [], page.name
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    if not all(importlib.util.find_spec(name) for name in ("mkdocs", "mkdocstrings", "latex2mathml")):
+        pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 80
+    loads = r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+    assert {found for page in pages for found in re.findall(loads, page.read_text())} == set()
+    assert "<math" in (tmp_path / "methods" / "swag.html").read_text()
