@@ -215,8 +215,9 @@ def cost_scatter(
     quality: str,
     percent: bool,
     palette: Mapping[str, str],
+    better: object = None,
 ) -> Figure:
-    """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic."""
+    """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic. better: high or low."""
     drawn = []
     for i, (name, (spent, value, interval)) in enumerate(points.items()):
         bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
@@ -224,7 +225,8 @@ def cost_scatter(
         drawn.append(Curve([spent], [value], short(name), look))
     costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
     axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
-    labels = {"xlabel": cost, "ylabel": quality, "title": f"{quality} and cost"}
+    title = {"high": f"{quality}: up is better", "low": f"{quality}: down is better"}
+    labels = {"xlabel": cost, "ylabel": quality, "title": title.get(str(better), f"{quality} and cost")}
     return curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
 
 

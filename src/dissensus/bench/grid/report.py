@@ -147,7 +147,7 @@ def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[
     for each, table in zip(measured, tables, strict=True):
         for row in table.rows:
             rows.setdefault(row.label, []).append(replace(row, label=place(axes, each.cell), group=row.label))
-    return Table(tables[0].columns, [row for several in rows.values() for row in several])
+    return replace(tables[0], rows=[row for several in rows.values() for row in several])
 
 
 def place(axes: Sequence[Axis], cell: GridCell) -> str:
