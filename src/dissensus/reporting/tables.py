@@ -78,6 +78,8 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
+        if len({measure.text(one.estimate) for one in each.values()}) == 1:
+            first = None  # all the same as shown: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
             and not measure.alike(other.estimate, each[first].estimate)
