@@ -19,11 +19,12 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
+from dissensus.drawing import plots
 from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
-from dissensus.reporting import figures, plots, tables
+from dissensus.reporting import figures, tables
 from dissensus.reporting.report import write_report
 from dissensus.reporting.results import results_of_evaluations
 

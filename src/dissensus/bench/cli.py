@@ -182,7 +182,8 @@ def calibrate_command(
 @app.command("report")
 def report_command(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
-    out: Annotated[Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; the first run's parent by default.")
+    out: Annotated[
+        Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; the first run's parent by default.")
     ] = None,
     baseline: Baseline = None,
     holm: Holm = False,

@@ -15,9 +15,10 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 from dissensus import metrics
+from dissensus.drawing import plots
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
-from dissensus.reporting import plots, scenes
+from dissensus.reporting import scenes
 from dissensus.reporting.promises import promised
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
@@ -81,7 +82,9 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
                 points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
-        free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]  # a logarithm has no place for them
+        free[labels[cost]] = [
+            name for name, point in points.items() if point[0] <= 0
+        ]  # a logarithm has no place for them
         points = {name: point for name, point in points.items() if point[0] > 0}
         if points:
             measure = next(iter(draws[key].values())).measure
@@ -89,7 +92,11 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
             about = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
             figure = plots.cost_scatter(points, **about, better=measure.best, palette=palette)
             drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
-    unseen = [f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(names)}." for label, names in free.items() if names]
+    unseen = [
+        f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(names)}."
+        for label, names in free.items()
+        if names
+    ]
     text = " ".join(["Every point is a method, bars are 95 % intervals; left is cheaper.", *unseen])
     return Section("Quality and cost", text, drawn) if drawn or unseen else None
 

@@ -41,7 +41,9 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
 def one_file(path: Path) -> bool:
     """Whether a path asks for one file, by its suffix, not for a folder."""
     if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
-        raise ValueError(f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them")
+        raise ValueError(
+            f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them"
+        )
     return path.suffix in SUFFIXES and not path.is_dir()
 
 

@@ -14,11 +14,11 @@ from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.jobs import begun, default_folder, finished
 from dissensus.bench.run.run import Run, Tell, silent
 from dissensus.bench.task.config import Task, run_config
+from dissensus.drawing.plots import colours
 from dissensus.numerics.checks import one_of, whole
 from dissensus.reporting import curves, scenes
 from dissensus.reporting.figures import svg, write_png
 from dissensus.reporting.measures import Measure
-from dissensus.reporting.plots import colours
 from dissensus.reporting.report import compared_by, rendered
 from dissensus.reporting.results import Results, table_text
 from dissensus.reporting.statistics import Family, compared, family

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from dissensus.reporting.results import CONTROL
+from dissensus.numerics.text import CONTROL
 
 Array = Any  # anything numpy.asarray takes
 
@@ -199,13 +199,25 @@ def corruption_curves(
     palette: Mapping[str, str],
 ) -> Figure:
     """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
+    return curve_figure([corruption_panel(severities, values, label=label, percent=percent, palette=palette)])
+
+
+def corruption_panel(
+    severities: Sequence[int],
+    values: Mapping[str, tuple[float, Array]],
+    *,
+    label: str,
+    percent: bool,
+    palette: Mapping[str, str],
+) -> Panel:
+    """The same, to stand beside others."""
     x = [0, *severities]
     drawn = [
         Curve(x, [clean, *np.asarray(damaged)], short(name), {"color": palette[name], **marked(i)})
         for i, (name, (clean, damaged)) in enumerate(values.items())
     ]
     axes = {"xlabel": "severity of corruption (0: clean)", "ylabel": label, "title": f"{label} under corruption"}
-    return curve_figure([Panel(drawn, axes, percent="y" * percent, ticks=x)])
+    return Panel(drawn, axes, percent="y" * percent, ticks=x)
 
 
 def cost_scatter(
