@@ -26,7 +26,7 @@ class Progress:
             0,
             time.monotonic(),
         )  # epochs, steps of this one, when the last line was printed
-        self.over = "\r" if "ipykernel" in sys.modules else ""  # a notebook goes back to the start of its line
+        self.rewrites = "ipykernel" in sys.modules  # a notebook goes back to the start of its line
         self.last = ""  # of an epoch, where it was not printed
         self.bar: Any = None
         self.task: Any = None
@@ -66,12 +66,14 @@ class Progress:
         self.done, self.steps = number + 1, 0
         self.last = f"epoch {number + 1}/{self.epochs}  {text}"
         due = number == 0 or number + 1 == self.epochs or time.monotonic() - self.told > SECONDS
-        if self.lines and (due or self.over):
+        if self.lines and (due or self.rewrites):
             self._tell(self.last)
 
     def _tell(self, text: str) -> None:
         line = f"{self.title}  {text}"
-        print(f"\r{line:<79}" if self.over else line, file=sys.stderr, flush=True, end="" if self.over else "\n")
+        print(
+            f"\r{line:<79}" if self.rewrites else line, file=sys.stderr, flush=True, end="" if self.rewrites else "\n"
+        )
         self.last, self.told = "", time.monotonic()
 
     def __exit__(
@@ -82,7 +84,7 @@ class Progress:
         elif self.lines:
             if self.last:  # stopped before the last epoch
                 self._tell(self.last)
-            if self.over:
+            if self.rewrites:
                 print(file=sys.stderr)
 
 

@@ -190,18 +190,6 @@ def risk_coverage_figure(
     return curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
 
 
-def corruption_curves(
-    severities: Sequence[int],
-    values: Mapping[str, tuple[float, Array]],
-    *,
-    label: str,
-    percent: bool,
-    palette: Mapping[str, str],
-) -> Figure:
-    """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
-    return curve_figure([corruption_panel(severities, values, label=label, percent=percent, palette=palette)])
-
-
 def corruption_panel(
     severities: Sequence[int],
     values: Mapping[str, tuple[float, Array]],
@@ -210,7 +198,7 @@ def corruption_panel(
     percent: bool,
     palette: Mapping[str, str],
 ) -> Panel:
-    """The same, to stand beside others."""
+    """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
     x = [0, *severities]
     drawn = [
         Curve(x, [clean, *np.asarray(damaged)], short(name), {"color": palette[name], **marked(i)})
@@ -239,7 +227,11 @@ def cost_scatter(
     axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
     title = {"high": f"{quality}: up is better", "low": f"{quality}: down is better"}
     labels = {"xlabel": cost, "ylabel": quality, "title": title.get(str(better), f"{quality} and cost")}
-    return curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
+    figure = curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
+    if percent:  # the room around points may pass what a share can be
+        low, high = figure.axes[0].get_ylim()
+        figure.axes[0].set_ylim(max(low, 0.0), min(high, 1.005))
+    return figure
 
 
 def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:

@@ -53,7 +53,7 @@ def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None)
 def pixels(
     images: Array | None, probabilities: Array, epistemic: Array, *, classes: Sequence[str], truth: Array | None = None
 ) -> Figure:
-    """A row for each image (B, C, H, W): itself, its truth where given, classes, confidence and mutual information (B, H, W)."""
+    """A row for each image (B, C, H, W): itself, its truth (B, H, W) where given, classes, confidence, mutual information."""
     count = probabilities.shape[1]
     largest = float(np.quantile(epistemic, 0.998)) or 1.0
     rows = []

@@ -179,8 +179,8 @@ def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None
             if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
         }
         if values:
-            figure = plots.corruption_curves(first.severities, values, label=label, percent=percent, palette=palette)
-            figures.append((f"{label} by severity of corruption", figure))
+            panel = plots.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
+            figures.append((f"{label} by severity of corruption", plots.curve_figure([panel])))
     count = len(first.arrays.get("corrupt/example_nll", []))
     text = (
         f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "

@@ -22,7 +22,7 @@ class Cell:
     text: str
     interval: str = ""
     best: bool = False  # bold: no number of the row is better
-    clear: bool = False  # shaded: better beyond noise (p < 0.05), and by enough to matter
+    clear: bool = False  # shaded: better beyond noise (p < 0.05, over several seeds), and by enough to matter
     equal: bool = False  # p ≥ 0.05 against the best
     note: str = ""  # p-value
 
@@ -82,6 +82,7 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
             first = None  # all the same as shown: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
+            and against.comparisons[measure.key, name].seeds > 1  # one seed says nothing of others
             and not measure.alike(other.estimate, each[first].estimate)
             for name, other in each.items()
             if other.estimate != each[first].estimate
