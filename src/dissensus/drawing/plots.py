@@ -292,6 +292,8 @@ def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
 def _legend(figure: Figure, title: str | None = None) -> None:
     """Names of curves: among few of them in one panel, below the axes where they would lie on the data or are for several."""
     handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if not handles:
+        return
     if len(figure.axes) == 1 and len(handles) <= ROOM_INSIDE:
         figure.axes[0].legend(loc="best", title=title, title_fontsize=8.5)
         return
