@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import dissensus
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
 CELLS = """
@@ -31,8 +32,10 @@ print("ran", len(cells))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path):
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch):
     pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
+    monkeypatch.setenv("PYTHONPATH", str(Path(dissensus.__file__).parents[1]))  # the library that is tested
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
         import nbformat
         from nbclient import NotebookClient
@@ -43,9 +46,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path):
         assert not [o for c in cells for o in c.get("outputs", []) if o["output_type"] == "error"]
     else:  # the same code in the same order, without a kernel
         done = subprocess.run(
-            [sys.executable, "-c", CELLS, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-            env=os.environ | {"MPLBACKEND": "Agg"},
-        )  # fmt: skip
+            [sys.executable, "-c", CELLS, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
         count = sum(cell["cell_type"] == "code" for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
         assert done.stdout.splitlines()[-1] == f"ran {count}"

@@ -32,7 +32,9 @@ def classified():
     torch.manual_seed(0)
     x, y = torch.rand(40, 1, 8, 8), torch.randint(3, (40,))
     posterior = ds.DeepEnsemble([ds.nets.MLP(64, 3, hidden=(8,)) for _ in range(2)])
-    return ds.evaluate(posterior, [(x, y)], ood={"dark": [(x / 4, y)]}, corrupt=ds.Corruptions(["contrast"], (1, 5)))
+    return ds.evaluate(
+        posterior, [(x, y)], ood={"dark ones": [(x / 4, y)]}, corrupt=ds.Corruptions(["contrast"], (1, 5))
+    )
 
 
 def test_bands_are_the_mean_and_the_interval_of_the_mixture_in_order_of_x():
@@ -109,7 +111,7 @@ def test_evaluations_and_histories_are_short_in_text_and_whole_in_frames(classif
     pandas = pytest.importorskip("pandas", reason="pandas is not installed: pip install pandas")
     assert len(repr(classified).splitlines()) == 1
     assert f"accuracy {classified.metrics['accuracy']:.4f}" in repr(classified)
-    assert "ood/dark/auroc" in classified._repr_html_()
+    assert "<td style='text-align:left'>ood/dark ones/auroc</td>" in classified._repr_html_()
     assert classified.to_dataframe()["value"].to_dict() == classified.metrics
     results = results_of_evaluations({"a": [classified, classified], "b": classified}, "t").to_dataframe()
     assert isinstance(results, pandas.DataFrame)

@@ -65,7 +65,7 @@ class Evaluation:
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td style='text-align:left'>{escape(name)}</td><td>{text}</td></tr>"
-            for name, text in (line.split() for line in self.table().splitlines())
+            for name, text in (line.rsplit(None, 1) for line in self.table().splitlines())
         )
         said = "".join(f"<p>{escape(text)}</p>" for text in self.cautions.values())
         head = escape(repr(self).splitlines()[0])
