@@ -61,7 +61,7 @@ HEAVY_ALLOWED = {
     ("reporting/report.py", "jinja2"),
     ("numerics/frame.py", "pandas"),
     ("bench/rows/own.py", "pandas"),
-    *((f"drawing/{name}.py", "matplotlib") for name in ("plots", "maps", "panels", "predictions")),
+    *((f"drawing/{name}.py", "matplotlib") for name in ("plots", "maps", "panels", "predictions", "notebook")),
     *((f"reporting/{name}.py", "matplotlib") for name in ("curves", "scenes", "figures")),
 }
 
@@ -72,7 +72,7 @@ FLOORS = {
         "curves scenes promises figures",
         "report",
     ],
-    "drawing": ["plots", "maps panels predictions"],
+    "drawing": ["plots notebook", "maps panels", "predictions"],
     "bench": ["names fitting printing own", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],

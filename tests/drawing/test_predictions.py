@@ -16,6 +16,7 @@ from dissensus.reporting.results import results_of_evaluations
 def drawn(figure) -> Figure:
     """The figure, after it was really drawn."""
     assert isinstance(figure, Figure)
+    assert figure.get_facecolor() == (1, 1, 1, 1)  # readable in a dark notebook
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -134,6 +135,7 @@ def test_a_history_is_one_line_of_text_and_draws_losses_validation_and_what_was_
     figure = drawn(history.plot())
     _, validation = line_of(figure, "validation NLL of the mixture")
     assert validation.tolist() == [epoch.validation for epoch in history.epochs]
+    assert figure._repr_png_().startswith(b"\x89PNG")
     at, kept = line_of(figure, f"kept: epoch {history.best + 1}")
     assert (at[0], kept[0]) == (history.best + 1, history[history.best].validation)
     assert f"<td>{history[-1].loss:.4f}</td>" in history._repr_html_()

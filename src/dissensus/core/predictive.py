@@ -110,9 +110,10 @@ class Predictive(ABC):
             seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
             classes: their names.
         """
-        from dissensus.core.showing import figure_of  # loads matplotlib
+        from dissensus.core.showing import figure_of
+        from dissensus.drawing.notebook import shown  # loads matplotlib
 
-        return figure_of(self, x, seen, classes)
+        return shown(figure_of(self, x, seen, classes))
 
     def _repr_html_(self) -> str:
         from dissensus.core.showing import html_of

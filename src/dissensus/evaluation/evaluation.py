@@ -82,9 +82,10 @@ class Evaluation:
             kind: "reliability", "risk" (error left when only the surest inputs are answered), "ood" (scores of test and
                 foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
         """
-        from dissensus.evaluation.plotting import figure_of  # loads matplotlib
+        from dissensus.drawing.notebook import shown  # loads matplotlib
+        from dissensus.evaluation.plotting import figure_of
 
-        return figure_of(self, kind)
+        return shown(figure_of(self, kind))
 
     @property
     def cautions(self) -> dict[str, str]:

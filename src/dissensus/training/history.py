@@ -97,12 +97,13 @@ class History:
 
     def plot(self) -> Any:
         """A matplotlib figure of losses over epochs: members, their mean, validation and the epoch kept."""
-        from dissensus.drawing.predictions import training  # loads matplotlib
+        from dissensus.drawing.notebook import shown  # loads matplotlib
+        from dissensus.drawing.predictions import training
 
         if not self.epochs:
             raise ValueError("expected a history with epochs to plot, got an empty one; train for one or more")
         validation = np.array([math.nan if e.judge is None else e.judge for e in self.epochs])
-        return training(np.array([e.members for e in self.epochs]), validation, best=self.best)
+        return shown(training(np.array([e.members for e in self.epochs]), validation, best=self.best))
 
 
 @dataclass
