@@ -353,11 +353,11 @@ def every_figure() -> dict[str, Figure]:
         )]),
         "cheap": plots.cost_scatter(
             {first: (9.5, 0.9685, (0.96, 0.97)), second: (39.0, 0.8, None)},
-            cost="training (seconds)", quality="Accuracy", percent=True, palette=palette,
+            cost="training (seconds)", quality="Accuracy", percent=True, palette=palette, better="high",
         ),
         "dear": plots.cost_scatter(
             {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
-            cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette,
+            cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette, better="low",
         ),
         "coverage": plots.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
     }  # fmt: skip
@@ -490,7 +490,9 @@ def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_d
     names = [f"method{i}" for i in range(count)]
     palette = dict.fromkeys(names, "#000000")
     points = {name: (10.0 + i, 0.9 + 0.01 * i, None) for i, name in enumerate(names)}
-    figure = plots.cost_scatter(points, cost="parameters", quality="accuracy", percent=True, palette=palette)
+    figure = plots.cost_scatter(
+        points, cost="parameters", quality="accuracy", percent=True, palette=palette, better="high"
+    )
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]
     inside = axes.get_legend()

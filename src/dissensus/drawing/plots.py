@@ -5,7 +5,7 @@ on light and on dark ground. Methods have one colour each, given by `colours`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -215,9 +215,9 @@ def cost_scatter(
     quality: str,
     percent: bool,
     palette: Mapping[str, str],
-    better: object = None,
+    better: Literal["high", "low"],
 ) -> Figure:
-    """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic. better: high or low."""
+    """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic."""
     drawn = []
     for i, (name, (spent, value, interval)) in enumerate(points.items()):
         bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
@@ -225,11 +225,11 @@ def cost_scatter(
         drawn.append(Curve([spent], [value], short(name), look))
     costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
     axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
-    title = {"high": f"{quality}: up is better", "low": f"{quality}: down is better"}
-    labels = {"xlabel": cost, "ylabel": quality, "title": title.get(str(better), f"{quality} and cost")}
+    title = f"{quality}: {'up' if better == 'high' else 'down'} is better"
+    labels = {"xlabel": cost, "ylabel": quality, "title": title}
     figure = curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
+    low, high = figure.axes[0].get_ylim()
     if percent:  # the room around points may pass what a share can be
-        low, high = figure.axes[0].get_ylim()
         figure.axes[0].set_ylim(max(low, 0.0), min(high, 1.005))
     return figure
 
@@ -292,10 +292,9 @@ def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
 def _legend(figure: Figure, title: str | None = None) -> None:
     """Names of curves: among few of them in one panel, below the axes where they would lie on the data or are for several."""
     handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if not handles:
-        return
-    if len(figure.axes) == 1 and len(handles) <= ROOM_INSIDE:
+    if len(figure.axes) == 1 and 0 < len(handles) <= ROOM_INSIDE:
         figure.axes[0].legend(loc="best", title=title, title_fontsize=8.5)
+    if len(handles) <= ROOM_INSIDE * (len(figure.axes) == 1):
         return
     width, height = figure.get_size_inches()
     columns = max(1, int(width / (0.6 + 0.065 * max(map(len, handles)))))  # inches of a line and of a letter

@@ -90,7 +90,9 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
             measure = next(iter(draws[key].values())).measure
             quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
             about = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
-            figure = plots.cost_scatter(points, **about, better=measure.best, palette=palette)
+            figure = plots.cost_scatter(
+                points, **about, better="high" if measure.best == "high" else "low", palette=palette
+            )
             drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
     unseen = [
         f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(names)}."

@@ -42,6 +42,11 @@ class Table:
     rows: list[Row]
     below: list[str] = field(default_factory=list)  # under the heading of each column: numbers of seeds
 
+    @property
+    def headings(self) -> list[str]:
+        """Of the columns, in one line each."""
+        return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
+
 
 MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
 
