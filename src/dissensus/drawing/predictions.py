@@ -40,11 +40,11 @@ def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(4.6, 3.6), layout="constrained")  # not through pyplot: nothing global is kept
         axes = figure.subplots()
-        filled = axes.tripcolor(
-            *np.asarray(points, float).T, np.asarray(values, float), shading="gouraud", cmap="viridis"
-        )
+        across, up = np.asarray(points, float).T
+        filled = axes.tripcolor(across, up, np.asarray(values, float), shading="gouraud", cmap="viridis")
         if seen is not None:
-            axes.scatter(*np.asarray(seen[0]).T, c=np.asarray(seen[1]).ravel(), s=4, cmap="Set1", linewidths=0)
+            across, up = np.asarray(seen[0], float).T
+            axes.scatter(across, up, c=np.asarray(seen[1]).ravel(), s=4, cmap="Set1", linewidths=0)
         axes.set(xlabel="first input", ylabel="second input")
         figure.colorbar(filled, ax=axes, label=label)
     return figure

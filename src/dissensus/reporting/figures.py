@@ -74,7 +74,8 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
     first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
     asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
     labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
-    palette, drawn, free = plots.colours(list(results.methods)), [], dict[str, list[str]]()
+    palette, drawn = plots.colours(list(results.methods)), list[tuple[str, str]]()
+    free: dict[str, list[str]] = {}
     for key, cost in asked:
         points = {}
         for name, several in results.methods.items():
@@ -89,7 +90,7 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
         if points:
             measure = next(iter(draws[key].values())).measure
             quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
-            about = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
+            about: dict[str, Any] = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
             figure = plots.cost_scatter(
                 points, **about, better="high" if measure.best == "high" else "low", palette=palette
             )
