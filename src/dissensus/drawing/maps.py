@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -136,7 +137,7 @@ def class_legend_below(figure: Figure, classes: Sequence[str]) -> None:
     width, height = figure.get_size_inches()
     room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
     figure.set_size_inches(width, height + room)
-    if (engine := figure.get_layout_engine()) is not None:
+    if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
         engine.set(rect=(0, room / (height + room), 1, height / (height + room)))
     with matplotlib.rc_context(STYLE):
         _class_names(figure, classes, loc="lower center")

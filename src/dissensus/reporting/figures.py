@@ -83,9 +83,8 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
                 points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
-        free[labels[cost]] = [
-            name for name, point in points.items() if point[0] <= 0
-        ]  # a logarithm has no place for them
+        # a logarithmic axis has no place for what is free
+        free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]
         points = {name: point for name, point in points.items() if point[0] > 0}
         if points:
             measure = next(iter(draws[key].values())).measure
