@@ -30,6 +30,10 @@ PICTURES = {
 def write_report(results: Results, path: str | Path) -> list[Path]:
     """The files written: results.csv, report.md, report.html into the folder `path`, or the one its suffix names."""
     path = Path(path)
+    if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
+        raise ValueError(
+            f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them"
+        )
     targets = {path.suffix: path} if one_file(path) else {end: path / name for end, name in NAMES.items()}
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
@@ -40,10 +44,6 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
 
 def one_file(path: Path) -> bool:
     """Whether a path asks for one file, by its suffix, not for a folder."""
-    if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
-        raise ValueError(
-            f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them"
-        )
     return path.suffix in SUFFIXES and not path.is_dir()
 
 

@@ -153,7 +153,6 @@ def report_runs(
     from dissensus.reporting.report import one_file, write_report  # loads matplotlib
 
     target = Path(out)
-    checked_folder(target.parent if one_file(target) else target)
     runs = [Run.open(folder) for folder in found_runs(folders)]
     place = {name: i for i, name in enumerate(METHODS)}
     runs.sort(key=lambda run: (place.get(base_name(run.config.method), len(place)), run.config.method, run.config.seed))
@@ -166,6 +165,7 @@ def report_runs(
         evaluations.append(run.measure())
     with belonging_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
+        checked_folder(target.parent if one_file(target) else target)
         return results, write_report(results, target)
 
 
