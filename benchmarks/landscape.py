@@ -26,8 +26,8 @@ import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
 from dissensus.bench.run.weights import load_weights
 from dissensus.data.images import ImageSet
+from dissensus.drawing.panels import surfaces
 from dissensus.reporting.figures import write_png
-from dissensus.reporting.panels import surfaces
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

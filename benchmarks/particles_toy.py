@@ -25,8 +25,9 @@ from typing import Any
 from finished import finished
 from rows import write_rows
 
+from dissensus.drawing import plots
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.reporting import plots, scenes
+from dissensus.reporting import scenes
 from dissensus.reporting.claims import claims
 from dissensus.reporting.results import Results, Swept
 from dissensus.reporting.sweep import GROUPS, accuracies

@@ -18,7 +18,8 @@ import numpy as np
 from finished import finished
 from rows import Row, write_rows
 
-from dissensus.reporting import plots, scenes
+from dissensus.drawing import plots
+from dissensus.reporting import scenes
 from dissensus.reporting.figures import write_png
 from dissensus.reporting.results import Results
 

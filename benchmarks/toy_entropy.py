@@ -233,7 +233,7 @@ def figure(rows: list[Row]) -> Any:
     """Entropy off the data over steps, one line a case, mean over seeds; above, where the poster is."""
     from matplotlib.figure import Figure
 
-    from dissensus.reporting.plots import colours
+    from dissensus.drawing.plots import colours
 
     cases = list(dict.fromkeys(row["case"] for row in rows))
     palette, drawn = colours(cases), Figure(figsize=(9, 4.6), layout="constrained")

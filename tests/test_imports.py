@@ -20,10 +20,11 @@ LONGEST = 300  # lines of a source file, docstrings aside
 ROOMS = {
     "version": "",
     "numerics": "",
+    "drawing": "numerics",  # arrays as figures; the only room below the reports that loads matplotlib
     "nets": "numerics",
     "metrics": "numerics",
     "data": "numerics",
-    "core": "numerics",
+    "core": "numerics drawing",  # drawing only inside `plot`
     "surgery": "numerics nets core",  # the NTK form of a linear layer is cut as the plain one is
     "engine": "numerics core",
     "distributed": "numerics core engine",  # who has which members and rows
@@ -31,22 +32,22 @@ ROOMS = {
     "theory": "numerics core nets surgery methods",
     "standing": "numerics core metrics",  # calibrations and promises as data, which files hold
     "storage": "numerics core data nets methods standing",
-    "training": "numerics core surgery engine distributed methods storage",
+    "training": "numerics drawing core surgery engine distributed methods storage",
     "attacks": "numerics core data",
-    "evaluation": "numerics core engine methods metrics data attacks standing",
-    "reporting": "numerics core metrics evaluation storage",
+    "evaluation": "numerics drawing core engine methods metrics data attacks standing",
+    "reporting": "numerics drawing core metrics evaluation storage",
     "train": "numerics core data surgery engine distributed training",
     "predict": "numerics core data engine storage",
     "guarantees": "numerics core data metrics standing predict",  # the verbs that fit what stands on a posterior
     "exporting": "numerics core surgery engine methods standing storage version",
     "sklearn": "numerics core surgery methods nets data storage training train guarantees standing",
-    "landscape": "numerics core surgery reporting",  # reporting only to draw
+    "landscape": "numerics drawing core surgery",  # drawing only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
-    "bench": "numerics nets metrics data core surgery engine methods theory storage training evaluation reporting train "
+    "bench": "numerics drawing nets metrics data core surgery engine methods theory storage training evaluation reporting train "
     "predict guarantees standing version distributed",
     "__main__": "bench",
 }
-HEAVY = {"scipy", "matplotlib", "typer", "jinja2", "rich", "torchmetrics"}
+HEAVY = {"scipy", "matplotlib", "pandas", "typer", "jinja2", "rich", "torchmetrics"}
 # the only files that may name them
 HEAVY_ALLOWED = {
     ("core/progress.py", "rich"),
@@ -59,16 +60,20 @@ HEAVY_ALLOWED = {
     ("bench/theory/cli.py", "typer"),
     ("bench/theory/studies.py", "matplotlib"),
     ("reporting/report.py", "jinja2"),
-    *((f"reporting/{name}.py", "matplotlib") for name in ("plots", "curves", "maps", "panels", "scenes", "figures")),
+    ("numerics/frame.py", "pandas"),
+    ("bench/rows/own.py", "pandas"),
+    *((f"drawing/{name}.py", "matplotlib") for name in ("plots", "maps", "panels", "predictions", "notebook")),
+    *((f"reporting/{name}.py", "matplotlib") for name in ("curves", "scenes", "figures")),
 }
 
 # the floors of a room: what stands on one may import from its own and from those below
 FLOORS = {
     "reporting": [
         "results regions measures spread estimates statistics tables sweep claims sentences reference",
-        "plots curves maps panels scenes promises figures",
+        "curves scenes promises figures",
         "report",
     ],
+    "drawing": ["plots notebook", "maps panels", "predictions"],
     "bench": ["names fitting printing own ranks", "rows", "task", "run", "theory width grid capacity", "cli"],
     "bench/rows": ["learned", "arrays", "scenes own", "sources geometry", "sets loaders"],
     "bench/task": ["objects variants networks", "schema", "config"],
@@ -211,7 +216,7 @@ def test_a_wrong_import_would_be_seen(tmp_path):
         ("numerics/tree.py", "dissensus.core.batch", "numerics may not import core"),
         ("core/batch.py", "rich.table", "imports rich"),
         ("__init__.py", "dissensus.bench", "imports bench"),
-        ("__init__.py", "dissensus.reporting.plots", "imports reporting"),
+        ("__init__.py", "dissensus.reporting.figures", "imports reporting"),
         ("attic.py", "dissensus.core.batch", "attic is new"),
         ("attic/old.py", "dissensus.core.batch", "attic is new"),
         ("bench/names.py", "dissensus.bench.task.config.load_task", "names may not import task"),

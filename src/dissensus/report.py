@@ -27,7 +27,7 @@ def report(
     Args:
         evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th evaluations of two methods
             are compared with each other.
-        path: a folder, made if need be, or a file ending in .csv, .md or .html.
+        path: a folder, made if need be, or a file ending in .csv, .md, .html or .tex (its tables).
         title: heading of the page.
         baseline: the name the others are compared with; None takes the first.
         holm: adjusts the p-values of each table, and its intervals with them, for the number of its comparisons.

@@ -53,6 +53,11 @@ def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):
     assert code == 0
     assert "page/report.html" in out
     assert (tmp_path / "page" / "report.html").is_file()
+    for name in ("page.tex", "v1.2/page.tex"):
+        assert dissensus("report", "runs/moons-smoke", "--out", name)[0] == 0
+        assert r"\begin{tabular}" in (tmp_path / name).read_text()
+    assert dissensus("report", "runs/moons-smoke", "--out", "v1.3")[0] == 0
+    assert (tmp_path / "v1.3" / "report.md").is_file()
 
 
 def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.drawing.plots import colours
 from dissensus.reporting.measures import measures
-from dissensus.reporting.plots import colours
 from dissensus.reporting.promises import promised
 from dissensus.reporting.results import Results
 

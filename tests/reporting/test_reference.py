@@ -101,7 +101,7 @@ def test_without_test_examples_seeds_alone_are_counted_and_that_is_said():
     # on seeds 0 and 1: differences 0.2 and 0.18, 0.19 ± 12.706 · 0.0141/√2
     assert "(0.5500 against 0.3600; difference +0.1900, +0.0629 to +0.3171, beyond chance, p = 0.033" in only
     assert only.endswith("counts 2 seeds, not test examples).")
-    assert reference_table(given, []).columns == ["map (3 seeds)", "deep_ensemble (2 seeds)"]
+    assert reference_table(given, []).headings == ["map (3 seeds)", "deep_ensemble (2 seeds)"]
 
 
 def test_agreement_is_said_too_and_nothing_without_two_methods():

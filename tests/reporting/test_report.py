@@ -3,8 +3,13 @@
 import base64
 import csv
 import io
+import json
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from functools import cache
+from html import escape
 from html.parser import HTMLParser
 from itertools import combinations
 
@@ -19,12 +24,14 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
+from dissensus.drawing import plots
 from dissensus.evaluation.corrupted import Corruptions
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.report import report
-from dissensus.reporting import figures, plots, tables
-from dissensus.reporting.report import write_report
+from dissensus.reporting import figures, tables
+from dissensus.reporting.measures import measures
+from dissensus.reporting.report import rendered, report_content, write_report
 from dissensus.reporting.results import results_of_evaluations
 
 VOID = {"meta", "wbr", "link", "img", "br", "use", "path", "rect", "line", "circle"}
@@ -131,13 +138,13 @@ def test_the_page_has_all_its_parts(page):
     for heading in (
         "Results", "Differences to map", "Mixtures and their members", "Is confidence what it says?",
         "Does it notice foreign inputs?", "What if it may refuse?", "What happens to damaged inputs?",
-        "What does it cost?", "By type of corruption", "The most and the least certain inputs",
+        "By type of corruption", "The most and the least certain inputs",
         "What the numbers mean", "Provenance",
     ):  # fmt: skip
         assert heading in text, heading
-    # of every method: reliability and scores; then one ROC, one risk curve, three corruption curves, two costs
+    # of every method: reliability and scores; then one ROC, one risk curve, three corruption curves, three costs
     methods = len(load_task("digits").methods)
-    assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 2
+    assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 3
     assert found.tags.count("img") >= methods * 2 * 8
     assert plots.INK not in (page / "report.html").read_text()
 
@@ -182,7 +189,7 @@ def test_names_are_escaped_wherever_they_stand(tmp_path):
     assert [path.name for path in written] == ["results.csv", "report.md", "report.html"]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".md", ".html"])
+@pytest.mark.parametrize("suffix", [".csv", ".md", ".html", ".tex"])
 def test_a_suffix_asks_for_one_file(undrawn, tmp_path, suffix):
     path = tmp_path / f"mine{suffix}"
     assert report({"one": regression()}, path) == [path]
@@ -230,7 +237,7 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     found, draws = tables.draws_of(several)
     against = tables.differences(several, found, draws, "worse")
     rows = {(row.group, row.label): row for row in tables.difference_table(several, found, against, "worse").rows}
-    assert rows["test", "NLL"].cells[0].best
+    assert rows["test", "NLL"].cells[0].clear
 
 
 def test_nothing_in_a_title_or_a_name_is_live_in_markdown(tmp_path):
@@ -340,17 +347,17 @@ def every_figure() -> dict[str, Figure]:
         "risk": plots.risk_coverage_figure(
             {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
         ),
-        "corruption": plots.corruption_curves(
+        "corruption": plots.curve_figure([plots.corruption_panel(
             [1, 2, 3, 4, 5], {first: (0.99, [0.98, 0.97, 0.9, 0.8, 0.1]), second: (0.5, [0.4] * 5)},
             label="Accuracy", percent=True, palette=palette,
-        ),
+        )]),
         "cheap": plots.cost_scatter(
             {first: (9.5, 0.9685, (0.96, 0.97)), second: (39.0, 0.8, None)},
-            cost="training (seconds)", quality="Accuracy", percent=True, palette=palette,
+            cost="training (seconds)", quality="Accuracy", percent=True, palette=palette, better="high",
         ),
         "dear": plots.cost_scatter(
             {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
-            cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette,
+            cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette, better="low",
         ),
         "coverage": plots.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
     }  # fmt: skip
@@ -483,7 +490,9 @@ def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_d
     names = [f"method{i}" for i in range(count)]
     palette = dict.fromkeys(names, "#000000")
     points = {name: (10.0 + i, 0.9 + 0.01 * i, None) for i, name in enumerate(names)}
-    figure = plots.cost_scatter(points, cost="parameters", quality="accuracy", percent=True, palette=palette)
+    figure = plots.cost_scatter(
+        points, cost="parameters", quality="accuracy", percent=True, palette=palette, better="high"
+    )
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]
     inside = axes.get_legend()
@@ -494,3 +503,120 @@ def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_d
         label = axes.xaxis.get_label().get_window_extent()
         assert legend.get_window_extent().y1 <= label.y0
         assert legend.get_window_extent().y0 >= 0
+
+
+# ------------------------------------------------------------------------------------------ what is marked, and as what
+
+
+def shifted(evaluation: Evaluation, by: float) -> Evaluation:
+    """The same with the NLL of every example higher by about so much, and surely so."""
+    nll = evaluation.arrays["test/nll"]
+    more = by * (1 + 0.1 * torch.linspace(-1, 1, len(nll), dtype=nll.dtype))
+    arrays = evaluation.arrays | {"test/nll": nll + more}
+    return replace(evaluation, metrics=evaluation.metrics | {"nll": float((nll + more).mean())}, arrays=arrays)
+
+
+@pytest.mark.parametrize(("by", "seeds", "shaded"), [(0.1, 2, True), (2e-5, 2, False), (0.1, 1, False)])
+def test_a_best_number_is_shaded_over_several_seeds_and_by_enough_to_matter(by, seeds, shaded):
+    one = classification(0)
+    several = {"good": [one] * seeds, "worse": [shifted(one, by)] * seeds}
+    results = results_of_evaluations(several, "t")
+    found, draws = tables.draws_of(results)
+    against = tables.differences(results, found, draws, "worse")
+    assert against.p_values["nll", "good"] < 0.001  # however small the difference is
+    main = next(row for row in tables.main_table(results, found, draws).rows if row.label == "NLL")
+    assert [cell.best for cell in main.cells] == [by > 1e-4, False]  # the same as shown
+    assert [cell.clear for cell in main.cells] == [shaded, False]
+    (cell,) = next(r for r in tables.difference_table(results, found, against, "worse").rows if r.label == "NLL").cells
+    assert cell.clear == shaded
+
+
+def test_nothing_is_marked_where_all_numbers_are_the_same():
+    one = classification(0)
+    results = results_of_evaluations({"a": [one, one], "b": [one, one]}, "t")
+    found, draws = tables.draws_of(results)
+    cells = [cell for row in tables.main_table(results, found, draws).rows for cell in row.cells]
+    assert not any(cell.best or cell.clear for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [(0.96, 0.9605, True), (0.96, 0.962, False), (0.9995, 0.9998, False), (0.5, 0.5, True)],
+)
+def test_shares_are_alike_by_what_is_rarer(first, second, alike):
+    accuracy = next(m for m in measures(classification(0)) if m.key == "accuracy")
+    assert accuracy.alike(first, second) == alike
+
+
+def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_path):
+    results = results_of_evaluations({f"m{i}": classification(i) for i in range(9)}, "t")
+    content = report_content(results)
+    assert 1 <= sum(len(re.findall(r"\.(?= |$)", text)) for text in content["headline"]) <= 4
+    assert len(content["members"].columns) == 9
+    assert content["against_cost"].figures
+    page = rendered("report.html.j2", content)
+    assert page.index("<svg") < page.index('class="headline"') < page.index("<table")
+
+
+def test_latex_and_csv_of_every_table_are_on_the_page_and_have_its_numbers(undrawn, tmp_path):
+    name = "50 % & <b>_{x}\\"
+    given = {name: classification(0), "b": classification(1)}
+    report(given, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    found = checked(text)
+    links = [link for link in found.links if link.startswith("data:text/")]
+    assert len(links) == 2 * found.tags.count("table")
+    kinds = {"csv": [], "x-tex": []}
+    for link in links:
+        head, _, body = link.partition(";base64,")
+        kinds[head.removeprefix("data:text/")].append(base64.b64decode(body).decode())
+    main = next(csv.reader(io.StringIO(kinds["csv"][0])))
+    assert main[:5] == ["group", "measure", "unit", name, f"{name} interval"]
+    nll = next(row for row in csv.DictReader(io.StringIO(kinds["csv"][0])) if row["measure"] == "NLL")
+    report(given, tmp_path / "page.tex")
+    tex = (tmp_path / "page.tex").read_text()
+    assert all(each.strip() in tex for each in kinds["x-tex"])
+    assert nll[name] in tex
+    assert r"50 \% \& $<$b$>$\_\{x\}\textbackslash{}" in tex
+    for table in kinds["x-tex"]:
+        rows = [line for line in table.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        columns = len(re.search(r"tabular}{(lr*)}", table)[1])
+        assert {len(re.findall(r"(?<!\\)&", row)) + 1 for row in rows} == {columns}
+        assert len(re.findall(r"(?<!\\){", table)) == len(re.findall(r"(?<!\\)}", table))
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: no browser to open the page in")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_the_page_without_a_word_and_nothing_leaves_it(page, tmp_path, width):
+    """The page is framed, as wide as a screen or a phone; a script around it says what the browser laid out."""
+    frame = f"""<body style="margin:0"><iframe id="f" srcdoc="{escape((page / "report.html").read_text())}"
+        style="width:{width}px;height:900px;border:0"></iframe><pre id="said"></pre><script>
+        document.getElementById("f").onload = event => {{
+            const inner = event.target.contentDocument, names = [...inner.querySelectorAll("thead th")];
+            document.getElementById("said").textContent = JSON.stringify({{
+                wide: inner.documentElement.scrollWidth, tables: inner.querySelectorAll("table").length,
+                broken: names.filter(th => th.firstChild && th.firstChild.nodeType === 3 && (() => {{
+                    const range = inner.createRange(); range.selectNode(th.firstChild);
+                    return range.getClientRects().length > 1; }})()).map(th => th.textContent),
+                sticky: getComputedStyle(inner.querySelector('th[scope="row"]')).position }}) }}</script>"""
+    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><meta charset='utf-8'>{frame}", encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    options += [
+        "--enable-logging=stderr",
+        "--v=0",
+        "--virtual-time-budget=4000",
+        "--window-size=1300,1000",
+        "--dump-dom",
+    ]
+    done = subprocess.run(
+        [CHROMIUM, *options, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr
+    said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    assert said["tables"] > 3
+    assert said["broken"] == []
+    assert said["sticky"] == "sticky"
+    assert said["wide"] <= width  # tables scroll, the page does not

@@ -191,11 +191,13 @@ def calibrate_command(
 @app.command("report")
 def report_command(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write to; the first run's parent by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; the first run's parent by default.")
+    ] = None,
     baseline: Baseline = None,
     holm: Holm = False,
 ) -> None:
-    """Write results.csv, report.md and report.html of evaluated runs."""
+    """Write results.csv, report.md and report.html of evaluated runs, or one file: the tables as LaTeX in page.tex."""
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)

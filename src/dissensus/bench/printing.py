@@ -44,7 +44,7 @@ def print_results(results: Results) -> None:
     """The main table of a report, what cannot be compared and why, and what the task set out to see."""
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(as_text, table.columns), title=Text(results.title.translate(CONTROL)), title_justify="left")
+    grid = Grid("", *map(as_text, table.headings), title=Text(results.title.translate(CONTROL)), title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -97,6 +97,28 @@ class Predictive(ABC):
 
     def __len__(self) -> int:
         return int(self.described()[0].shape[1])
+
+    def plot(
+        self, x: Tensor | None = None, *, seen: tuple[Tensor, Tensor] | None = None, classes: Sequence[str] = ()
+    ) -> Any:
+        """A matplotlib figure of the prediction over its inputs x: a line, a plane, or images.
+
+        Args:
+            x: what was predicted for. (B,) or (B, 1): bands of a regression, at 90 %. (B, 2): total uncertainty over the
+                plane. Images (B, channels, H, W): the first eight with what is said of them, for segmentations as maps.
+                None: the inputs' numbers; segmentations are drawn without their images.
+            seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
+            classes: their names.
+        """
+        from dissensus.core.showing import figure_of
+        from dissensus.drawing.notebook import shown  # loads matplotlib
+
+        return shown(figure_of(self, x, seen, classes))
+
+    def _repr_html_(self) -> str:
+        from dissensus.core.showing import html_of
+
+        return html_of(self)
 
     def __repr__(self) -> str:
         shape = tuple(self.described()[0].shape)

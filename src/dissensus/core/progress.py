@@ -1,6 +1,7 @@
-"""Progress of a long job: a bar on a terminal; otherwise one line per epoch, and within long ones; nothing when not wanted.
+"""Progress of a long job in one line: a bar on a terminal, a line that is written over in a notebook; nothing when not wanted.
 
-Of processes that work together only the first shows it, logs, and writes reports (`speaks`).
+In a file, a line for the first epoch, for the last, and between them where ten seconds went by without one. Of processes that
+work together only the first shows it, logs, and writes reports (`speaks`).
 """
 
 import logging
@@ -43,6 +44,8 @@ class Progress:
             0,
             time.monotonic(),
         )  # epochs, steps of this one, when the last line was printed
+        self.rewrites = "ipykernel" in sys.modules  # a notebook goes back to the start of its line
+        self.last = ""  # of an epoch, where it was not printed
         self.bar: Any = None
         self.task: Any = None
         if show and sys.stderr.isatty():
@@ -79,18 +82,28 @@ class Progress:
             done = (number + 1) * (self.steps_per_epoch or 1)
             self.bar.update(self.task, completed=done, text=text)
         self.done, self.steps = number + 1, 0
-        if self.lines:
-            self._tell(f"epoch {number + 1}/{self.epochs}  {text}")
+        self.last = f"epoch {number + 1}/{self.epochs}  {text}"
+        due = number == 0 or number + 1 == self.epochs or time.monotonic() - self.told > SECONDS
+        if self.lines and (due or self.rewrites):
+            self._tell(self.last)
 
     def _tell(self, text: str) -> None:
-        print(f"{self.title}  {text}", file=sys.stderr, flush=True)
-        self.told = time.monotonic()
+        line = f"{self.title}  {text}"
+        print(
+            f"\r{line:<79}" if self.rewrites else line, file=sys.stderr, flush=True, end="" if self.rewrites else "\n"
+        )
+        self.last, self.told = "", time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+        elif self.lines:
+            if self.last:  # stopped before the last epoch
+                self._tell(self.last)
+            if self.rewrites:
+                print(file=sys.stderr)
 
 
 class LoaderProgress(Progress):

@@ -1,12 +1,16 @@
 """Evaluation: what `evaluate` returns, every number of a posterior and what intervals, tests and figures are made of."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from html import escape
+from typing import Any, Literal
 
 from torch import Tensor
 
+from dissensus.numerics.frame import frame
+
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
+FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # what a short text shows
 ABOUT = ("classes", "calibration", "unit")  # notes on what was evaluated
 
 
@@ -54,9 +58,34 @@ class Evaluation:
 
     def __repr__(self) -> str:
         calibrated = f", calibrated: {self.notes['calibration']}" if "calibration" in self.notes else ""
-        return "\n".join(
-            [f"Evaluation({self.kind}, {len(self.metrics)} metrics{calibrated})", self.table(), *self.cautions.values()]
+        first = "".join(f"{key} {metric_text(self.metrics[key])}, " for key in FIRST if key in self.metrics)
+        line = f"Evaluation({self.kind}: {first}{len(self.metrics)} metrics in all{calibrated})"
+        return "\n".join([line, *self.cautions.values()])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(name)}</td><td>{text}</td></tr>"
+            for name, text in (line.rsplit(None, 1) for line in self.table().splitlines())
         )
+        said = "".join(f"<p>{escape(text)}</p>" for text in self.cautions.values())
+        head = escape(repr(self).splitlines()[0])
+        return f"<details><summary><code>{head}</code></summary><table>{rows}</table></details>{said}"
+
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame: one row per metric, in the column `value`."""
+        return frame([{"metric": name, "value": value} for name, value in self.metrics.items()], index="metric")
+
+    def plot(self, kind: str = "reliability") -> Any:
+        """A matplotlib figure; "reliability" of a regression shows the coverage of its intervals.
+
+        Args:
+            kind: "reliability", "risk" (error left when only the surest inputs are answered), "ood" (scores of test and
+                foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
+        """
+        from dissensus.drawing.notebook import shown  # loads matplotlib
+        from dissensus.evaluation.plotting import figure_of
+
+        return shown(figure_of(self, kind))
 
     @property
     def cautions(self) -> dict[str, str]:

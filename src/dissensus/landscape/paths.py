@@ -40,7 +40,7 @@ class Path:
 
     def plot(self) -> Any:
         """A matplotlib Figure: the loss over t."""
-        from dissensus.reporting.plots import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
+        from dissensus.drawing.plots import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
 
         curve = Curve(self.t, self.loss, "loss", {"color": PALETTE[0], **marked(0)})
         axes = {"xlabel": "from one member (0) to the other (1)", "ylabel": "loss (nats)"}

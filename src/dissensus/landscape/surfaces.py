@@ -47,7 +47,7 @@ class Surface:
 
     def plot(self) -> Any:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
-        from dissensus.reporting.panels import surfaces  # loads matplotlib
+        from dissensus.drawing.panels import surfaces  # loads matplotlib
 
         several = len(self.marks) > 1
         return surfaces({"": self.drawn()}, xlabel="distance of weights" if several else "in norms of filters")

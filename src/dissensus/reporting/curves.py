@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dissensus.drawing.plots import INK, Array, Curve, Panel, curve_figure, marked, short
 from dissensus.reporting.measures import Measure
-from dissensus.reporting.plots import INK, Array, Curve, Panel, curve_figure, marked, short
 
 SPACES = {
     "weight": "distance of weights",

@@ -15,9 +15,10 @@ from matplotlib.image import imsave
 from torch import Tensor
 
 from dissensus import metrics
+from dissensus.drawing import plots
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.examples import GROUPS
-from dissensus.reporting import plots, scenes
+from dissensus.reporting import scenes
 from dissensus.reporting.promises import promised
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.scenes import Made
@@ -54,7 +55,6 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
         (_corrupted_section(results, palette), {}),
         (scenes.corrupted_by_itself(first), {"first_seed": True}),
         (scenes.attacked(results, palette), {"wide": True}),
-        (_cost(results, draws, palette), {}),
     ]
     numbered, count = [], 0
     for section, how in made:
@@ -67,6 +67,40 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
             count += 1
         numbered.append(Section(title, text, drawn, **how))
     return numbered
+
+
+def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
+    """Every method as a point with its interval: what is measured first, and NLL, against what training and prediction cost."""
+    first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
+    asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
+    labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
+    palette, drawn = plots.colours(list(results.methods)), list[tuple[str, str]]()
+    free: dict[str, list[str]] = {}
+    for key, cost in asked:
+        points = {}
+        for name, several in results.methods.items():
+            if all_have(cost, several) and name in draws[key]:
+                interval = draws[key][name].interval()
+                ends = None if interval is None else (interval.lower, interval.upper)
+                points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
+        # a logarithmic axis has no place for what is free
+        free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]
+        points = {name: point for name, point in points.items() if point[0] > 0}
+        if points:
+            measure = next(iter(draws[key].values())).measure
+            quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
+            about: dict[str, Any] = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
+            figure = plots.cost_scatter(
+                points, **about, better="high" if measure.best == "high" else "low", palette=palette
+            )
+            drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
+    unseen = [
+        f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(names)}."
+        for label, names in free.items()
+        if names
+    ]
+    text = " ".join(["Every point is a method, bars are 95 % intervals; left is cheaper.", *unseen])
+    return Section("Quality and cost", text, drawn) if drawn or unseen else None
 
 
 def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
@@ -147,37 +181,14 @@ def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None
             if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
         }
         if values:
-            figure = plots.corruption_curves(first.severities, values, label=label, percent=percent, palette=palette)
-            figures.append((f"{label} by severity of corruption", figure))
+            panel = plots.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
+            figures.append((f"{label} by severity of corruption", plots.curve_figure([panel])))
     count = len(first.arrays.get("corrupt/example_nll", []))
     text = (
         f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "
         "severity 0 is the same inputs, undamaged."
     )
     return "What happens to damaged inputs?", text, figures
-
-
-def _cost(results: Results, draws: MeasureDraws, palette: dict[str, str]) -> Made | None:
-    classes = results.kind != "regression"
-    key, quality = ("accuracy", "Accuracy") if classes else ("nll", "NLL (nats)")
-    figures, unseen = [], []
-    costs = (("cost/train_seconds", "training (seconds)"), ("cost/predict_ms", "prediction (ms per input)"))
-    for cost, label in costs:
-        points = {}
-        for name, several in results.methods.items():
-            if all_have(cost, several) and name in draws[key]:
-                interval = draws[key][name].interval()
-                ends = None if interval is None else (interval.lower, interval.upper)
-                points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
-        free = [name for name, point in points.items() if point[0] <= 0]  # a logarithmic axis has no place for them
-        points = {name: point for name, point in points.items() if name not in free}
-        if free:
-            unseen.append(f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(free)}.")
-        if points:
-            figure = plots.cost_scatter(points, cost=label, quality=quality, percent=classes, palette=palette)
-            figures.append((f"{quality} against {label}", figure))
-    text = "Up is better, left is cheaper." if classes else "Down is better, left is cheaper."
-    return "What does it cost?", " ".join([text, "Bars are 95 % intervals.", *unseen]), figures
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dissensus.drawing.plots import INK, Curve, Panel, curve_figure, marked, short
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.promised import DIFFICULTIES
-from dissensus.reporting.plots import INK, Curve, Panel, curve_figure, marked, short
 from dissensus.reporting.results import Results
 from dissensus.reporting.scenes import Made
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.results import Results, all_have, mean_over_seeds
 from dissensus.reporting.statistics import SIGNIFICANT, Compared, Family, compared, family, resampled
-from dissensus.reporting.tables import Cell, Table, columns, measure_row, p_text, signed_text
+from dissensus.reporting.tables import Cell, Table, measure_row, p_text, signed_text, table_of
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
 PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
@@ -52,7 +52,7 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
             text = "–" if ours is None else measure.text(ours)
             cells.append(Cell(text, note="" if number is None else f"published {_published_text(measure, number)}"))
         rows.append(measure_row(measure, cells))
-    return Table(columns(results, list(theirs)), rows)
+    return table_of(results, list(theirs), rows)
 
 
 class Ordering(NamedTuple):

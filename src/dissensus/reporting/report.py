@@ -1,5 +1,6 @@
-"""results.csv, report.md and one self-contained report.html."""
+"""results.csv, report.md, one self-contained report.html, and the tables as LaTeX and CSV."""
 
+import base64
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +13,13 @@ from dissensus.reporting import figures, tables
 from dissensus.reporting.claims import claims
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.reference import reference_sentences, reference_table
-from dissensus.reporting.results import CONTROL, Results, csv_text
-from dissensus.reporting.sentences import headline
+from dissensus.reporting.results import CONTROL, Results, csv_text, table_text
+from dissensus.reporting.sentences import SMOKE, cautions, few, headline, is_smoke, tested
 from dissensus.reporting.statistics import LEVEL, Family
 from dissensus.storage.files import write_text
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
+SUFFIXES = (*NAMES, ".tex")
 PICTURES = {
     "most": "Most certain",
     "least": "Least certain",
@@ -27,11 +29,13 @@ PICTURES = {
 
 
 def write_report(results: Results, path: str | Path) -> list[Path]:
-    """The files written: all three into the folder `path`, or the one its suffix names (.csv, .md, .html)."""
+    """The files written: results.csv, report.md, report.html into the folder `path`, or the one its suffix names."""
     path = Path(path)
-    targets = {path.suffix: path} if path.suffix in NAMES else {end: path / name for end, name in NAMES.items()}
-    if path.suffix and path.suffix not in NAMES and not path.is_dir():
-        raise ValueError(f"expected a folder or a file ending in .csv, .md or .html, got {path}; choose one of them")
+    if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
+        raise ValueError(
+            f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them"
+        )
+    targets = {path.suffix: path} if one_file(path) else {end: path / name for end, name in NAMES.items()}
     if not speaks():  # the first process of a mesh writes
         return list(targets.values())
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
@@ -39,6 +43,11 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
         text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})
         write_text(target, text)
     return list(targets.values())
+
+
+def one_file(path: Path) -> bool:
+    """Whether a path asks for one file, by its suffix, not for a folder."""
+    return path.suffix in SUFFIXES and not path.is_dir()
 
 
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
@@ -72,7 +81,11 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     return {
         "title": results.title,
         "description": results.description,
-        "headline": [*headline(results, found, draws, against), *(claims(results) if alike else [])],
+        "banner": SMOKE if is_smoke(results) else "",
+        "headline": headline(results, found, draws, against),
+        "cautions": [*tested(draws["nll"]), *few(draws), *cautions(results)],
+        "claims": claims(results) if alike else [],
+        "against_cost": figures.against_cost(results, draws) if with_figures else None,
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
         "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
@@ -104,12 +117,12 @@ def _what_counts(results: Results) -> str:
     counts = sorted({len(several) for several in results.methods.values()})
     adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
     if counts == [1]:
-        only = "Intervals and p-values reflect test-set size only (Student's t over test examples)"
-        return f"{only}; run more seeds to include training variation.{adjusted}"
+        only = "Intervals and p-values reflect test-set size only; run more seeds to include training variation."
+        return f"{only}{adjusted}"
     several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
     few = " With so few, intervals are wide." if counts[0] < 4 else ""
     alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
-    text = f"Intervals and p-values count test examples and {several} (Student's t over both)."
+    text = f"Intervals and p-values count test examples and {several}."
     return f"{text}{few}{alone}{adjusted}"
 
 
@@ -182,7 +195,8 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["cell"] = _markdown
+    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _as_link}
+    environment.globals["latex"] = lambda table, caption: rendered("grid.tex.j2", {"table": table, "caption": caption})
     return environment.get_template(template).render(**content).translate(CONTROL)
 
 
@@ -190,3 +204,33 @@ def _markdown(text: object) -> str:
     """Text for Markdown, where none of it is a link, a picture, HTML or the end of a cell."""
     plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"[\\|\[\]*`]", r"\\\g<0>", plain)
+
+
+def grid_csv(table: tables.Table) -> str:
+    """A table as it is shown, as CSV: a row for each measure, three columns for each method."""
+    rows = []
+    for row in table.rows:
+        cells = {"group": row.group, "measure": row.label, "unit": row.unit}
+        for name, cell in zip(table.columns, row.cells, strict=True):
+            cells |= {name: cell.text, f"{name} interval": cell.interval, f"{name} note": cell.note}
+        rows.append(cells)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return table_text([key for key in columns if any(row[key] for row in rows)], rows)
+
+
+def _as_link(text: str, kind: str) -> str:
+    """A data URI, which a page can offer as a file."""
+    return f"data:text/{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "–": "--", "≈": r"$\approx$",
+    "≥": r"$\ge$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "→": r"$\rightarrow$", "ε": r"$\varepsilon$", "σ": r"$\sigma$",
+    "\N{NO-BREAK SPACE}": "~", "R̂": r"$\hat R$", "<": r"$<$", ">": r"$>$", "|": r"$|$",
+    **{each: f"\\{each}" for each in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _latex(text: object) -> str:
+    """Text for LaTeX, where none of it is a command."""
+    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(str(text).split()))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.numerics.checks import one_of
+from dissensus.numerics.frame import frame
+from dissensus.numerics.text import CONTROL as CONTROL
 
-# What steers a terminal that shows a file; lines and tabs stay
-CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})
 # How a formula begins, or one that was made a text; a number is none.
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
@@ -51,6 +51,16 @@ class Results:
         if baseline is not None:
             one_of("a method of the report as baseline", baseline, self.methods)
         return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
+
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
+        return frame(
+            [
+                origin | evaluation.metrics
+                for name, several in self.methods.items()
+                for origin, evaluation in zip(self.origins[name], several, strict=True)
+            ]
+        )
 
     @property
     def kind(self) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from dissensus.drawing import maps, panels
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting import curves, maps, panels
+from dissensus.reporting import curves
 from dissensus.reporting.measures import ATTACKED
 from dissensus.reporting.regions import as_square, window
 from dissensus.reporting.results import Results

@@ -1,7 +1,6 @@
 """What the results say, in plain words."""
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 
 from dissensus.reporting.measures import Measure
@@ -16,20 +15,21 @@ FEW = 30, 10  # examples of one sample, and of each of two
 def headline(
     results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
 ) -> list[str]:
-    """One sentence each on prediction, on foreign inputs, on corrupted ones, on what mixing members gave, and on what is amiss.
+    """Four sentences at most: which method predicts best and by how much, on foreign inputs, on corrupted ones.
 
     `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
     """
     by_key = {measure.key: measure for measure in found}
-    smoke = any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
-    sentences = [SMOKE] * smoke + [*tested(draws["nll"]), *few(draws), _prediction(results, by_key, draws, against)]
     first = next(iter(results.methods.values()))[0]
-    for name in first.ood:
-        sentences.append(_foreign_sentence(name, by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]))
+    sentences = [_prediction(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
     if "corrupt/accuracy" in by_key:
         sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
-    sentences += [*_mixing(results), *cautions(results)]
     return [each for each in sentences if each]
+
+
+def is_smoke(results: Results) -> bool:
+    """Whether a run was only to see that everything works."""
+    return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
 
 
 def tested(each: dict[str, Resampled]) -> list[str]:
@@ -99,11 +99,16 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
 
 
-def _foreign_sentence(name: str, measure: Measure, each: dict[str, Resampled]) -> str:
-    if (best := _named(measure, each)) is None:
-        return ""
-    text = f"{best} tells {name} from test inputs" + (" best" if len(each) > 1 else "")
-    return f"{text}: AUROC {_with_unit(measure, each[best].estimate)} (50 % is chance, 100 % perfect)."
+def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: MeasureDraws) -> str:
+    """One clause for each set of foreign inputs."""
+    clauses = []
+    for name in names:
+        measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
+        if (best := _named(measure, each)) is not None:
+            ranked = " best" if len(each) > 1 else ""
+            reached = _with_unit(measure, each[best].estimate)
+            clauses.append(f"{best} tells {name} from test inputs{ranked}: AUROC {reached}")
+    return f"{'; '.join(clauses)} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
 def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
@@ -120,28 +125,6 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
     text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
     ece = mean_over_seeds("corrupt/ece", several)
     return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
-
-
-def _mixing(results: Results) -> list[str]:
-    sentences = []
-    for name, several in results.methods.items():
-        if any("members/nll" not in each.metrics for each in several):
-            continue
-
-        mean = partial(mean_over_seeds, several=several)
-        text = (
-            f"{name}: its {mean('members/count'):.0f} members together have negative log-likelihood {mean('nll'):.4f}; "
-            f"a member alone has {mean('members/nll'):.4f} on average"
-        )
-        for foreign in several[0].ood:
-            key = f"members/ood/{foreign}/auroc"
-            if key in several[0].metrics:
-                text += (
-                    f"; against {foreign} their AUROC is {100 * mean(f'ood/{foreign}/auroc'):.2f} %, "
-                    f"a member's alone {100 * mean(key):.2f} % on average"
-                )
-        sentences.append(text + ".")
-    return sentences
 
 
 def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:

@@ -1,7 +1,7 @@
 """The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from torch import Tensor
@@ -21,7 +21,8 @@ class Cell:
 
     text: str
     interval: str = ""
-    best: bool = False
+    best: bool = False  # bold: no number of the row is better
+    clear: bool = False  # shaded: better beyond noise (p < 0.05, over several seeds), and by enough to matter
     equal: bool = False  # p ≥ 0.05 against the best
     note: str = ""  # p-value
 
@@ -39,6 +40,12 @@ class Row:
 class Table:
     columns: list[str]
     rows: list[Row]
+    below: list[str] = field(default_factory=list)  # under the heading of each column: numbers of seeds
+
+    @property
+    def headings(self) -> list[str]:
+        """Of the columns, in one line each."""
+        return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
 
 
 MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
@@ -76,14 +83,23 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
+        if len({measure.text(one.estimate) for one in each.values()}) == 1:
+            first = None  # all the same as shown: nothing to mark
+        clear = first is not None and all(
+            against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
+            and against.comparisons[measure.key, name].seeds > 1  # one seed says nothing of others
+            and not measure.alike(other.estimate, each[first].estimate)
+            for name, other in each.items()
+            if other.estimate != each[first].estimate
+        )
         cells = [
-            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)))
+            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)), clear=clear)
             if name in each
             else Cell("–")
             for name in results.methods
         ]
         rows.append(measure_row(measure, cells))
-    return Table(columns(results), rows)
+    return table_of(results, list(results.methods), rows)
 
 
 def differences(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
@@ -117,16 +133,19 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             widest = measure.possible[1] - measure.possible[0]  # no two shares differ by more than one
             lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
+            noticed = better and not measure.alike(comparison.first, comparison.second)
+            clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
             cells.append(
                 Cell(
                     text=signed_text(measure, comparison.difference),
                     interval=f"{signed_text(measure, lower)} to {signed_text(measure, upper)}",
-                    best=p_value < SIGNIFICANT and better and comparison.seeds > 1,
+                    best=clear,
+                    clear=clear,
                     note=p_text(p_value),
                 )
             )
         rows.append(measure_row(measure, cells))
-    return Table(columns(results, others), rows)
+    return table_of(results, others, rows)
 
 
 def member_table(results: Results) -> Table | None:
@@ -151,7 +170,7 @@ def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequen
             for several, there in zip(methods.values(), known, strict=True)
         ]
         rows.append(Row(measure.label, measure.unit, "", cells))
-    return Table(columns(results, list(methods)), rows) if methods else None
+    return table_of(results, list(methods), rows) if methods else None
 
 
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
@@ -173,13 +192,15 @@ def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, mark
     rows = []
     for label, key in keys.items():
         values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
-        best = max(map(measure.goodness, values.values())) if marked and len(values) > 1 else None
+        best = max(values.values(), key=measure.goodness) if marked and len(values) > 1 else None
         cells = [
-            Cell(measure.text(values[n]), best=measure.goodness(values[n]) == best) if n in values else Cell("–")
+            Cell(text := measure.text(values[n]), best=best is not None and text == measure.text(best))
+            if n in values
+            else Cell("–")
             for n in results.methods
         ]
         rows.append(Row(label.replace("_", " "), "", "", cells))
-    return Table(columns(results), rows) if rows else None
+    return table_of(results, list(results.methods), rows) if rows else None
 
 
 def score_table(results: Results) -> Table | None:
@@ -196,7 +217,7 @@ def score_table(results: Results) -> Table | None:
                 continue
             cells = [Cell(f"{100 * fmean(values):.2f}" if values else "–") for values in found]
             rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
-    return Table(columns(results), rows) if rows else None
+    return table_of(results, list(results.methods), rows) if rows else None
 
 
 def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
@@ -245,24 +266,26 @@ def p_text(p_value: float) -> str:
     return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
 
 
-def columns(results: Results, names: Sequence[str] | None = None) -> list[str]:
-    """The methods as headings of columns, with their numbers of seeds where these are not all the same."""
+def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
+    """Rows under these methods, with their numbers of seeds where not all methods have the same."""
     counts = {name: len(several) for name, several in results.methods.items()}
-    names = list(counts) if names is None else names
-    if len(set(counts.values())) == 1:
-        return list(names)
-    return [f"{name} ({counts[name]} seed{'s' * (counts[name] != 1)})" for name in names]
+    below = [f"{counts[name]} seed{'s' * (counts[name] != 1)}" for name in names]
+    return Table(list(names), rows, below if len(set(counts.values())) > 1 else [])
 
 
-def _cell(measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None) -> Cell:
-    """A number, marked as best where it is (several may be), or compared with the best."""
+def _cell(
+    measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None, *, clear: bool = False
+) -> Cell:
+    """A number, marked as best where it is (several may be), or compared with the best; `clear`: whether that one wins."""
     interval = mine.interval()
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
+    shown_best = best is not None and measure.text(mine.estimate) == measure.text(best.estimate)
     p_value = None if is_best else p_value
     return Cell(
         text=measure.text(mine.estimate),
         interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
-        best=is_best,
+        best=is_best or shown_best,
+        clear=is_best and clear,
         equal=p_value is not None and p_value >= SIGNIFICANT,
         note="" if p_value is None else p_text(p_value),
     )

@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
+from html import escape
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dissensus.engine.memory import Memory
+from dissensus.numerics.frame import frame
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Epoch:
         return self.validation if self.look is None else self.look
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
 
@@ -59,6 +63,47 @@ class History:
 
     def __getitem__(self, index: int) -> Epoch:
         return self.epochs[index]
+
+    def __repr__(self) -> str:
+        kept = "" if self.best is None else f", kept epoch {self.best}"
+        scores = ""
+        if self.epochs:
+            last = self.epochs[-1]
+            scores = f", loss {last.loss:.4g}"
+            scores += "" if last.validation is None else f", validation {last.validation:.4g}"
+        seconds = sum(epoch.seconds for epoch in self.epochs)
+        return f"History({len(self)} epochs{scores}{kept}, {seconds:.1f} s, engine {self.engine})"
+
+    def _repr_html_(self) -> str:
+        ends = [*self.epochs[:3], *self.epochs[3:][-3:]]
+        head = "<th>epoch</th><th>loss</th><th>validation</th><th>learning rate</th><th>seconds</th>"
+        body = "".join(
+            f"<tr><td>{e.epoch}</td><td>{e.loss:.4f}</td><td>{'' if e.validation is None else f'{e.validation:.4f}'}</td>"
+            f"<td>{e.lr:.3g}</td><td>{e.seconds:.2f}</td></tr>"
+            for e in ends
+        )
+        return f"<p><code>{escape(repr(self))}</code></p><table><tr>{head}</tr>{body}</table>"
+
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame: one row per epoch, each member's loss in a column of its own."""
+        return frame(
+            [
+                {"epoch": e.epoch, "loss": e.loss, "validation": e.validation, "lr": e.lr, "seconds": e.seconds}
+                | {f"member{i}": loss for i, loss in enumerate(e.members)}
+                for e in self.epochs
+            ],
+            index="epoch",
+        )
+
+    def plot(self) -> Any:
+        """A matplotlib figure of losses over epochs: members, their mean, validation and the epoch kept."""
+        from dissensus.drawing.notebook import shown  # loads matplotlib
+        from dissensus.drawing.predictions import training
+
+        if not self.epochs:
+            raise ValueError("expected a history with epochs to plot, got an empty one; train for one or more")
+        validation = np.array([math.nan if e.judge is None else e.judge for e in self.epochs])
+        return shown(training(np.array([e.members for e in self.epochs]), validation, best=self.best))
 
 
 @dataclass

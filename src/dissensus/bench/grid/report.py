@@ -14,11 +14,11 @@ from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.jobs import begun, default_folder, finished
 from dissensus.bench.run.run import Run, Tell, silent
 from dissensus.bench.task.config import Task, run_config
+from dissensus.drawing.plots import colours
 from dissensus.numerics.checks import one_of, whole
 from dissensus.reporting import curves, scenes
 from dissensus.reporting.figures import svg, write_png
 from dissensus.reporting.measures import Measure
-from dissensus.reporting.plots import colours
 from dissensus.reporting.report import compared_by, rendered
 from dissensus.reporting.results import Results, table_text
 from dissensus.reporting.statistics import Family, compared, family
@@ -147,7 +147,7 @@ def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[
     for each, table in zip(measured, tables, strict=True):
         for row in table.rows:
             rows.setdefault(row.label, []).append(replace(row, label=place(axes, each.cell), group=row.label))
-    return Table(tables[0].columns, [row for several in rows.values() for row in several])
+    return replace(tables[0], rows=[row for several in rows.values() for row in several])
 
 
 def place(axes: Sequence[Axis], cell: GridCell) -> str:

@@ -24,7 +24,7 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     """
     from PIL import Image
 
-    from dissensus.reporting import maps  # loads matplotlib
+    from dissensus.drawing import maps  # loads matplotlib
 
     classes, standardiser = _facts(run)
     names = [path.stem for path in images]

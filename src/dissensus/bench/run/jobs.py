@@ -164,8 +164,9 @@ def report_runs(
     folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
 ) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
-    from dissensus.reporting.report import write_report  # loads matplotlib
+    from dissensus.reporting.report import one_file, write_report  # loads matplotlib
 
+    target = Path(out)
     runs = [Run.open(folder) for folder in found_runs(folders)]
     place = {name: i for i, name in enumerate(METHODS)}
     runs.sort(key=lambda run: (place.get(base_name(run.config.method), len(place)), run.config.method, run.config.seed))
@@ -178,7 +179,8 @@ def report_runs(
         evaluations.append(run.measure())
     with belonging_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
-        return results, write_report(results, checked_folder(Path(out)))
+        checked_folder(target.parent if one_file(target) else target)
+        return results, write_report(results, target)
 
 
 def belonging_together(folders: Iterable[Path]) -> AbstractContextManager[None]:

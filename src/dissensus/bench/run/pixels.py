@@ -23,7 +23,7 @@ from dissensus.storage.files import read_tensors, write_tensors
 
 BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both
 SHOWN = 3  # test images with maps
-VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.reporting.maps`
+VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.drawing.maps`
 
 
 class Measured(NamedTuple):

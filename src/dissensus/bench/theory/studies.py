@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dissensus import theory
+from dissensus.drawing.plots import INK, PALETTE, Curve, Panel, curve_figure
 from dissensus.reporting.estimates import array_over, claim_of, slope_weights
-from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure
 from dissensus.surgery.modulation import Modulation
 
 INPUTS, VARIANCE = 4, 2.0

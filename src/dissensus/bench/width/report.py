@@ -13,10 +13,10 @@ from dissensus.bench.run.run import Tell, silent
 from dissensus.bench.task.config import Task
 from dissensus.bench.width.claims import width_claims, width_verdicts
 from dissensus.bench.width.grid import COLUMNS, INDEPENDENT, PLACE, Grid, WidthRow, cells, rows_of_runs
+from dissensus.drawing.plots import INK, PALETTE, Curve, Panel, curve_figure, marked
 from dissensus.numerics.checks import whole
 from dissensus.reporting.estimates import Array, Claim, array_over, mean_interval, means
 from dissensus.reporting.figures import svg, write_files
-from dissensus.reporting.plots import INK, PALETTE, Curve, Panel, curve_figure, marked
 from dissensus.reporting.report import rendered
 from dissensus.reporting.results import table_text
 from dissensus.reporting.tables import Cell, Row, Table

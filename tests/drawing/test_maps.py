@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dissensus.reporting import maps
+from dissensus.drawing import maps
 
 
 def test_every_class_has_a_colour_of_its_own_and_so_have_void_and_unknown():

@@ -5,7 +5,7 @@ on light and on dark ground. Methods have one colour each, given by `colours`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from dissensus.reporting.results import CONTROL
+from dissensus.numerics.text import CONTROL
 
 Array = Any  # anything numpy.asarray takes
 
@@ -190,14 +190,14 @@ def risk_coverage_figure(
     return curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
 
 
-def corruption_curves(
+def corruption_panel(
     severities: Sequence[int],
     values: Mapping[str, tuple[float, Array]],
     *,
     label: str,
     percent: bool,
     palette: Mapping[str, str],
-) -> Figure:
+) -> Panel:
     """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
     x = [0, *severities]
     drawn = [
@@ -205,7 +205,7 @@ def corruption_curves(
         for i, (name, (clean, damaged)) in enumerate(values.items())
     ]
     axes = {"xlabel": "severity of corruption (0: clean)", "ylabel": label, "title": f"{label} under corruption"}
-    return curve_figure([Panel(drawn, axes, percent="y" * percent, ticks=x)])
+    return Panel(drawn, axes, percent="y" * percent, ticks=x)
 
 
 def cost_scatter(
@@ -215,6 +215,7 @@ def cost_scatter(
     quality: str,
     percent: bool,
     palette: Mapping[str, str],
+    better: Literal["high", "low"],
 ) -> Figure:
     """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic."""
     drawn = []
@@ -224,8 +225,13 @@ def cost_scatter(
         drawn.append(Curve([spent], [value], short(name), look))
     costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
     axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
-    labels = {"xlabel": cost, "ylabel": quality, "title": f"{quality} and cost"}
-    return curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
+    title = f"{quality}: {'up' if better == 'high' else 'down'} is better"
+    labels = {"xlabel": cost, "ylabel": quality, "title": title}
+    figure = curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
+    low, high = figure.axes[0].get_ylim()
+    if percent:  # the room around points may pass what a share can be
+        figure.axes[0].set_ylim(max(low, 0.0), min(high, 1.005))
+    return figure
 
 
 def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
@@ -286,8 +292,9 @@ def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
 def _legend(figure: Figure, title: str | None = None) -> None:
     """Names of curves: among few of them in one panel, below the axes where they would lie on the data or are for several."""
     handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if len(figure.axes) == 1 and len(handles) <= ROOM_INSIDE:
+    if len(figure.axes) == 1 and 0 < len(handles) <= ROOM_INSIDE:
         figure.axes[0].legend(loc="best", title=title, title_fontsize=8.5)
+    if len(handles) <= ROOM_INSIDE * (len(figure.axes) == 1):
         return
     width, height = figure.get_size_inches()
     columns = max(1, int(width / (0.6 + 0.065 * max(map(len, handles)))))  # inches of a line and of a letter

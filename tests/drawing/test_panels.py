@@ -8,7 +8,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dissensus.reporting import curves, panels, plots
+from dissensus.drawing import panels, plots
+from dissensus.reporting import curves
 
 NAMES = ["deep_ensemble", "a name that is too long to stand anywhere", *(f"forde-variant{i}" for i in range(9))]
 

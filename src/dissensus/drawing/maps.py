@@ -7,10 +7,11 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from dissensus.reporting.plots import STYLE, Array, short
+from dissensus.drawing.plots import STYLE, Array, short
 
 VOID, UNKNOWN = -1, -2  # labels of pixels that are of no class, and of classes that training was not told of
 PALETTE = (
@@ -129,6 +130,17 @@ def class_legend(classes: Sequence[str]) -> Figure:
         figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
         _class_names(figure, classes, loc="center")
     return figure
+
+
+def class_legend_below(figure: Figure, classes: Sequence[str]) -> None:
+    """The same under everything in a figure, in room that is added for it."""
+    width, height = figure.get_size_inches()
+    room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
+    figure.set_size_inches(width, height + room)
+    if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
+        engine.set(rect=(0, room / (height + room), 1, height / (height + room)))
+    with matplotlib.rc_context(STYLE):
+        _class_names(figure, classes, loc="lower center")
 
 
 def _class_names(figure: Figure, classes: Sequence[str], *, loc: Literal["center", "lower center"]) -> None:

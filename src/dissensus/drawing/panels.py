@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from dissensus.reporting.plots import INK, STYLE, Array, short
+from dissensus.drawing.plots import INK, STYLE, Array, short
 
 COLUMNS = 5  # in a row, at most
 POINTS = 200  # of a member's thin line: ten of them in each of ten panels are much to write down

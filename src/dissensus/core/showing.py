@@ -1,0 +1,75 @@
+"""A predictive as a figure and as a small table of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.numerics.arrays import tensor_of
+
+LEVEL = 0.9
+ROWS = 5  # of a table
+MEMBERS = 10  # drawn as lines
+
+Array = Any  # of numpy
+
+
+def figure_of(predictive: Any, x: Any, seen: tuple[Any, Any] | None, classes: Sequence[str]) -> Any:
+    """The figure for the shape of the inputs: see `Predictive.plot`."""
+    from dissensus.drawing import predictions  # loads matplotlib
+
+    mean, classed = _array(predictive.mean), hasattr(predictive, "log_mean")
+    inputs = None if x is None else _array(tensor_of(x))
+    if inputs is not None and len(inputs) != len(mean):
+        raise ValueError(f"expected the {len(mean)} inputs that were predicted for, got {len(inputs)}; pass the same x")
+    if classed and mean.ndim > 2:
+        truth = None if seen is None else _array(tensor_of(seen[1]))
+        return predictions.pixels(inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth)
+    dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
+    if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
+        total = _array(predictive.total).reshape(len(mean), -1).sum(1)
+        label = "entropy (nats)" if classed else "standard deviation"
+        return predictions.plane(inputs, total if classed else total**0.5, label=label, seen=dots)
+    if classed and inputs is not None and inputs.ndim == 4:
+        return predictions.answers(inputs, mean, _array(predictive.epistemic), classes=classes)
+    flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
+    if classed or flat.reshape(len(mean), -1).shape[1] != 1:
+        shape = None if inputs is None else inputs.shape
+        raise ValueError(
+            f"expected inputs on a line (of a regression), on a plane (B, 2), or images (B, channels, H, W), got {shape}; "
+            "pass x, or plot ds.evaluate(...) instead"
+        )
+    ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
+    kept = _array(predictive.described()[0][:MEMBERS])  # of a summary its mean
+    members = kept.reshape(len(kept), len(mean), -1)
+    return predictions.line(flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots)
+
+
+def html_of(predictive: Any) -> str:
+    """The first inputs, a row each; of pixels the mean over them."""
+    classed, few = hasattr(predictive, "log_mean"), predictive[:ROWS]
+    if classed and few.mean.ndim == 2:
+        shown = {"class": few.mean.argmax(1).tolist(), "confidence": _texts(few.confidence)}
+    else:
+        shown = {} if classed else {"mean": _texts(few.mean)}
+    shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
+    unit = "nats" if classed else "variance"
+    head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
+    rows = zip(range(len(few)), *shown.values(), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)
+    more = f", the first {len(few)} of {len(predictive)} inputs" if len(few) < len(predictive) else ""
+    return f"<p><code>{predictive!r}</code>{more}; uncertainties: {unit}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _texts(values: Tensor) -> list[str]:
+    """One per input, means over what it has several of; of few outputs all of them."""
+    flat = values.reshape(len(values), -1)
+    flat = flat if flat.shape[1] <= 4 else flat.mean(1, keepdim=True)
+    return [", ".join(f"{each:.4g}" for each in row) for row in flat.tolist()]
+
+
+def _array(values: Tensor) -> Array:
+    return values.detach().cpu().numpy()

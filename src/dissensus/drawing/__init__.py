@@ -1,0 +1,1 @@
+"""Figures: one function each, takes arrays, returns a figure of matplotlib, saves nothing."""

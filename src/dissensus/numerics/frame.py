@@ -1,0 +1,14 @@
+"""Rows as a DataFrame of pandas, which is imported only here and when it is asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def frame(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
+    """A pandas.DataFrame with a row for each mapping; `index`: the column that names rows."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("expected pandas for a DataFrame, got none; install it: pip install pandas") from error
+    found = pandas.DataFrame.from_records(list(rows))
+    return found if index is None else found.set_index(index)
