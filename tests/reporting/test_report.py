@@ -620,3 +620,11 @@ def test_a_browser_shows_the_page_without_a_word_and_nothing_leaves_it(page, tmp
     assert said["broken"] == []
     assert said["sticky"] == "sticky"
     assert said["wide"] <= width  # tables scroll, the page does not
+
+
+def test_an_auroc_below_one_half_is_not_called_telling_apart(undrawn, tmp_path):
+    one = classification(0)
+    one.metrics.update({"ood/dark/auroc": 0.1, "ood/light/auroc": 0.9})
+    report({"a": one}, tmp_path / "report.md")
+    said = (tmp_path / "report.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "nothing tells dark from test inputs better than chance: a has AUROC 10.00 %; a tells light from" in said

@@ -107,7 +107,10 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
         if (best := _named(measure, each)) is not None:
             ranked = " best" if len(each) > 1 else ""
             reached = _with_unit(measure, each[best].estimate)
-            clauses.append(f"{best} tells {name} from test inputs{ranked}: AUROC {reached}")
+            if each[best].estimate <= 0.5:
+                clauses.append(f"nothing tells {name} from test inputs better than chance: {best} has AUROC {reached}")
+            else:
+                clauses.append(f"{best} tells {name} from test inputs{ranked}: AUROC {reached}")
     return f"{'; '.join(clauses)} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
