@@ -43,8 +43,8 @@ ROOMS = {
     "sklearn": "numerics core surgery methods nets data storage training train guarantees standing",
     "landscape": "numerics drawing core surgery",  # drawing only to draw
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
-    "bench": "numerics drawing nets metrics data core surgery engine methods theory storage training evaluation reporting train "
-    "predict guarantees standing version distributed",
+    "bench": "numerics drawing nets metrics data core surgery engine methods theory storage training evaluation reporting "
+    "train predict guarantees standing version distributed",
     "__main__": "bench",
 }
 HEAVY = {"scipy", "matplotlib", "pandas", "typer", "jinja2", "rich", "torchmetrics"}
