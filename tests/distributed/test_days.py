@@ -38,6 +38,7 @@ def hanging(kind):
     return said, ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("busy", r"does not join the others: rank 1 on .*test_days"), ("silent", "gives no sign of life: rank 1")],
@@ -65,6 +66,7 @@ def exchanging():
     return ended
 
 
+@pytest.mark.slow
 def test_ranks_that_go_on_are_left_alone():
     assert workers().run(2, exchanging) == [[], []]
 

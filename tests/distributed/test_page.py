@@ -35,6 +35,7 @@ def page(folder, blocks=None):
     return names["posterior"].state_dict(), printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_gives_the_same_on_two_processes(tmp_path):
     wanted, printed = page(tmp_path, 3)
     for rank, (state, said) in enumerate(workers().run(2, page, str(tmp_path), 3)):
