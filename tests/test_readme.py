@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from thinning import often
 
 ROOT = Path(__file__).parents[1]
