@@ -323,38 +323,48 @@ def node_table(name: str) -> str:
     return f"{table}\n\nSeed by seed, with 95 % intervals over seeds:\n\n{difference_table(found, columns, pairs)}"
 
 
-def measurements() -> Iterator[tuple[str, str, str]]:
-    """(page, name, table) of small measurements."""
-    both = [*rows("node_step_cpu.csv"), *rows("node_step_h200.csv")]
-    command = "python benchmarks/node_step.py --repeats 30"
-    yield (
+STEPS = (  # page, name, files, columns, script, what the numbers are
+    (
         "results/node-bnn.md",
         "node-step",
-        measured.measured(both, measured.STEP, command, "medians of steps in turns"),
-    )
-    both = [*rows("embedded_step_cpu.csv"), *rows("embedded_step_h200.csv")]
-    command = "python benchmarks/embedded_step.py --csv FILE"
-    yield (
+        ("node_step_cpu", "node_step_h200"),
+        measured.STEP,
+        "node_step.py --repeats 30",
+        "medians of steps in turns",
+    ),
+    (
         "results/embedded.md",
         "embedded-step",
-        measured.measured(both, measured.EMBEDDED_STEP, command, "steps in turns"),
-    )
-    both = [*rows("tangent_kernel.csv"), *rows("tangent_kernel_h200.csv")]
-    command = "python benchmarks/tangent_kernel.py --csv FILE"
-    yield "theory.md", "tangent-kernel", measured.measured(both, measured.KERNEL, command)
-    both = [*rows("tradi_overhead_cpu.csv"), *rows("tradi_overhead_h200.csv")]
-    command = "python benchmarks/tradi_overhead.py --csv FILE"
-    yield (
+        ("embedded_step_cpu", "embedded_step_h200"),
+        measured.EMBEDDED_STEP,
+        "embedded_step.py --csv FILE",
+        "steps in turns",
+    ),
+    (
+        "theory.md",
+        "tangent-kernel",
+        ("tangent_kernel", "tangent_kernel_h200"),
+        measured.KERNEL,
+        "tangent_kernel.py --csv FILE",
+        "",
+    ),
+    (
         "results/tracking.md",
         "tradi-overhead",
-        measured.measured(both, measured.TRACKED, command, "medians of rounds in turns"),
-    )
-    found = rows("threads_cpu.csv")
-    yield (
-        "guides/threads.md",
-        "threads",
-        measured.measured(found, measured.TURNS, "python benchmarks/threads.py --csv FILE"),
-    )
+        ("tradi_overhead_cpu", "tradi_overhead_h200"),
+        measured.TRACKED,
+        "tradi_overhead.py --csv FILE",
+        "medians of rounds in turns",
+    ),
+    ("guides/threads.md", "threads", ("threads_cpu",), measured.TURNS, "threads.py --csv FILE", ""),
+)
+
+
+def measurements() -> Iterator[tuple[str, str, str]]:
+    """(page, name, table) of small measurements."""
+    for page, name, files, columns, script, what in STEPS:
+        found = [row for file in files for row in rows(f"{file}.csv")]
+        yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
     yield (
