@@ -72,9 +72,9 @@ SCORES = {"accuracy": ("accuracy %", 100, 1), "nll": ("NLL", 1, 3), "ece": ("ECE
 
 def trained() -> str:
     """A network that is there already: the published CIFAR-10 ResNet-20."""
-    rows = [row for row in read_rows(RESULTS / "pretrained.csv") if row["depth"] == "20"]
+    rows = [row for row in read_rows(RESULTS / "pretrained.csv") if row["network"] == "resnet20"]
     names = ("map", "map-scaled", "laplace", "map-tuned", "mc_dropout")
-    names = {name: name for name in names} | {"node_bnn-in8": "node_bnn"}
+    names = {name: name for name in names} | {"node_bnn": "node_bnn"}
     columns = SCORES | {"corrupt/nll": ("NLL, damaged", 1, 2), "ood/svhn/auroc": ("AUROC %, SVHN", 100, 1)}
     table = compared(rows, names, columns)
     return f"{table}\n\n{source(rows, 'python benchmarks/pretrained.py', 'pretrained.csv')}"
@@ -127,7 +127,7 @@ def table_rows() -> str:
 
 def gains() -> str:
     """Five measured gains for the README, each with its file."""
-    pretrained = [row for row in read_rows(RESULTS / "pretrained.csv") if row["depth"] == "20"]
+    pretrained = [row for row in read_rows(RESULTS / "pretrained.csv") if row["network"] == "resnet20"]
     laplace = [row for row in read_rows(RESULTS / "laplace_cifar10.csv") if row["program"] == "dissensus"]
     letters, speed = read_rows(RESULTS / "mnist_ood.csv"), read_rows(RESULTS / "speed_h200.csv")
     (fast,) = [
@@ -150,7 +150,7 @@ def gains() -> str:
             "a published CIFAR-10 ResNet-20, ten epochs of noise on its nodes",
             "NLL",
             mean(of(pretrained, "method", "map"), "nll"),
-            mean(of(pretrained, "method", "node_bnn-in8"), "nll"),
+            mean(of(pretrained, "method", "node_bnn"), "nll"),
             "pretrained.csv",
         ],
         [

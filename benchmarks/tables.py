@@ -22,7 +22,6 @@ import measured
 import mnist_ood
 import momentum
 import pretrained_page
-import recipe
 import scaling
 import shift
 import tables_uci
@@ -472,8 +471,6 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
-    if found := rows("recipe.csv"):
-        yield docs / "results/pretrained.md", "recipe", recipe.page(found)
     if found := rows("embedded_width_fashion.csv"):
         yield (
             docs / "results/embedded.md",

@@ -36,6 +36,7 @@ from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
 from dissensus.training.part import Part
+from dissensus.training.rates import settle_rates
 from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -80,7 +81,7 @@ def fit(
             kept. TRADI is judged at up to ten epochs, by what it would sample; for methods that collect a trajectory
             (SWAG, SWA, snapshots) nothing is restored.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None takes the method's
-            default with its schedule.
+            default with its schedule. Rates that are relative there (`NodeBNN.of_trained`) are measured on the first batch.
         scheduler: a torch scheduler of that optimizer, stepped once per epoch.
         clip: largest gradient norm of each member; None does not clip.
         accumulate: batches whose gradients make one optimiser step.
@@ -127,14 +128,17 @@ def fit(
         posterior.to(_training_device(device, posterior))
         division.begin()
         default = optimizer is None
+        begun = checkpoint is not None and is_there(Path(checkpoint), division)
         if optimizer is None:
             optimizer = posterior.default_optimizer()
+            if not begun:
+                settle_rates(posterior, optimizer, division.together(loader), agreed=division.first)
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
         checks.check_stepping(posterior, optimizer)
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
         history, best, told, part = Resumed(History(), Best(), {})
-        if checkpoint is not None and is_there(Path(checkpoint), division):
+        if checkpoint is not None and begun:
             history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, get_args
+from typing import Any, ClassVar, Literal, Self, Unpack, get_args
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
@@ -47,11 +49,22 @@ class NodeBNN(NodePosterior):
         latent_lr: rate of the latents for one component; the group's is K times that, since each component gets 1/K of
             the gradient. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: the optimiser's.
+        rate: "curvature" lets `fit` without an optimizer take SGD with momentum, at a rate that it measures on the first batch:
+            `theory.sharpness` is 1 − momentum there. The latents' is then K times the weights'. None: `fit`'s usual optimizer.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
 
     name = "node_bnn"
+    of_trained_settings: ClassVar[dict[str, Any]] = {
+        "components": 8,
+        "mode": "in",
+        "init_std": 0.1,  # 0.3 wrecks a trained network
+        "gamma": 10.0,
+        "train_samples": 1,
+        "latent_momentum": 0.9,
+        "rate": "curvature",
+    }
 
     def __init__(
         self,
@@ -73,6 +86,7 @@ class NodeBNN(NodePosterior):
         divergence: Divergence = "mixture",
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
+        rate: Literal["curvature"] | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
@@ -97,8 +111,29 @@ class NodeBNN(NodePosterior):
             likelihood=likelihood,
             **prior,
         )
+        self.rate = one_of("rate", rate, ("curvature", None))
         self.mode, self.bias_latent, self.gamma = mode, bias_latent, gamma
         self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
         self.bound = one_of("bound", bound, get_args(Bound))
         self.divergence = one_of("divergence", divergence, get_args(Divergence))
         self.complexity = Complexity(prior_std, self.widths, bound, divergence)
+
+    @classmethod
+    def of_trained(cls, networks: nn.Module | Sequence[nn.Module], *, data_size: int, **settings: Any) -> Self:
+        """A trained network made Bayesian by one recipe for all of them: `of_trained_settings`, then ten epochs of `ds.fit`.
+
+            posterior = ds.NodeBNN.of_trained(network, data_size=len(training_set))
+            ds.fit(posterior, loader, epochs=10)
+
+        Args:
+            networks, data_size: as of the class.
+            settings: of the class, in place of those of the recipe.
+        """
+        return cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
+
+    def default_optimizer(self) -> Optimizer:
+        """As of `Posterior`; with `rate="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""
+        if self.rate is None:
+            return super().default_optimizer()
+        groups = self.parameter_groups(1.0, 1e-4)
+        return torch.optim.SGD([{**group, "relative": True} for group in groups], lr=1.0, momentum=0.9, nesterov=True)

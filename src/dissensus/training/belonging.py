@@ -17,7 +17,18 @@ log = logging.getLogger("dissensus")
 
 STANDING = re.compile(r"(watchers\.\d+\.)*(calibration|promises)\.")  # on predictions: training drops it
 STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
-HOW = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable", "maximize"}
+HOW = {
+    "params",
+    "param_names",
+    "relative",
+    "lr",
+    "initial_lr",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "maximize",
+}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
 
 
@@ -85,7 +96,7 @@ def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LR
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """What a user sets of an optimiser's group; the rate as a number, which a captured step keeps in float32."""
-    rate = {"lr": float(group.get("initial_lr", group["lr"]))}
+    rate = {} if group.get("relative") else {"lr": float(group.get("initial_lr", group["lr"]))}
     return {key: value for key, value in group.items() if key not in HOW} | rate
 
 

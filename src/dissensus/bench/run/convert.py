@@ -85,6 +85,8 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         settings = overridden(settings, override, sections=SECTIONS)
     check_read(overrides, [method])
     check_task(settings, "the command line")
+    for_trained = getattr(method_class(method), "of_trained_settings", {})
+    settings["method"] = {method: {**for_trained, **settings["method"][method]}}
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_complete(config, converted=True)
     return config

@@ -59,6 +59,7 @@ class NodePosterior(StoringPosterior):
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     of_draw = ("stored", "stored_at")
     complexity: Complexity
+    rate: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -166,6 +167,7 @@ class NodePosterior(StoringPosterior):
         latents = Group(
             "latents",
             self._latent_parameters(),
+            factor=1.0 if self.rate is None else self.components,
             rate=None if rate is None else rate * self.components,
             momentum=self.latent_momentum,
             decay=False,

@@ -23,6 +23,7 @@ def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> flo
     """
     rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
     copied = copy.deepcopy(posterior).train()
+    copied.ranks = "independent"  # of several processes each measures for itself
     both = zip(posterior.parameters(), copied.parameters(), strict=True)
     moved = [(new, math.sqrt(rates[id(old)])) for old, new in both if new.requires_grad and rates.get(id(old))]
     start = [tensor.detach().clone() for tensor, _ in moved]
