@@ -8,8 +8,8 @@
 FOLDER holds CIFAR-10, CIFAR-100 and SVHN as `ds.data` reads them, and resnet_cifar10/resnet20.safetensors and its like; --train
 writes its networks into recipe/ beside them. NodeBNN has the same settings for all networks, `NodeBNN.of_trained_settings`.
 They were chosen by --try on the first network, by the likelihood at the best temperature on the 2,000 held-out test images:
-nothing is chosen on the 8,000 images that everything is measured on. COMPARED networks run all methods of the task, the others
-the original and the recipe. Started again, it goes on where it was; after --minutes it stops. The packed file has settings,
+nothing is chosen on the 8,000 images that everything is measured on. All networks run the original and the recipe, those of
+BESIDES other methods of the task. Started again, it goes on where it was; after --minutes it stops. The packed file has settings,
 metrics and numbers by example of each run that is finished.
 """
 
@@ -23,7 +23,6 @@ import os
 import tarfile
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +42,9 @@ RECIPES: dict[str, tuple[Any, dict[str, float]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 0.05}),
 }
 NETWORKS = PUBLISHED | {f"{name}-{recipe}": given for name, given in OURS.items() for recipe in RECIPES}
-COMPARED = ("resnet20", "resnet56")
-RECIPE = ("map", "map-scaled", "node_bnn")
+RECIPE = ("map", "map-scaled", "node_bnn")  # of all networks; of the others besides these:
+BESIDES = {"resnet20": None, "resnet56": ("map-tuned", "mc_dropout", "laplace", "node_bnn-untrained", "node_bnn-out8")}
+LESS = ("evaluation.corrupt=none", "data.ood=[]")  # what networks with the recipe alone are not asked
 # What --try tries beside the recipe: settings of NodeBNN, and of its training behind "training.".
 TRIED: dict[str, dict[str, Any]] = {
     "recipe": {"samples": 32},  # as it is
@@ -115,21 +115,20 @@ def main() -> None:
 
 
 def runs(given: argparse.Namespace) -> list[Job]:
-    """The runs that make the tables: the recipe's of all networks first, then what COMPARED networks have besides."""
+    """The runs that make the tables: the recipe's of all networks first."""
     methods = given.methods or load_task("pretrained", size=given.size).methods
-
-    def jobs(networks: Sequence[str], chosen: Sequence[str]) -> list[Job]:
-        return [
-            Job(name, method, seed, tuple(given.set), given.out / name, given)
-            for seed in range(given.seeds)
-            for name in networks
-            for method in chosen
-        ]
-
-    both = [name for name in given.networks if name in COMPARED]
+    first = [(name, method) for name in given.networks for method in methods if method in RECIPE]
+    besides = [
+        (name, method)
+        for name in given.networks
+        for method in (methods if BESIDES.get(name, ()) is None else BESIDES.get(name, ()))
+        if method in methods and method not in RECIPE
+    ]
     return [
-        *jobs(given.networks, [m for m in methods if m in RECIPE]),
-        *jobs(both, [m for m in methods if m not in RECIPE]),
+        Job(name, method, seed, (*given.set, *(() if name in BESIDES else LESS)), given.out / name, given)
+        for some in (first, besides)
+        for seed in range(given.seeds)
+        for name, method in some
     ]
 
 
@@ -139,7 +138,7 @@ def tries(given: argparse.Namespace) -> list[Job]:
     for name, settings in TRIED.items():
         method = f"node_bnn-try-{name}"
         own = [f"method.{method}.{key}={value}" for key, value in settings.items()]
-        overrides = ("evaluation.corrupt=none", "data.ood=[]", *given.set, *own)
+        overrides = (*LESS, *given.set, *own)
         found.append(Job(given.networks[0], method, 0, overrides, given.out / "tried", given))
     return found
 
