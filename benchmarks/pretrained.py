@@ -9,8 +9,8 @@ FOLDER holds CIFAR-10, CIFAR-100 and SVHN as `ds.data` reads them, and resnet_ci
 writes its networks into recipe/ beside them. NodeBNN has the same settings for all networks, `NodeBNN.of_trained_settings`.
 They were chosen by --try on the first network, by the likelihood at the best temperature on the 2,000 held-out test images:
 nothing is chosen on the 8,000 images that everything is measured on. All networks run the original and the recipe, those of
-BESIDES other methods of the task. Started again, it goes on where it was; after --minutes it stops. The packed file has settings,
-metrics and numbers by example of each run that is finished.
+BESIDES other methods of the task. Started again, it goes on where it was; after --minutes it stops. The packed file has
+settings, metrics and numbers by example of each run that is finished.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[Any, dict[str, float]]] = {
 }
 NETWORKS = PUBLISHED | {f"{name}-{recipe}": given for name, given in OURS.items() for recipe in RECIPES}
 RECIPE = ("map", "map-scaled", "node_bnn")  # of all networks; of the others besides these:
-BESIDES = {"resnet20": None, "resnet56": ("map-tuned", "mc_dropout", "laplace", "node_bnn-untrained", "node_bnn-out8")}
+BESIDES = {"resnet20": None, "resnet56": ("map-tuned", "mc_dropout", "laplace", "node_bnn-untrained")}
 LESS = ("evaluation.corrupt=none", "data.ood=[]")  # what networks with the recipe alone are not asked
 # What --try tries beside the recipe: settings of NodeBNN, and of its training behind "training.".
 TRIED: dict[str, dict[str, Any]] = {

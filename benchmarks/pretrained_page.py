@@ -201,7 +201,8 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
         return
     networks = compared(rows)
     yield PAGE, "pretrained", "\n\n".join([*(table(rows, network) for network in networks), provenance(rows)])
-    firsts = [(network, node(mode, 8)) for network in networks for mode in MODES]
+    known = {(row["network"], row["method"]) for row in rows}
+    firsts = [(net, name) for net in networks for name in (node(mode, 8) for mode in MODES) if (net, name) in known]
     pairs = judged(pairs, rows)
     yield PAGE, "recipe", recipe_table(rows, pairs)
     pairs = [pair for pair in pairs if pair["network"] in networks]
