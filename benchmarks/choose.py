@@ -77,7 +77,10 @@ def trained() -> str:
     rows = [row for row in read_rows(RESULTS / "pretrained.csv") if row["network"] == "resnet20"]
     names = ("map", "map-scaled", "laplace", "map-tuned", "mc_dropout")
     names = {name: name for name in names} | {"node_bnn": "node_bnn-tuned"}
-X, 'pretrained.csv')}"
+    columns = SCORES | {"calibrated/nll": ("NLL at a temperature", 1, 3), "corrupt/nll": ("NLL, damaged", 1, 2)}
+    columns |= {"ood/svhn/auroc": ("AUROC %, SVHN", 100, 1)}
+    table = compared(rows, names, columns)
+    return f"{table}\n\n{source(rows, 'python benchmarks/pretrained.py', 'pretrained.csv')}"
 
 
 def scratch() -> str:
