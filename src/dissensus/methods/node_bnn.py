@@ -34,7 +34,7 @@ class NodeBNN(NodePosterior):
         mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; a channel is one node of
             a convolution.
         prior_std: standard deviation of the prior of z.
-        init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
+        init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
         gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one. It is a `posterior_temperature` of 1 + γ.
@@ -42,7 +42,7 @@ class NodeBNN(NodePosterior):
         annealing: β; None is constant 1.
         bias_latent: iBNN's scalar latent on each bias.
         layers: patterns of names of layers with latents; None is every linear and convolutional layer.
-        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
+        batch_norm: "frozen" keeps the running statistics, "trained" lets them follow.
         bound: on the entropy: "joint" over layers; "per_layer", each layer a mixture of its own; "released", that with
             the 1/16 of the authors' code.
         divergence: "mixture", or iBNN's "surrogate".

@@ -29,4 +29,6 @@ from dissensus.theory.toy import toy_losses as toy_losses
 from dissensus.theory.toy import toy_spectrum as toy_spectrum
 from dissensus.theory.toy import transition as transition
 
-__all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
+__all__ = sorted(
+    {"sharpness", *(k for k, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))}
+)

@@ -25,15 +25,19 @@ def settle_rates(
     groups = optimizer.param_groups
     if not any(group.get("relative") for group in groups):
         return
-    if iter(loader) is loader:
-        raise ValueError(
-            "expected a loader that can be read twice, to measure a rate on its first batch, got a generator; pass a list of "
-            "its batches, or an optimizer"
-        )
     with same_random_state(posterior.device):
         state = loader_state(loader)
-        batch = posterior.take(next(iter(posterior.read(loader))))
+        batches = iter(loader)
+        if batches is loader:
+            raise ValueError(
+                "expected a loader that can be read twice, to measure a rate on its first batch, got a generator; pass a list "
+                "of its batches, or an optimizer"
+            )
+        first = next(iter(posterior.read(batches)), None)
         restore_loader(loader, state)
+    if first is None:  # fit says so
+        return
+    batch = posterior.take(first)
     found = agreed(sharpness(posterior, optimizer, batch.x, batch.y))
     if not found > 0:
         raise ValueError(
