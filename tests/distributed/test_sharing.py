@@ -1,6 +1,7 @@
-"""Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit."""
+"""Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit where each runs whole batches."""
 
 import functools
+import math
 from itertools import zip_longest
 
 import pytest
@@ -12,14 +13,16 @@ from workers import workers
 import dissensus as ds
 from dissensus.data import Batches
 from dissensus.evaluation.corrupted import Corruptions
+from thinning import often
 
 N, BATCH = 90, 16  # 6 batches, the last one of 10: no multiple of 4
+shape = [1, None]  # of the mesh: members, data
 
 
 def rows(n=N, *, seed=1):
     """Images in [0, 1], and labels that have something to do with them."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(n, 1, 32, 32, generator=generator)
+    x = torch.rand(n, 1, 32, 32, generator=generator, dtype=torch.float64)
     return x, (x.flatten(1)[:, :3] + torch.rand(n, 3, generator=generator)).argmax(1)
 
 
@@ -30,8 +33,8 @@ def loader(n=N, *, seed=1, batch_size=BATCH):
 def on_the_mesh(posterior):
     """The posterior in eval mode; where there are several processes, on the mesh of all of them."""
     if distributed.is_initialized():
-        posterior.mesh = ds.distributed.mesh()
-    return posterior.eval()
+        posterior.mesh = ds.distributed.mesh(*shape)
+    return posterior.double().eval()
 
 
 def network(outputs=3):
@@ -72,8 +75,8 @@ def by_brightness(x):
 def evaluated_regression():
     posterior = ensemble(1, likelihood=ds.Regression(0.7))
     x, y = rows()
-    far = Batches(x * 3, y[:, None].float(), batch_size=BATCH)
-    data = Batches(x, y[:, None].float(), batch_size=BATCH)
+    far = Batches(x * 3, y[:, None].double(), batch_size=BATCH)
+    data = Batches(x, y[:, None].double(), batch_size=BATCH)
     ds.calibrate(posterior, data, "scale")
     ds.conformal(posterior, data)
     return numbers(ds.evaluate(posterior, data, ood={"far": far}, shift={"far": far}, progress=False))
@@ -83,7 +86,7 @@ def evaluated_pixels():
     torch.manual_seed(4)
     networks = [nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)) for _ in range(2)]
     posterior = on_the_mesh(ds.DeepEnsemble(networks, likelihood=ds.Classification(ignore_index=255)))
-    x = torch.rand(9, 1, 8, 8)
+    x = torch.rand(9, 1, 8, 8, dtype=torch.float64)
     y = (3 * x[:, 0]).long().clamp(max=2)
     mask, y[:, 0] = (x[:, 0] > 0.8).long(), 255
     data, foreign = (Batches(x, each, batch_size=2) for each in (y, mask))
@@ -114,15 +117,29 @@ def alone(function):
     return function()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", [evaluated_classes, evaluated_regression, evaluated_pixels, predicted])
-def test_ranks_find_what_one_process_finds(function, size):
-    """Bit for bit, on every rank: each batch is predicted whole, and what was said of it is counted in its order."""
+def on(sizes, function):
+    shape[:] = sizes
+    try:
+        return function()
+    finally:
+        shape[:] = [1, None]
+
+
+FUNCTIONS = [evaluated_classes, evaluated_regression, evaluated_pixels, predicted]
+FAST = [(function, (1, 2)) for function in FUNCTIONS] + [(function, (2, 1)) for function in FUNCTIONS[1:]]
+MORE = [(function, sizes) for function in FUNCTIONS for sizes in ((1, 4), (4, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("case", often(FAST, [(evaluated_classes, (2, 1)), *MORE]), ids=lambda case: case[0].__name__)
+def test_ranks_find_what_one_process_finds(case):
+    """On every rank. Bit for bit where each batch is predicted whole; a function that runs without others rounds otherwise."""
+    function, sizes = case
     expected = alone(function)
-    for found in workers().run(size, function):
+    for found in workers().run(math.prod(sizes), on, sizes, function):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+            close = 1e-12 if sizes[0] > 1 and value.dtype.is_floating_point else 0
+            torch.testing.assert_close(found[name], value, rtol=close, atol=close, equal_nan=True, msg=name)
 
 
 def parted(n, batch_size, drop_last=False):
@@ -134,7 +151,7 @@ def parted(n, batch_size, drop_last=False):
 
 def of_parts():
     found = {}
-    for n in (N, 3):  # one that four does not divide, one with fewer rows than ranks
+    for n in (N, 19):  # neither of which four divides
         predictive, y = ds.predict(ensemble(), parted(n, 16))
         evaluation = numbers(ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8)}, progress=False))
         found |= {f"{n}/{name}": value for name, value in evaluation.items()}
@@ -159,13 +176,12 @@ def of_uneven_parts():
     sizes = [40, 0, 33, 17]
     rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     x, y = rows()
-    x = x.double()
     parts = [
         Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
     ]
     parts.insert(1, [])
     mine = parts[rank] if size > 1 else [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
-    posterior = ensemble().double()
+    posterior = ensemble()
     posterior.mesh = ds.distributed.mesh(data=size, batches="parts") if size > 1 else None
     ds.calibrate(posterior, mine, "vector")
     scores = ds.conformal(posterior, mine, score="aps").scores
@@ -236,7 +252,8 @@ def bad_days():
     }
 
 
-def test_what_differs_between_ranks_is_an_error_on_all_of_them():
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
     expected = {
         "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
         "fewer rows": "ValueError: expected the same batches on all ranks",
@@ -253,7 +270,7 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them():
         "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
         "afterwards": "no error",
     }
-    for found in workers().run(2, bad_days):
+    for found in workers().run(2, on, sizes, bad_days):
         assert {name: text[: len(expected[name])] for name, text in found.items()} == expected
 
 
@@ -272,6 +289,6 @@ def test_a_rank_may_go_on_alone_after_the_group():
 def test_one_process_takes_no_turns():
     posterior = ensemble()
     posterior.mesh = ds.distributed.mesh()
-    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), None)
+    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), posterior.portion(posterior.draw()))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"
     assert [*taken] == [(2, -2)]
