@@ -238,7 +238,8 @@ class _Run:
                     step = self.step or self._build(rows)
                     losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
-                part.batches, part.examples = part.batches + 1, part.examples + batch.size
+                part.batches += 1
+                part.examples += posterior.particles.exchange.rows(rows.size)[0]  # of the whole batch
                 bar.step()
                 if left := days.over() and part.batches % self.settings["accumulate"] == 0:
                     break

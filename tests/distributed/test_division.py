@@ -332,3 +332,56 @@ def independent():
 def test_independent_ranks_train_models_of_their_own():
     one, other = workers().run(2, independent)
     assert one != other
+
+
+# ---------------------------------------------------------------------------------------------------- rows that are read
+
+
+class Counted(ds.data.Batches):
+    """Not of the kind whose rows are known to be the same without the others of their batch."""
+
+
+def read_rows(mesh, kind, keywords):
+    """(result, rows read in each call): three epochs of 23 weighted examples, some of which have no label."""
+    at, read = ds.data.Batches.at, []
+
+    def counting(self, rows):
+        found = at(self, rows)
+        read.append(len(found[1]))
+        return found
+
+    torch.manual_seed(0)
+    likelihood = ds.Classification(ignore_index=255)
+    posterior = METHODS["function_rde"](plain, likelihood=likelihood, repulsion="1/B").double()
+    x, y = tiny.points(23)
+    y[::5] = 255
+    weight = torch.linspace(0.5, 2.0, 23, dtype=torch.float64)
+    loader = kind(x, y, weight=weight, batch_size=7, **keywords)
+    ds.data.Batches.at = counting
+    try:
+        made = None if mesh is None else ds.distributed.mesh(*mesh)
+        history = ds.fit(posterior, loader, epochs=3, mesh=made, progress=False)
+    finally:
+        ds.data.Batches.at = at
+    return result(posterior, history, x), read
+
+
+def doubled(x):
+    return x * (1 + torch.rand(len(x), 1, dtype=x.dtype))  # noise of each row
+
+
+@pytest.mark.parametrize("keywords", [{}, {"shuffle": True, "seed": 3}, {"shuffle": True, "augment": doubled}])
+def test_each_rank_reads_its_own_rows_of_batches_in_memory(keywords):
+    """Of every epoch's first batch all, to be compared; of a last one of two rows each rank has one. Not what is augmented."""
+    expected, alone = read_rows(None, ds.data.Batches, keywords)
+    assert alone == [7, 7, 7, 2] * 3
+    for rank, (found, read) in enumerate(workers().run(2, read_rows, (1, 2), ds.data.Batches, keywords)):
+        assert off(found, expected) < 1e-8
+        assert read == (alone if "augment" in keywords else [7, 4 - rank, 4 - rank, 1] * 3)
+
+
+def test_batches_of_a_kind_of_their_own_are_read_whole():
+    expected, alone = read_rows(None, Counted, {})
+    for found, read in workers().run(2, read_rows, (1, 2), Counted, {}):
+        assert off(found, expected) < 1e-8
+        assert read == alone

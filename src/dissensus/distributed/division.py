@@ -20,7 +20,7 @@ from dissensus.core.splitting import tensors_of
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.exchanging import MeshExchange, Share
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint
+from dissensus.distributed.loading import OwnRows, Parts, Together, check_sampler, fingerprint
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.engine.optimisers import lay_out
@@ -60,6 +60,7 @@ class Division(Undivided):
         self.is_first = mesh.is_first
         self.several = mesh if mesh.size > 1 else None
         self.parts = False  # whether the loader gives this rank's rows alone
+        self._own: OwnRows | None = None  # the loader, where it can be asked for them
         self._began = False
         self._sizes: set[int] = set()  # of parts
         self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
@@ -93,6 +94,8 @@ class Division(Undivided):
         if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._same_tensors()
         self._began = True
+        if self._own is not None:  # the first batch was whole, to be compared and measured
+            self._own.cut = True
         for tensor, axis in self._with_members():
             whole = tensor.data
             self._whole.append((tensor, whole, axis))
@@ -117,6 +120,8 @@ class Division(Undivided):
             self.particles.exchange = between
             if chains:
                 optimizer.generators = chains  # type: ignore[attr-defined]
+            if self._own is not None:
+                self._own.cut = False
 
     def _with_members(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
@@ -172,7 +177,11 @@ class Division(Undivided):
         if (sampler := sampler_of(loader)) is not None:
             check_sampler(sampler, self.mesh.data)
         self.parts = sampler is not None or self.mesh.batches == "parts"
-        return Parts(loader, self.posterior) if self.parts else loader
+        if self.parts:
+            return Parts(loader, self.posterior)
+        rows = self.mesh.data.size > 1 and self.posterior.inputs is None and getattr(loader, "divisible", False)
+        self._own = OwnRows(loader, self.mesh.data) if rows else None
+        return self._own or loader
 
     @property
     def loaders(self) -> int:  # type: ignore[override]
@@ -203,7 +212,15 @@ class Division(Undivided):
             self.exchange.taken = Share(size, slice(0, size))
             return batch
         if self.parts:
-            self.exchange.taken = self._own(size, weight.sum())
+            self.exchange.taken = self._of_parts(size, weight.sum())
+            return batch
+        if self._own is not None and self._own.taken is not None:
+            size, here = self._own.taken
+            own = weight.sum()
+            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
+            total = weight.new_tensor(size) if alike else data.sum(own.clone())
+            mine = torch.where(total > 0, own / total, batch.size / size)
+            self.exchange.taken = Share(size, here, mine, total, divided=True)
             return batch
         if size < data.size:
             self.exchange.taken = Share(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
@@ -218,7 +235,7 @@ class Division(Undivided):
 
         return Batch(apply(batch.x, rows), rows(batch.y), None if batch.weight is None else batch.weight[here])
 
-    def _own(self, size: int, weight: Tensor) -> Share:
+    def _of_parts(self, size: int, weight: Tensor) -> Share:
         """The share of a batch that is this rank's part of a whole one."""
         data = self.mesh.data
         each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)

@@ -1,7 +1,7 @@
 """Loaders on a mesh: whole batches that every process reads alike, or parts of them, one for each rank of the data axis."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,33 @@ class Parts:
                 once = (number < len(sampler.dataset)).to(batch.y.device, torch.get_default_dtype())
                 batch = batch._replace(weight=once if batch.weight is None else batch.weight * once)
             yield batch
+
+
+class OwnRows:
+    """Batches of `ds.data.Batches`, of which this rank reads its own rows alone while `cut` is true, and whole ones before.
+
+    `taken`: (rows of the whole batch, which of them lie here) of the last one, None where it was whole.
+    """
+
+    def __init__(self, loader: Any, axis: Axis) -> None:
+        self.loader, self.axis = loader, axis
+        self.cut, self.taken = False, cast(tuple[int, slice] | None, None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, self.loader.rows())
+
+    def _read(self, rows: Any) -> Any:
+        size = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        if not self.cut or size < self.axis.size:
+            self.taken = None
+            return self.loader.at(rows)
+        here = self.axis.part(size)
+        self.taken = size, here
+        whole = isinstance(rows, slice)
+        return self.loader.at(slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here])
 
 
 class Together:

@@ -247,15 +247,15 @@ def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]
         failed = error
     everyone = ranks.objects((what, _sendable(failed), mine))
     errors = [failed if rank == ranks.rank else error for rank, (_, error, _) in enumerate(everyone)]
-    error = next((each for each in errors if each is not None), None)
-    if error is None and len({place for place, *_ in everyone}) > 1:
-        error = RuntimeError(
+    bad = next((each for each in errors if each is not None), None)
+    if bad is None and len({place for place, *_ in everyone}) > 1:
+        bad = RuntimeError(
             f"expected all ranks to exchange {what}, got {', '.join(place for place, *_ in everyone)}; call the same functions "
             "in the same order on every process"
         )
-    if error is not None:
-        error.known_to = id(ranks)  # type: ignore[attr-defined]
-        raise error
+    if bad is not None:
+        bad.known_to = id(ranks)  # type: ignore[attr-defined]
+        raise bad
     return [found for *_, found in everyone]
 
 
