@@ -397,6 +397,9 @@ def test_a_rank_may_go_on_alone_after_the_group():
 
 def test_one_process_takes_no_turns():
     posterior = ensemble()
+    said = (torch.ones(3, 2),)
+    assert posterior.portion(drawn := posterior.draw()).joined(lambda: said) is said
+    assert posterior.portion(drawn).mine is drawn
     posterior.mesh = ds.distributed.mesh()
     taken = posterior.shared(lambda batch: -batch, iter([1, 2]), posterior.portion(posterior.draw()))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"

@@ -134,7 +134,8 @@ class DroppedFunctions(DrawnFunctions):
             met: Tensors = {}
 
             def meet(key: str, tensor: Tensor) -> Tensor:
-                met[key] = self.masks.at(key, tensor)[self.rows]
+                keep = self.masks.at(key, tensor)
+                met[key] = keep if self.members == len(keep) else keep[self.rows]
                 return tensor
 
             def run(member: Member) -> Any:
