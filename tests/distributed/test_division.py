@@ -385,3 +385,27 @@ def test_batches_of_a_kind_of_their_own_are_read_whole():
     for found, read in workers().run(2, read_rows, (1, 2), Counted, {}):
         assert off(found, expected) < 1e-8
         assert read == alone
+
+
+# ---------------------------------------------------------------------------------------------------- what would differ unseen
+
+
+def said(function, *args, **keywords):
+    """What an error says."""
+    try:
+        function(*args, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of_each_rank():
+    mesh = ds.distributed.mesh(2, 2, statistics="per rank")
+    posterior = ds.DeepEnsemble([small() for _ in range(2)]).double()
+    ds.fit(posterior, ds.data.Batches(*tiny.points(), batch_size=6), epochs=2, mesh=mesh, progress=False)
+    return posterior.state_dict()
+
+
+def test_statistics_of_each_rank_are_the_same_in_all_processes_afterwards():
+    first, *others = workers().run(4, of_each_rank)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)

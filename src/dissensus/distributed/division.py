@@ -135,12 +135,12 @@ class Division(Undivided):
     @torch.no_grad()
     def _gather(self) -> None:
         """Puts what lies here into the tensors of all members, with what lies in other processes."""
-        for tensor, whole, axis in self._whole:
-            whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
         if self.mesh.statistics == "per rank":
             for buffer in self.particles.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
+        for tensor, whole, axis in self._whole:
+            whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Iterator[None]:
