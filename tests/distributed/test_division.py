@@ -409,3 +409,56 @@ def of_each_rank():
 def test_statistics_of_each_rank_are_the_same_in_all_processes_afterwards():
     first, *others = workers().run(4, of_each_rank)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+class Seen(nn.Linear):
+    """Keeps a sum of what it sees, which is not synchronised."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return super().forward(x)
+
+
+def different(which):
+    """What processes that do not do the same are told."""
+    mesh = ds.distributed.mesh(1, 2)
+    rank, (x, y) = mesh.rank, tiny.points()
+    settings = {"epochs": 2, "mesh": mesh, "progress": False}
+    posterior = ds.MAP(plain()).double()
+    if which == "optimizer":
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1 + rank)
+        return said(ds.fit, posterior, (x, y), optimizer=optimizer, **settings)
+    if which == "buffer":
+        return said(ds.fit, ds.MAP(Seen()).double(), [(x, y)], **settings)
+    if which == "order":  # of rows whose sums are exact, whatever their order
+        turned = [6 * rank, *range(1, 6), 6 - 6 * rank, *range(7, 12)]
+        return said(ds.fit, posterior, [(x.round()[turned], y[turned])], **settings)
+    if which == "validation":  # of which only the first process sees the batch
+        return said(ds.fit, posterior, [(x, y)], validation=[(x, y + 7)], **settings)
+    parts = ds.distributed.mesh(1, 2, batches="parts")
+    sizes = [4, 3, 4 - rank]
+    loader = [(torch.randn(size, 4, dtype=torch.float64), torch.arange(size) % 3) for size in sizes]
+    if which == "uneven parts":
+        return said(ds.fit, posterior, loader, epochs=1, mesh=parts, progress=False)
+    return said(ds.fit, posterior, loader[:1], validation=loader[2:], epochs=1, mesh=parts, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    {
+        "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes after an epoch",
+        "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes after an epoch",
+        "order": "ValueError: expected the same batches in every process, got others",
+        "validation": "ValueError: expected labels in 0…2, got 9",
+        "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",
+        "uneven validation": "ValueError: expected parts of a batch with as many rows in every process, got [4, 3]",
+    }.items(),
+)
+def test_what_differs_between_processes_is_an_error_in_all_of_them(which, told):
+    for text in workers().run(2, different, which):
+        assert text[: len(told)] == told, text

@@ -338,7 +338,11 @@ class Posterior(TrainingRules, ABC):
         """
         if self.others is None:
             return ((batch, work(batch)) for batch in given)
-        found: Iterator[tuple[Any, Any]] = self.others.in_turns(work, given, portion=portion, device=device)
+        standing = [each for each in (self.calibration, *self.promises.values()) if each is not None]
+        seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
+        found: Iterator[tuple[Any, Any]] = self.others.in_turns(
+            work, given, portion=portion, seen_by=seen_by, device=device
+        )
         return found
 
     @final
@@ -386,7 +390,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     Args:
         loader: training batches (x, y), as the networks saw them.
     """
-    inputs.check_loader(loader)
+    inputs.check_loader(loader := posterior.whole(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         if type(each).store_draw is not Posterior.store_draw:
             each.drop_promises("a new draw")

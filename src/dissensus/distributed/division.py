@@ -18,11 +18,12 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
 from dissensus.distributed.alone import Undivided
-from dissensus.distributed.exchanging import MeshExchange, Share
+from dissensus.distributed.exchanging import UNDIVIDED, MeshExchange, Share
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.loading import OwnRows, Parts, Together, check_sampler, fingerprint
+from dissensus.distributed.loading import OwnRows, Parts, Together, check_even, check_sampler
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
+from dissensus.distributed.sharing import mark
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
 
@@ -63,6 +64,9 @@ class Division(Undivided):
         self._own: OwnRows | None = None  # the loader, where it can be asked for them
         self._began = False
         self._sizes: set[int] = set()  # of parts
+        self._uneven: Tensor | None = (
+            None  # () whether ranks had parts of other sizes, which is looked at after an epoch
+        )
         self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
@@ -122,6 +126,9 @@ class Division(Undivided):
                 optimizer.generators = chains  # type: ignore[attr-defined]
             if self._own is not None:
                 self._own.cut = False
+        if self._uneven is not None and bool(self._uneven):
+            raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
+        self._check_alike()
 
     def _with_members(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
@@ -141,6 +148,19 @@ class Division(Undivided):
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
         for tensor, whole, axis in self._whole:
             whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
+
+    @torch.no_grad()
+    def _check_alike(self) -> None:
+        """Raises where a tensor is not the same in all processes after an epoch: something in training saw its rows alone."""
+        named = [*self.posterior.named_buffers(), *self.posterior.named_parameters()]
+        plain = {name: each.double().sum() for name, each in named if not hasattr(each, "full_tensor")}
+        mine = dict(zip(plain, map(repr, torch.stack([*plain.values()]).tolist()), strict=True))  # "nan" is "nan"
+        for other in self.mesh.objects(mine):
+            if off := [name for name, value in mine.items() if other.get(name) != value]:
+                raise ValueError(
+                    f"expected '{off[0]}' to be the same in all processes after an epoch, got different values; use the same "
+                    f"optimizer and callbacks everywhere; of a network that keeps sums of the rows it sees, {UNDIVIDED}"
+                )
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Iterator[None]:
@@ -197,7 +217,7 @@ class Division(Undivided):
 
     def _compare(self, batch: Batch) -> None:
         """Raises where processes that should read the same batch do not."""
-        mine = fingerprint(batch)
+        mine = mark(batch)
         others = self.mesh.members.objects(mine) if self.parts else self.mesh.objects(mine)
         if any(other != mine for other in others):
             raise ValueError(
@@ -241,10 +261,9 @@ class Division(Undivided):
         each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
         if size not in self._sizes:
             self._sizes.add(size)
-            if (found := each[:, 0].tolist()) != [size] * data.size:
-                raise ValueError(
-                    f"expected parts of a batch with as many rows in every process, got {found}; make them even"
-                )
+            check_even([*map(int, each[:, 0].tolist())])
+        uneven = (each[:, 0] != size).any()
+        self._uneven = uneven if self._uneven is None else self._uneven | uneven
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
         return Share(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, divided=True)
@@ -265,9 +284,6 @@ class Division(Undivided):
         if self.particles.fully:  # all must run it together
             return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
-
-    def total(self, *numbers: float) -> list[float]:
-        return [math.fsum(each) for each in zip(*self.mesh.objects(numbers), strict=True)]
 
     def first(self, value: Any) -> Any:
         return self.mesh.objects(value)[0]

@@ -20,6 +20,12 @@ def check_sampler(sampler: Any, axis: Axis) -> None:
         )
 
 
+def check_even(sizes: list[int]) -> None:
+    """Raises where ranks have other numbers of rows."""
+    if len({*sizes}) > 1:
+        raise ValueError(f"expected parts of a batch with as many rows in every process, got {sizes}; make them even")
+
+
 class Parts:
     """Batches of a loader that gives each rank its own rows; rows that its sampler repeats, to be even, have weight 0."""
 
@@ -81,6 +87,7 @@ class Together:
         device, axis = self.mesh.device, self.mesh.data
         for batch in self.parts:
             size = batch.size
+            check_even(axis.objects(size))
 
             def gathered(tensor: Tensor, size: int = size) -> Tensor:
                 if not tensor.ndim or len(tensor) != size:
@@ -90,8 +97,3 @@ class Together:
 
             weight = None if batch.weight is None else gathered(batch.weight)
             yield Batch(apply(batch.x, gathered), gathered(batch.y), weight)
-
-
-def fingerprint(batch: Batch) -> tuple[float, ...]:
-    """Numbers that two different batches hardly share."""
-    return (float(batch.size), *(float(tensor.double().sum()) for tensor in batch.tensors()))

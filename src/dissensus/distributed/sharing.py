@@ -111,6 +111,7 @@ def in_turns(
     batches: Iterable[Given],
     *,
     portion: Portion,
+    seen_by: Iterable[Any],
     device: torch.device | str,
 ) -> Iterator[tuple[Given, Found]]:
     """(batch, work(batch)) of every batch, in order, on every rank, each worked on by one of them or by several at once.
@@ -120,15 +121,16 @@ def in_turns(
     Args:
         batches: trees of tensors, the same on every rank.
         portion: the functions that the work is done with; a `DividedPortion` lets ranks share a batch.
+        seen_by: facts and tensors of what the functions are seen through, the same on every rank.
         device: where tensors of what was found shall lie.
     """
-    left, functions, window, seen = iter(batches), _mark_of(portion.drawn), list[Given](), 0
+    left, functions, window, seen = iter(batches), (_mark_of(portion.drawn), mark([*seen_by])), list[Given](), 0
     most = portion.most if isinstance(portion, DividedPortion) else 1
     takers, sharers = (mesh.data, mesh.members) if 1 < mesh.members.size <= most else (mesh, None)
 
-    def read() -> tuple[int, list[int]]:
+    def read() -> tuple[tuple[int, int], list[int]]:
         window[:] = islice(left, takers.size)
-        return functions, [*map(_mark, window)]
+        return functions, [*map(mark, window)]
 
     def mine() -> list[Found]:
         return [shared(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
@@ -140,7 +142,12 @@ def in_turns(
 
     while True:
         marks, data = zip(*exchanged(mesh, read, "batches"), strict=True)
-        check_same(marks, "functions", "load the same posterior everywhere, and draw with the same seed")
+        check_same(
+            [each for each, _ in marks], "functions", "load the same posterior everywhere, and draw with the same seed"
+        )
+        check_same(
+            [each for _, each in marks], "calibrations and promises", "fit them on every rank, with the same data"
+        )
         check_same(data, "batches", DATA)
         only = not seen and len(window) == 1 < min(most, takers.size)
         seen += len(window)
@@ -183,7 +190,7 @@ class Joined:
 
         def read() -> tuple[int, bytes]:
             mine[:] = islice(left, 1)
-            return _mark(mine), _packed(mine) if mine else b""
+            return mark(mine), _packed(mine) if mine else b""
 
         while True:
             everyone = exchanged(self.ranks, read, "parts of batches")
@@ -277,14 +284,16 @@ def _sendable(error: Exception | None) -> Exception | None:
 
 def _mark_of(drawn: DrawnFunctions) -> int:
     seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
-    return _mark([*drawn.parameters(), *drawn.buffers(), torch.tensor(seeds)])
+    return mark([*drawn.parameters(), *drawn.buffers(), seeds])
 
 
-def _mark(tree: Any) -> int:
-    """A number that differs where tensors of the tree do."""
+def mark(tree: Any) -> int:
+    """A number that differs where tensors of the tree do, or texts and numbers."""
     found = 0
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, str | int | float):
+            found = zlib.crc32(repr(leaf).encode(), found)
+        if isinstance(leaf, Tensor) and not hasattr(leaf, "full_tensor"):  # of which each rank has a part
             found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
             found = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
