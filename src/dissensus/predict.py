@@ -268,21 +268,28 @@ def _predicted(
     for particles in stored:
         particles.how = "loop"
 
-    def work(batch: batches.Batch) -> Predictive:
-        x = batches.to(batch.x, device)
+    def checked(x: batches.Inputs) -> batches.Inputs:
+        x = batches.to(x, device)
         with autocast(device, dtype):
             posterior.check_inputs(x)
-        if keep_members:
-            # On a mesh an error must come with its batch, so that all processes raise it.
-            soon = None if posterior.others is not None else later
-            predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
-            return posterior.checked_members(predictive, lens, later=soon)
+        return x
+
+    def kept(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
+        # On a mesh an error must come with its batch, so that all processes raise it.
+        soon = None if posterior.others is not None else later
+        predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
+        return posterior.checked_members(predictive, lens, later=soon)
+
+    def summed(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
         running, *others = portion.everyones(lambda: RunningSummary(pieces(x)))
         for other in others:
             running.merge(other)
         return running.summary()
 
     try:
+        work = kept if keep_members else summed
         for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), portion, device):
             yield found, cast(Tensor, batches.to(batch.y, device))
     finally:

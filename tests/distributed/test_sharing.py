@@ -168,7 +168,12 @@ def of_parts():
         found |= {f"{n}/members": predictive.members, f"{n}/y": y}
     posterior = ensemble()
     ds.conformal(posterior, parted(N, 16), score="aps", randomised=True)
-    return found | {"scores": posterior.promises["conformal"].scores}
+    torch.manual_seed(6)
+    normed = nn.Sequential(nn.Flatten(), nn.Linear(1024, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    drawn = on_the_mesh(ds.GaussianPerturbation(normed, samples=2))
+    ds.refresh(drawn, parted(N, 16))
+    refreshed = {name: tensor for name, tensor in drawn.state_dict().items() if "running" in name}
+    return found | {"scores": posterior.promises["conformal"].scores} | refreshed
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -244,8 +249,12 @@ def bad_days():
     not_on_it = ensemble()
     not_on_it.mesh = None
     drawn = on_the_mesh(ds.MCDropout(network(), samples=2))
+    tempered = ensemble()
+    tempered.temperature += rank
     torch.manual_seed(rank)
     return {
+        "other calls": said(ds.summarise if rank else ds.predict, posterior, loader()),
+        "temperature": said(ds.predict, tempered, loader()),
         "other rows": said(ds.predict, posterior, loader(seed=rank)),
         "fewer rows": said(ds.evaluate, posterior, loader(N - 40 * rank), progress=False),
         "none on one": said(ds.predict, posterior, loader() if rank else []),
@@ -266,6 +275,8 @@ def bad_days():
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
     expected = {
+        "other calls": "ValueError: expected the same calls on all ranks",
+        "temperature": "ValueError: expected the same calibrations and promises on all ranks",
         "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
         "fewer rows": "ValueError: expected the same batches on all ranks",
         "none on one": "ValueError: expected the same batches on all ranks",

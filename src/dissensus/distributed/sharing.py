@@ -31,6 +31,14 @@ Found = TypeVar("Found")
 DATA = "pass the same data in the same order to all of them, or a DataLoader with a DistributedSampler"
 
 
+SAME = {
+    "calls": "call the same functions in the same order on every process",
+    "functions": "load the same posterior everywhere, and draw with the same seed",
+    "calibrations and promises": "fit or load them on every process",
+    "batches": DATA,
+}
+
+
 class Ranks(Protocol):
     """Processes that work together: those of a mesh, or of one of its axes."""
 
@@ -124,13 +132,18 @@ def in_turns(
         seen_by: facts and tensors of what the functions are seen through, the same on every rank.
         device: where tensors of what was found shall lie.
     """
-    left, functions, window, seen = iter(batches), (_mark_of(portion.drawn), mark([*seen_by])), list[Given](), 0
+    left, window, seen = iter(batches), list[Given](), 0
+    about = {
+        "calls": work.__qualname__,
+        "functions": _mark_of(portion.drawn),
+        "calibrations and promises": mark([*seen_by]),
+    }
     most = portion.most if isinstance(portion, DividedPortion) else 1
     takers, sharers = (mesh.data, mesh.members) if 1 < mesh.members.size <= most else (mesh, None)
 
-    def read() -> tuple[tuple[int, int], list[int]]:
+    def read() -> dict[str, Any]:
         window[:] = islice(left, takers.size)
-        return functions, [*map(mark, window)]
+        return about | {"batches": [*map(mark, window)]}
 
     def mine() -> list[Found]:
         return [shared(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
@@ -141,14 +154,9 @@ def in_turns(
         return portion.work(ranks, lambda: work(batch))
 
     while True:
-        marks, data = zip(*exchanged(mesh, read, "batches"), strict=True)
-        check_same(
-            [each for each, _ in marks], "functions", "load the same posterior everywhere, and draw with the same seed"
-        )
-        check_same(
-            [each for _, each in marks], "calibrations and promises", "fit them on every rank, with the same data"
-        )
-        check_same(data, "batches", DATA)
+        everyone = exchanged(mesh, read, "batches")
+        for what, remedy in SAME.items():
+            check_same([each[what] for each in everyone], what, remedy)
         only = not seen and len(window) == 1 < min(most, takers.size)
         seen += len(window)
         found = [shared(mesh, window[0])] if only else gathered(takers, mine, device, "what was found")
