@@ -233,6 +233,13 @@ class Failing:
             yield batch
 
 
+class Chunks(DistributedSampler):
+    """Rank r has the r-th part of the rows, not every W-th."""
+
+    def __iter__(self):
+        return iter([self.num_samples * self.rank + i for i in range(self.num_samples)])
+
+
 def bad_days():
     rank = distributed.get_rank()
     posterior, other = ensemble(), ensemble()
@@ -246,6 +253,9 @@ def bad_days():
         diverged.particles.own_parameters()["network.4.bias"][1] = torch.nan
     sampler = DistributedSampler(TensorDataset(*rows()), num_replicas=3, rank=rank)
     unlike = DistributedSampler(TensorDataset(*rows(N - rank)), shuffle=False)
+    chunks = DistributedSampler(TensorDataset(*rows()), shuffle=False)
+    chunks.__class__ = Chunks
+    chunked = DataLoader(chunks.dataset, sampler=chunks, batch_size=8)
     not_on_it = ensemble()
     not_on_it.mesh = None
     drawn = on_the_mesh(ds.MCDropout(network(), samples=2))
@@ -267,6 +277,8 @@ def bad_days():
         "diverged": said(ds.predict, diverged, loader()),
         "sampler": said(ds.predict, posterior, DataLoader(sampler.dataset, sampler=sampler)),
         "sets": said(ds.predict, posterior, DataLoader(unlike.dataset, sampler=unlike, batch_size=8)),
+        "chunks": said(ds.predict, posterior, chunked),
+        "chunks in training": said(ds.fit, ensemble(), chunked, epochs=1, mesh=ds.distributed.mesh(1, 2)),
         "no mesh": said(ds.predict, not_on_it, parted(N, 16)),
         "afterwards": said(ds.predict, posterior, loader()),
     }
@@ -289,6 +301,8 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
         "diverged": "Diverged: expected finite predictions, got a prediction that is not finite in member 1",
         "sampler": "ValueError: expected samplers of ranks 0 to 1, got [0, 1] of 3",
         "sets": "ValueError: expected the same sampler and set on all ranks",
+        "chunks": "ValueError: expected samplers that deal out rows in turns",
+        "chunks in training": "ValueError: expected samplers that deal out rows in turns",
         "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
         "afterwards": "no error",
     }

@@ -23,7 +23,7 @@ from dissensus.distributed.joining import connected, start
 from dissensus.distributed.loading import OwnRows, Parts, Together, check_even, check_sampler
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
-from dissensus.distributed.sharing import mark
+from dissensus.distributed.sharing import check_dealt, mark
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
 
@@ -196,6 +196,7 @@ class Division(Undivided):
     def reads(self, loader: Any) -> Any:
         if (sampler := sampler_of(loader)) is not None:
             check_sampler(sampler, self.mesh.data)
+            check_dealt(self.mesh.data, sampler)
         self.parts = sampler is not None or self.mesh.batches == "parts"
         if self.parts:
             return Parts(loader, self.posterior)

@@ -13,7 +13,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar, cast
 
@@ -237,6 +237,7 @@ class Interleaved(Joined):
                 f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {found} of {about[0]}; build them by "
                 "DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
             )
+        check_dealt(self.ranks, self.sampler)
         left, rows = iter(self.loader), about[1]
         for _ in range(about[2]):
             everyones = exchanged(self.ranks, lambda: _packed(next(left)), "parts of batches")
@@ -246,6 +247,17 @@ class Interleaved(Joined):
             size = len(pytree.tree_leaves(whole)[0])
             yield whole if size <= rows else pytree.tree_map(itemgetter(slice(rows)), whole)
             rows -= size
+
+
+def check_dealt(ranks: Ranks, sampler: Any) -> None:
+    """Raises where samplers do not deal out rows in turns, all of them before one is repeated, in order unless they shuffle."""
+    each = exchanged(ranks, lambda: [*sampler], "rows of samplers")
+    order = [row for turn in zip_longest(*each) for row in turn][: len(sampler.dataset)]
+    if len({*order}) < len(order) or not (getattr(sampler, "shuffle", False) or order == sorted(order)):
+        raise ValueError(
+            f"expected samplers that deal out rows in turns, as torch's DistributedSampler does, got {type(sampler).__name__}; "
+            "use that one, or give each rank rows of its own with mesh(batches='parts')"
+        )
 
 
 def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:
