@@ -424,6 +424,11 @@ class Seen(nn.Linear):
         return super().forward(x)
 
 
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
 def different(which):
     """What processes that do not do the same are told."""
     mesh = ds.distributed.mesh(1, 2)
@@ -435,6 +440,8 @@ def different(which):
         return said(ds.fit, posterior, (x, y), optimizer=optimizer, **settings)
     if which == "buffer":
         return said(ds.fit, ds.MAP(Seen()).double(), [(x, y)], **settings)
+    if which == "rows":
+        return said(ds.fit, ds.MAP(Centred(4, 3)).double(), [(x, y)], **settings)
     if which == "order":  # of rows whose sums are exact, whatever their order
         turned = [6 * rank, *range(1, 6), 6 - 6 * rank, *range(7, 12)]
         return said(ds.fit, posterior, [(x.round()[turned], y[turned])], **settings)
@@ -453,6 +460,7 @@ def different(which):
     {
         "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes after an epoch",
         "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes after an epoch",
+        "rows": "ValueError: expected a network whose output for a row does not depend on the other rows of a batch",
         "order": "ValueError: expected the same batches in every process, got others",
         "validation": "ValueError: expected labels in 0…2, got 9",
         "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",

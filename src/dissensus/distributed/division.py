@@ -3,18 +3,18 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, apply, sampler_of
+from dissensus.core.batch import Batch, Inputs, apply, call, sampler_of
 from dissensus.core.errors import Diverged
 from dissensus.core.exchange import Exchange
 from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
 from dissensus.distributed.alone import Undivided
@@ -97,6 +97,8 @@ class Division(Undivided):
         self._compare(batch)
         if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._same_tensors()
+        if self.mesh.data.size > 1 and not self._began:
+            self._check_rows(batch)
         self._began = True
         if self._own is not None:  # the first batch was whole, to be compared and measured
             self._own.cut = True
@@ -226,6 +228,26 @@ class Division(Undivided):
                 'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
             )
 
+    def _check_rows(self, batch: Batch) -> None:
+        """Raises where a network's output for a row depends on the other rows of the batch: it would see some of them alone."""
+        particles, half = self.particles, max(batch.size // 2, 1)
+        if any(hasattr(each, "full_tensor") for each in particles.parameters()):
+            return
+
+        def outputs(x: Inputs) -> Tensor:
+            found: Tensor = particles.call(lambda member: call(member.network, x), *particles.at(0))[0]
+            return found[:half].double()
+
+        with left_as_found(self.posterior):
+            alone, among = outputs(rows_of(batch.x, batch.size, slice(half))), outputs(batch.x)
+        # Rounding is far below; what mixes rows is far above.
+        close = (alone - among).abs() <= 0.01 * among.abs().max()
+        if not (self.posterior.draws_itself or bool((close | among.isnan()).all())):
+            raise ValueError(
+                "expected a network whose output for a row does not depend on the other rows of a batch, got one that mixes "
+                f"them, and processes of the data axis see some rows each; {UNDIVIDED}"
+            )
+
     def part(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
         data, size, weight = self.mesh.data, batch.size, counted(self.posterior, batch)
@@ -251,10 +273,8 @@ class Division(Undivided):
         mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
         self.exchange.taken = Share(size, here, mine, total, divided=True)
 
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor[here] if tensor.ndim and len(tensor) == size else tensor
-
-        return Batch(apply(batch.x, rows), rows(batch.y), None if batch.weight is None else batch.weight[here])
+        weights = None if batch.weight is None else batch.weight[here]
+        return Batch(rows_of(batch.x, size, here), cast(Tensor, rows_of(batch.y, size, here)), weights)
 
     def _of_parts(self, size: int, weight: Tensor) -> Share:
         """The share of a batch that is this rank's part of a whole one."""
@@ -288,6 +308,11 @@ class Division(Undivided):
 
     def first(self, value: Any) -> Any:
         return self.mesh.objects(value)[0]
+
+
+def rows_of(x: Inputs, size: int, rows: slice) -> Inputs:
+    """These rows of every tensor of x that has as many as the batch."""
+    return apply(x, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == size else tensor)
 
 
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:

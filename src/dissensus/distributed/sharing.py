@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.functions import DrawnFunctions, Portion
-from dissensus.core.particles import Particles
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -72,7 +71,7 @@ class DividedPortion(Portion):
     def __init__(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> None:
         super().__init__(drawn)
         self.device, self.apart = device, apart
-        together = any(each.fully for each in drawn.modules() if isinstance(each, Particles))
+        together = any(hasattr(each, "full_tensor") for each in (*drawn.parameters(), *drawn.buffers()))
         self.most = 1 if together or drawn.part(slice(0, drawn.members)) is None else drawn.members
         self._sharers: Ranks | None = None
         self._parts: dict[Ranks, DrawnFunctions] = {}
