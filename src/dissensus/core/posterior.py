@@ -338,7 +338,7 @@ class Posterior(TrainingRules, ABC):
         """
         if self.others is None:
             return ((batch, work(batch)) for batch in given)
-        standing = [each for each in (self.calibration, *self.promises.values()) if each is not None]
+        standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
         found: Iterator[tuple[Any, Any]] = self.others.in_turns(
             work, given, portion=portion, seen_by=seen_by, device=device

@@ -10,20 +10,20 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, Inputs, apply, call, sampler_of
+from dissensus.core.batch import Batch, sampler_of
 from dissensus.core.errors import Diverged
 from dissensus.core.exchange import Exchange
-from dissensus.core.likelihood import spread
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
+from dissensus.distributed.alike import check_alike, check_batches, check_rows, counted, rows_of
 from dissensus.distributed.alone import Undivided
-from dissensus.distributed.exchanging import UNDIVIDED, MeshExchange, Share
+from dissensus.distributed.exchanging import MeshExchange, Share
 from dissensus.distributed.joining import connected, start
 from dissensus.distributed.loading import OwnRows, Parts, Together, check_even, check_sampler
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
-from dissensus.distributed.sharing import check_dealt, mark
+from dissensus.distributed.sharing import check_dealt
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
 
@@ -94,11 +94,11 @@ class Division(Undivided):
 
         `batch`: the first one, which must be the same in processes that read whole batches.
         """
-        self._compare(batch)
+        check_batches(self.mesh, batch, parts=self.parts)
         if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._same_tensors()
         if self.mesh.data.size > 1 and not self._began:
-            self._check_rows(batch)
+            check_rows(self.posterior, batch)
         self._began = True
         if self._own is not None:  # the first batch was whole, to be compared and measured
             self._own.cut = True
@@ -130,7 +130,7 @@ class Division(Undivided):
                 self._own.cut = False
         if self._uneven is not None and bool(self._uneven):
             raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
-        self._check_alike()
+        check_alike(self.mesh, self.posterior)
 
     def _with_members(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
@@ -150,19 +150,6 @@ class Division(Undivided):
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
         for tensor, whole, axis in self._whole:
             whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
-
-    @torch.no_grad()
-    def _check_alike(self) -> None:
-        """Raises where a tensor is not the same in all processes after an epoch: something in training saw its rows alone."""
-        named = [*self.posterior.named_buffers(), *self.posterior.named_parameters()]
-        plain = {name: each.double().sum() for name, each in named if not hasattr(each, "full_tensor")}
-        mine = dict(zip(plain, map(repr, torch.stack([*plain.values()]).tolist()), strict=True))  # "nan" is "nan"
-        for other in self.mesh.objects(mine):
-            if off := [name for name, value in mine.items() if other.get(name) != value]:
-                raise ValueError(
-                    f"expected '{off[0]}' to be the same in all processes after an epoch, got different values; use the same "
-                    f"optimizer and callbacks everywhere; of a network that keeps sums of the rows it sees, {UNDIVIDED}"
-                )
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Iterator[None]:
@@ -217,36 +204,6 @@ class Division(Undivided):
     def epoch(self, loader: Any, index: int) -> None:
         if hasattr(sampler := sampler_of(loader), "set_epoch"):
             sampler.set_epoch(index)
-
-    def _compare(self, batch: Batch) -> None:
-        """Raises where processes that should read the same batch do not."""
-        mine = mark(batch)
-        others = self.mesh.members.objects(mine) if self.parts else self.mesh.objects(mine)
-        if any(other != mine for other in others):
-            raise ValueError(
-                "expected the same batches in every process, got others; give shuffling loaders the same seed everywhere, or, "
-                'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
-            )
-
-    def _check_rows(self, batch: Batch) -> None:
-        """Raises where a network's output for a row depends on the other rows of the batch: it would see some of them alone."""
-        particles, half = self.particles, max(batch.size // 2, 1)
-        if any(hasattr(each, "full_tensor") for each in particles.parameters()):
-            return
-
-        def outputs(x: Inputs) -> Tensor:
-            found: Tensor = particles.call(lambda member: call(member.network, x), *particles.at(0))[0]
-            return found[:half].double()
-
-        with left_as_found(self.posterior):
-            alone, among = outputs(rows_of(batch.x, batch.size, slice(half))), outputs(batch.x)
-        # Rounding is far below; what mixes rows is far above.
-        close = (alone - among).abs() <= 0.01 * among.abs().max()
-        if not (self.posterior.draws_itself or bool((close | among.isnan()).all())):
-            raise ValueError(
-                "expected a network whose output for a row does not depend on the other rows of a batch, got one that mixes "
-                f"them, and processes of the data axis see some rows each; {UNDIVIDED}"
-            )
 
     def part(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
@@ -310,11 +267,6 @@ class Division(Undivided):
         return self.mesh.objects(value)[0]
 
 
-def rows_of(x: Inputs, size: int, rows: slice) -> Inputs:
-    """These rows of every tensor of x that has as many as the batch."""
-    return apply(x, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == size else tensor)
-
-
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     """Raises where a posterior cannot train on this mesh."""
     if any(isinstance(part, DistributedDataParallel) for part in posterior.particles.template.modules()):
@@ -327,12 +279,3 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
             f"expected at most as many ranks for members as there are, {posterior.particles.members}, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         )
-
-
-def counted(posterior: Posterior, batch: Batch) -> Tensor:
-    """(B,) how much each example counts in a mean over the batch: its weight, over entries that count."""
-    weight = torch.ones(batch.size, device=batch.y.device) if batch.weight is None else batch.weight
-    weight, entries = weight.double(), posterior.likelihood.training_weight(batch.y)
-    if entries is None:
-        return weight
-    return (spread(weight, entries.double()) * entries).reshape(batch.size, -1).sum(1)

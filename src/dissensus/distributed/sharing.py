@@ -280,7 +280,7 @@ def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]
             "in the same order on every process"
         )
     if bad is not None:
-        bad.known_to = id(ranks)  # type: ignore[attr-defined]
+        setattr(bad, "known_to", id(ranks))  # noqa: B010
         raise bad
     return [found for *_, found in everyone]
 
